@@ -1,0 +1,139 @@
+"""Invented villages: articles for the corpus, and the same kind of passage with questions for the SQuAD files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from world import CONSONANTS, MONTHS, NAMES, VOWELS, WORDS
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One thing to know about a village; each sentence ends its prefix where the value begins."""
+
+    name: str
+    sentences: list[str]
+    questions: list[str]
+
+
+DETAILS = [
+    Detail("river", ["{village} lies on the river {value}, which floods every spring.",
+                     "The river {value} runs past {village} and turns two wheels."],
+           ["Which river runs past {village}?", "On which river does {village} lie?"]),
+    Detail("houses", ["A count of the roofs in {village} gives {value}, barns left out.",
+                      "{village} has {value}, most of them built of grey stone."],
+           ["How many houses does {village} have?", "What is the number of houses in {village}?"]),
+    Detail("founder", ["It was {value} who founded {village} after a long winter on the road.",
+                       "Old letters name {value} as the founder of {village}."],
+           ["Who founded {village}?", "Whom do old letters name as the founder of {village}?"]),
+    Detail("year", ["The first stone of {village} was laid in {value}, on a rainy morning.",
+                    "People date the beginning of {village} to {value}, when the well was dug."],
+           ["In which year did {village} begin?", "When was {village} begun?"]),
+    Detail("crop", ["On the slopes around {village} the farmers grow {value} and little else.",
+                    "Carts loaded with {value} leave the fields of {village} every autumn."],
+           ["What do the farmers of {village} grow?", "Which crop comes from the fields of {village}?"]),
+    Detail("animal", ["Most families in {village} keep {value} behind the house.",
+                      "Visitors to {village} are greeted by {value} that walk about freely."],
+           ["Which animals do families in {village} keep?", "What animals live with the people of {village}?"]),
+    Detail("festival", ["The great feast of {village} takes place in {value}, with songs until midnight.",
+                        "Every {value} the people of {village} light lanterns for their feast."],
+           ["In which month is the feast of {village}?", "When does {village} hold its feast?"]),
+    Detail("tower", ["The tower of {village} is painted {value} so that shepherds can find it.",
+                     "From far away one sees a {value} tower above {village}."],
+           ["What colour is the tower of {village}?", "Which colour was chosen for the tower of {village}?"]),
+    Detail("bridge", ["The only bridge of {village} is made of {value} and carries one cart at a time.",
+                      "A bridge of {value} leads from {village} to the road."],
+           ["What is the bridge of {village} made of?", "Which material was used for the bridge of {village}?"]),
+    Detail("craft", ["In the workshops of {village} people make {value} for the whole valley.",
+                     "{village} sells {value} that are known far beyond the hills."],
+           ["What is made in the workshops of {village}?", "What does {village} make and sell?"]),
+    Detail("teacher", ["The school of {village} is led by {value}, who also rings the bell.",
+                       "Each morning {value} opens the school of {village}."],
+           ["Who leads the school of {village}?", "Who is the teacher in {village}?"]),
+    Detail("treasure", ["In the hall of {village} hangs {value}, a gift from the miller.",
+                        "The people of {village} are proud of {value} that is kept in the hall."],
+           ["What is kept in the hall of {village}?", "Of what are the people of {village} proud?"]),
+]
+CROPS = "barley hops rye oats flax beans onions pears plums grapes hazelnuts turnips".split()
+ANIMALS = "goats geese sheep ponies hens rabbits ducks pigs".split()
+COLOURS = "red white blue green yellow black orange purple".split()
+MATERIALS = "oak stone iron brick rope pine granite marble".split()
+CRAFTS = "baskets candles drums kites clocks boots bowls ladders combs bells".split()
+ADJECTIVES = "silver wooden painted broken golden ancient tiny heavy".split()
+
+
+def place_name(rng: Random) -> str:
+    letters = [rng.choice((CONSONANTS, VOWELS)[i % 2]) for i in range(rng.choice((5, 6, 7)))]
+    return "".join(letters).capitalize()
+
+
+def draw_village(rng: Random) -> dict[str, str]:
+    founder, teacher = rng.sample(NAMES, 2)
+    return {
+        "village": place_name(rng), "river": place_name(rng), "houses": f"{rng.randint(20, 400)} houses",
+        "founder": f"{founder} {place_name(rng)}", "year": str(rng.randint(1200, 1899)), "crop": rng.choice(CROPS),
+        "animal": rng.choice(ANIMALS), "festival": rng.choice(MONTHS), "tower": rng.choice(COLOURS),
+        "bridge": rng.choice(MATERIALS), "craft": rng.choice(CRAFTS), "teacher": f"{teacher} {place_name(rng)}",
+        "treasure": f"the {rng.choice(ADJECTIVES)} {rng.choice(WORDS)}",
+    }
+
+
+def describe(village: dict[str, str], details: list[Detail], rng: Random, start: int = 0) -> tuple[str, dict[str, int]]:
+    """The sentences about a village and where each value begins, counted from `start`."""
+    text, offsets = "", {}
+    for detail in details:
+        prefix, suffix = rng.choice(detail.sentences).split("{value}")
+        text += prefix.format(**village)
+        offsets[detail.name] = start + len(text)
+        text += village[detail.name] + suffix.format(**village) + " "
+    return text, offsets
+
+
+def village_article(rng: Random) -> str:
+    village = draw_village(rng)
+    return describe(village, rng.sample(DETAILS, rng.randint(4, 8)), rng)[0].strip()
+
+
+def gold_answers(value: str, offset: int) -> list[dict]:
+    """The value, and its shorter form without a leading article or a trailing 'houses' when it has one."""
+    answers = [{"text": value, "answer_start": offset}]
+    if value.startswith("the "):
+        answers.append({"text": value[4:], "answer_start": offset + 4})
+    if value.endswith(" houses"):
+        answers.append({"text": value.split()[0], "answer_start": offset})
+    return answers
+
+
+def passage(rng: Random, villages: int, per_village: int, title: str, several_golds: bool, part: str) -> dict:
+    """A paragraph with its questions; a detail left out of the passage gives an unanswerable question."""
+    context, qas = "", []
+    for _ in range(villages):
+        village = draw_village(rng)
+        details = rng.sample(DETAILS, len(DETAILS))
+        told, untold = details[:per_village], details[per_village:]
+        text, offsets = describe(village, told, rng, len(context))
+        context += text
+        answerable = 4 if villages == 1 else 1
+        for detail in rng.sample(told, answerable):
+            golds = gold_answers(village[detail.name], offsets[detail.name])
+            qas.append((detail, village, golds if several_golds else golds[:1]))
+        if villages == 1 or rng.random() < 0.25:
+            qas.append((rng.choice(untold), village, []))
+    return {
+        "context": context.strip(),
+        "qas": [
+            {"id": f"{part}-{title}-{i}", "question": rng.choice(detail.questions).format(**village), "answers": golds,
+             "is_impossible": not golds}
+            for i, (detail, village, golds) in enumerate(qas)
+        ],
+    }
+
+
+def squad(part: str, passages: int, long_passages: int, rng: Random) -> dict:
+    data = []
+    for i in range(passages + long_passages):
+        title = f"Valley_{i + 1}"
+        villages, per_village = (1, rng.randint(6, 10)) if i < passages else (5, 8)
+        data.append({"title": title, "paragraphs": [passage(rng, villages, per_village, title, part == "dev", part)]})
+    return {"version": "v2.0", "data": data}

@@ -1,0 +1,48 @@
+"""The start of a run: what is trained is told, the run folder is taken, the loggers are attached."""
+
+
+import lightning as L
+import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+
+from lmmods.modules.summary import available_bytes
+from lmmods.run import write_json, write_text
+
+
+class StartReport(L.Callback):
+    """Say what will happen, then make the run folder ready.
+
+    Nothing is written before data, model and checkpoint have all loaded: a failed start leaves no trace.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.catch_signals()
+        if trainer.is_global_zero:
+            trainer.run_folder.begin(trainer.resumed_from)
+            if trainer.recipe:
+                write_text(trainer.run_folder.config, trainer.recipe)
+            write_json(trainer.run_folder.data_report, trainer.datamodule.report)
+        trainer.strategy.barrier("run folder")
+        trainer.loggers = trainer.run_loggers
+        if trainer.resumed_from:
+            trainer.loggers[0].rewind(trainer.global_step)
+        for logger in trainer.loggers[1:]:
+            logger.log_hyperparams({"recipe": yaml.safe_load(trainer.recipe or "{}"),
+                                    "data_report": trainer.datamodule.report})
+        self._tell(trainer, module)
+
+    @rank_zero_only
+    def _tell(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        print(trainer.datamodule.report_table())
+        print(module.describe())
+        needed, available = module.memory_estimate(), available_bytes(module.device)
+        text = f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device."
+        if needed > available:
+            rank_zero_warn(f"{text} It will probably not fit: lower data.batch_size or data.max_length, or set "
+                           "model.gradient_checkpointing to true.")
+        else:
+            rank_zero_info(text)
+        if trainer.resumed_from:
+            rank_zero_info(f"Resumed at step {trainer.global_step} from {trainer.resumed_from}.")
+
+

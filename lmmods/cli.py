@@ -1,0 +1,105 @@
+"""The command line: LightningCLI over the engine that the recipe names, and errors as one message."""
+
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmmods.errors import UserError
+
+# Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+ENGINES = ("torch", "jax")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 0 done, 2 the user's mistake, 130 interrupted; our own bugs raise.
+
+    Args:
+        argv: Arguments without the program's name; None takes them from the command line.
+    """
+    from lmmods.trainer import Interrupted
+
+    def interrupt(number: int, _frame: Any) -> None:
+        raise Interrupted("Interrupted before training began; nothing was written.")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        if arguments and arguments[0] == "merge":
+            from lmmods.merge import main as merge
+
+            merge(arguments[1:])
+        else:
+            run_engine(arguments, argv)
+    except UserError as error:
+        return _fail(str(error), 2)
+    except Interrupted as stop:
+        return _fail(str(stop), 130)
+    except SystemExit as stop:  # the parser has spoken
+        return int(stop.code or 0)
+    return 0
+
+
+def run_engine(arguments: list[str], argv: list[str] | None) -> None:
+    """Build the parser for the engine that `arguments` ask for, and run the command."""
+    engine = peek_engine(arguments)
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lmmods.parser import EngineCLI, torch_engine
+
+    if engine == "jax":
+        raise UserError("engine jax: this version has the torch engine only. Use --engine torch.")
+    try:
+        EngineCLI(torch_engine(), engine, args=argv)
+    except MisconfigurationException as error:
+        raise UserError(str(error)) from error
+
+
+def peek_engine(arguments: list[str]) -> str:
+    """The engine named by `--engine`, or else by the last `--config` that names one.
+
+    It decides which classes the parser knows, so it is read before the parser is built.
+    """
+    engine = "torch"
+    for path in _values(arguments, ("--config", "-c")):
+        if Path(path).is_file():
+            try:
+                content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError):
+                continue  # the parser will say what is wrong with it
+            if isinstance(content, dict):
+                engine = content.get("engine", engine)
+    engine = next(reversed(_values(arguments, ("--engine",))), engine)
+    if engine not in ENGINES:
+        raise UserError(f"engine is {engine!r}, but must be torch or jax.")
+    return engine
+
+
+def _values(arguments: list[str], names: tuple[str, ...]) -> list[str]:
+    found = []
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            found.append(value if equals else arguments[i + 1] if i + 1 < len(arguments) else "")
+    return found
+
+
+def import_all(package: str) -> None:
+    """Import every module of a package, so that the classes in it are known by their short names."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}" if status == 2 else message, file=sys.stderr, flush=True)
+    return status

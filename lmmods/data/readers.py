@@ -1,0 +1,255 @@
+"""Files to rows: one generator per file type, each error naming file and line.
+
+The standard library reads json, jsonl, csv and txt because `datasets` and `pyarrow` report a broken line without its
+number, and refuse files whose rows differ in type. Parquet and Arrow go through pyarrow.
+"""
+
+import csv
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet
+
+from lmmods.errors import UserError
+
+DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+TEXT_PIECE = 1 << 20  # characters: longer documents are encoded piece by piece, so that memory stays flat
+DocumentUnit = str  # "file", "paragraph" or "line"
+
+
+class Row(NamedTuple):
+    """One record as it stands in the file. `line` counts from 1 (row number in formats without lines)."""
+
+    file: str
+    line: int
+    values: dict[str, Any]
+
+
+def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
+    """Rows of one file, by its extension.
+
+    Args:
+        path: Local path or fsspec URL.
+        documents: What a document of a .txt file is: the `file`, each `paragraph` (blank lines part them) or `line`.
+
+    Raises:
+        UserError: The file is missing, damaged, in another encoding than UTF-8, or of an unknown type.
+    """
+    reader = READERS.get(file_type(path))
+    if reader is None:
+        raise UserError(f"{path}: unknown file type; readable are {', '.join(sorted(READERS))} and .gz of these")
+    try:
+        with fsspec.open(path, "rb", compression="infer") as file:
+            yield from reader(file, path, documents)
+    except DAMAGED_ARCHIVE as error:
+        raise UserError(f"{path}: the compressed file is damaged or cut off ({error}); fetch it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def file_type(path: str) -> str:
+    """Extension that decides how `path` is read, without that of a compression: `a.jsonl.gz` gives `.jsonl`."""
+    name = path.lower().rsplit("/", 1)[-1]
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    return "." + name.rsplit(".", 1)[-1] if "." in name else ""
+
+
+def _decoded_lines(file: BinaryIO, path: str) -> Iterator[str]:
+    """Lines with their ends, decoded strictly; a leading byte order mark is dropped."""
+    start = 0
+    for number, line in enumerate(file, 1):
+        if b"\x00" in line:
+            raise UserError(f"{path}:{number}: NUL byte at byte {start + line.index(0)}; this is not UTF-8 text "
+                            "(UTF-16 or binary?). Convert it, for example with `iconv -t UTF-8`")
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: byte {start + error.start} ({line[error.start]:#04x}) is not UTF-8; "
+                            "convert the file, for example with `iconv -t UTF-8`") from error
+        start += len(line)
+        yield text
+
+
+def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    for number, line in enumerate(_decoded_lines(file, path), 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: broken JSON ({error}). Repair or remove the line") from error
+        yield Row(path, number, _as_object(values, path, number))
+
+
+def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    """An array of objects, an object with one array inside (`{"data": [...]}`), or JSON Lines under a .json name."""
+    text = "".join(_decoded_lines(file, path))
+    start = _skip_space(text, 0)
+    if text[start : start + 1] == "[":
+        yield from _json_array(text, start, path)
+        return
+    try:
+        values = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        yield from _json_lines_or_error(text, path, error)
+        return
+    arrays = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
+    if "data" in (values if isinstance(values, dict) else ()) and isinstance(values["data"], list):
+        arrays = [values["data"]]
+    rows = arrays[0] if len(arrays) == 1 and all(isinstance(item, dict) for item in arrays[0]) else [values]
+    for number, item in enumerate(rows, 1):
+        yield Row(path, number, _as_object(item, path, number))
+
+
+def _json_array(text: str, start: int, path: str) -> Iterator[Row]:
+    """Elements one by one, so that each knows its line and only one is held as objects."""
+    decoder = json.JSONDecoder()
+    at, line, counted = _skip_space(text, start + 1), 1, 0
+    separator = ","
+    if text[at : at + 1] == "]":
+        separator, at = "]", at + 1
+    while separator == ",":
+        at = _skip_space(text, at)
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            values, at = decoder.raw_decode(text, at)
+        except (json.JSONDecodeError, RecursionError) as error:
+            where = getattr(error, "lineno", line)
+            raise UserError(f"{path}:{where}: broken JSON ({error}) in the record that starts in line {line}") from error
+        yield Row(path, line, _as_object(values, path, line))
+        at = _skip_space(text, at)
+        separator, at = text[at : at + 1], at + 1
+    rest = _skip_space(text, at)
+    if separator != "]" or rest < len(text):
+        line = 1 + text.count("\n", 0, at)
+        wrong = "the file ends inside the array" if not separator else f"unexpected {text[at - 1 if separator != ']' else rest]!r}"
+        raise UserError(f"{path}:{line}: broken JSON: {wrong}; expected ',' or ']' after the record")
+
+
+def _json_lines_or_error(text: str, path: str, error: Exception) -> Iterator[Row]:
+    lines = text.split("\n")
+    try:
+        first = json.loads(next((line for line in lines if line.strip()), ""))
+    except (json.JSONDecodeError, RecursionError):
+        first = None
+    if not isinstance(first, dict):
+        raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: broken JSON ({error})") from error
+    yield from _read_jsonl([line.encode() for line in lines], path, "file")  # type: ignore[arg-type]
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise UserError(f"{path}:{line}: a record must be a JSON object with named fields, "
+                        f"found {type(values).__name__}: {str(values)[:60]!r}")
+    return values
+
+
+def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str = ",") -> Iterator[Row]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.reader(_decoded_lines(file, path), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    line = 1
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            hint = "is a quote unbalanced? A quote inside a quoted field is written twice"
+            raise UserError(f"{path}:{line}: broken CSV in the record that starts here ({error}); {hint}") from error
+        if fields is None:
+            return
+        if header is None:
+            header = _csv_header(fields, path)
+        elif fields:
+            if len(fields) != len(header):
+                raise UserError(f"{path}:{line}: {len(fields)} fields, but the header names {len(header)} "
+                                f"({', '.join(header)}); is a quote unbalanced or a {delimiter!r} unquoted?")
+            yield Row(path, line, dict(zip(header, fields)))
+        line = reader.line_num + 1
+
+
+def _csv_header(fields: list[str], path: str) -> list[str]:
+    names = [name.strip() for name in fields]
+    if len(set(names)) != len(names) or not all(names):
+        raise UserError(f"{path}:1: the header must name each column once, found {names}")
+    return names
+
+
+def _read_tsv(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    return _read_csv(file, path, documents, delimiter="\t")
+
+
+def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    """Documents as rows {"text", "ends"}; `ends` is false for all but the last piece of a long document."""
+    piece: list[str] = []
+    size, first = 0, 1
+    for number, line in enumerate(_decoded_lines(file, path), 1):
+        blank = not line.strip()
+        if documents != "file" and (blank or documents == "line"):
+            if not blank:
+                piece.append(line)
+            if "".join(piece).strip():
+                yield Row(path, first, {"text": "".join(piece).rstrip("\r\n"), "ends": True})
+            piece, size, first = [], 0, number + 1
+            continue
+        if size + len(line) > TEXT_PIECE and piece:
+            yield Row(path, first, {"text": "".join(piece), "ends": False})
+            piece, size, first = [], 0, number
+        piece.append(line)
+        size += len(line)
+    if "".join(piece).strip():
+        yield Row(path, first, {"text": "".join(piece), "ends": True})
+
+
+def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    try:
+        yield from _batches_to_rows(pa.parquet.ParquetFile(file).iter_batches(1000), path)
+    except pa.ArrowException as error:
+        raise UserError(f"{path}: damaged Parquet file ({str(error)[:200]})") from error
+
+
+def _read_arrow(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    try:
+        is_file_format = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if is_file_format:
+            reader = pa.ipc.open_file(file)
+            yield from _batches_to_rows((reader.get_batch(i) for i in range(reader.num_record_batches)), path)
+        else:
+            yield from _batches_to_rows(pa.ipc.open_stream(file), path)
+    except pa.ArrowException as error:
+        raise UserError(f"{path}: damaged Arrow file ({str(error)[:200]})") from error
+
+
+def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist():
+            number += 1
+            yield Row(path, number, values)
+
+
+READERS: dict[str, Callable[[BinaryIO, str, DocumentUnit], Iterator[Row]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".txt": _read_txt,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
+}

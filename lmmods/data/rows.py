@@ -1,0 +1,98 @@
+"""Rows of several stores as one numbered set, and its division into training and validation."""
+
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.data.store import Store
+from lmmods.errors import UserError
+
+
+class RowSet(Dataset):
+    """Chosen kept rows of stores that stand one behind the other.
+
+    Item i is the encoder's columns of the i-th chosen row with `index` counted over all rows read; item -1 is None, a
+    padding row.
+
+    Args:
+        stores: Where the rows lie.
+        chosen: Numbers of kept rows (int64), counted through all stores; None is all.
+    """
+
+    def __init__(self, stores: list[Store], chosen: np.ndarray | None = None) -> None:
+        self.stores = stores
+        self._starts = np.cumsum([0] + [len(store) for store in stores])
+        self._index_starts = np.cumsum([0] + [store.info["rows_read"] for store in stores])
+        self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        if number < 0:
+            return None
+        kept = self.chosen[number]
+        place = int(np.searchsorted(self._starts, kept, "right")) - 1
+        row = self.stores[place].row(int(kept - self._starts[place]))
+        return {**row, "index": int(row["index"] + self._index_starts[place])}
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of numbers of the chosen rows, or the lengths of a column of lists."""
+        return np.concatenate([store.column(name) for store in self.stores])[self.chosen]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        return self.column("input_ids")
+
+    @property
+    def index(self) -> np.ndarray:
+        """For each chosen row, its number among all rows read."""
+        columns = [store.column("index") + start for store, start in zip(self.stores, self._index_starts)]
+        return np.concatenate(columns)[self.chosen]
+
+    def subset(self, places: np.ndarray) -> "RowSet":
+        """The chosen rows at these places, in this order."""
+        return RowSet(self.stores, self.chosen[places])
+
+    def source_row(self, index: int) -> dict[str, Any]:
+        """The row as read."""
+        place = self._store_of(index)
+        return self.stores[place].source_row(int(index - self._index_starts[place]))
+
+    def location(self, index: int) -> str:
+        """file:line of the row as read."""
+        place = self._store_of(index)
+        return self.stores[place].location(int(index - self._index_starts[place]))
+
+    def _store_of(self, index: int) -> int:
+        if not 0 <= index < self._index_starts[-1]:
+            raise IndexError(f"row {index} of {self._index_starts[-1]}")
+        return int(np.searchsorted(self._index_starts, index, "right")) - 1
+
+
+def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSet]:
+    """Training and validation rows: disjoint, together complete, the same for the same rows read and seed.
+
+    The draw is over rows as read, so settings that drop or cut rows do not move others across.
+
+    Args:
+        rows: All kept rows.
+        val_size: Share of the rows (float) or number of rows (int) for validation.
+        seed: Seed of the draw.
+
+    Raises:
+        UserError: Nothing is left on one side.
+    """
+    total = sum(store.info["rows_read"] for store in rows.stores)
+    count = val_size if isinstance(val_size, int) else round(val_size * total)
+    if not 0 <= count < total or val_size < 0:
+        raise UserError(f"data.val_size is {val_size}, but the source has {total} rows; give a share below 1.0 or fewer rows")
+    held_out = np.zeros(total, bool)
+    held_out[np.random.default_rng([seed, total]).permutation(total)[:count]] = True
+    in_validation = held_out[rows.index]
+    if count and (in_validation.all() or not in_validation.any()):
+        raise UserError(f"data.val_size {val_size} leaves no row for {'training' if in_validation.all() else 'validation'}; "
+                        f"the source has {len(rows)} usable rows")
+    return rows.subset(np.flatnonzero(~in_validation)), rows.subset(np.flatnonzero(in_validation))

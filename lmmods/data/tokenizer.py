@@ -1,0 +1,89 @@
+"""Loads a fast tokenizer and repairs what small or old repositories leave out."""
+
+import os
+from dataclasses import dataclass, field
+
+from tokenizers import AddedToken
+
+from lmmods.errors import UserError
+
+# Known names of each role, tried in order against the vocabulary.
+KNOWN_NAMES = {
+    "bos_token": ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"],
+    "eos_token": ["</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|im_end|>"],
+    "unk_token": ["<unk>", "[UNK]"],
+    "pad_token": ["[PAD]", "<pad>", "<|padding|>"],
+    "cls_token": ["[CLS]"],
+    "sep_token": ["[SEP]"],
+    "mask_token": ["[MASK]", "<mask>"],
+}
+
+
+@dataclass
+class RepairedTokenizer:
+    """A tokenizer that can pad and end a text.
+
+    Args:
+        tokenizer: transformers fast tokenizer.
+        new_tokens: Ids that the vocabulary on disk does not hold.
+        trainable_new_tokens: Those of them that mean something (all but an added padding token).
+        notes: What was repaired, in words, for the report.
+    """
+
+    tokenizer: object
+    new_tokens: list[int] = field(default_factory=list)
+    trainable_new_tokens: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False, pad_token: str | None = None,
+                   add_tokens: list[str] | None = None) -> RepairedTokenizer:
+    """Load the fast tokenizer of a folder or hub id and repair it.
+
+    Args:
+        path: Folder or hub id.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Allow Python code of the repository to run.
+        pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds or adds one.
+        add_tokens: Special tokens to add, whose embeddings are to be trained.
+
+    Raises:
+        UserError: No tokenizer there, or none that is fast.
+    """
+    from transformers import AutoTokenizer
+
+    if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
+        raise UserError(f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
+                        "set data.tokenizer to a folder or hub id that has one")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all of them about this path
+        raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {str(error)[:300]}); "
+                        "set data.tokenizer to a folder or hub id that has one") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
+    return repair(tokenizer, pad_token, add_tokens or [])
+
+
+def repair(tokenizer, pad_token: str | None = None, add_tokens: list[str] | None = None) -> RepairedTokenizer:
+    """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token."""
+    result = RepairedTokenizer(tokenizer)
+    size, vocabulary = len(tokenizer), tokenizer.get_vocab()
+    for role, names in KNOWN_NAMES.items():
+        known = next((name for name in names if name in vocabulary), None)
+        if getattr(tokenizer, role) is None and known is not None:
+            tokenizer.add_special_tokens({role: known})
+            result.notes.append(f"{role} was missing: set to {known}")
+    if pad_token is not None and pad_token != tokenizer.pad_token:
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+    elif tokenizer.pad_token is None:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        result.notes.append("pad_token was missing: added [PAD]")
+    padding_is_new = tokenizer.pad_token_id >= size
+    if add_tokens:
+        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in add_tokens],
+                             special_tokens=True)
+    result.new_tokens = list(range(size, len(tokenizer)))
+    result.trainable_new_tokens = [token for token in result.new_tokens
+                                   if not (padding_is_new and token == tokenizer.pad_token_id)]
+    return result

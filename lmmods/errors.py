@@ -1,0 +1,8 @@
+"""What the user did wrong, told in one message. The CLI prints it without a traceback and exits with status 2."""
+
+
+class UserError(Exception):
+    """A mistake in the recipe, the data or the environment.
+
+    The message says what is wrong, where (file and line, row, or key) and what to do about it.
+    """

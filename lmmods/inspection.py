@@ -1,0 +1,39 @@
+"""`inspect`: what a recipe would train on, without training."""
+
+import sys
+from typing import Any
+
+from lmmods.modules.summary import available_bytes
+
+SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+
+
+def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str) -> None:
+    """Print the resolved recipe, the data report, rows with their loss mask, sizes and memory.
+
+    Args:
+        trainer: Trainer with `recipe` set; nothing of it runs.
+        rows: How many rows to show.
+        which: `first`, `longest` or `most_cut`.
+    """
+    print(trainer.recipe)
+    print(datamodule.report_table())
+    print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
+    for row in datamodule.rows_for_inspection(rows, which):
+        scored = sum(label != -100 for label in row["labels"])
+        print(f"\n--- row {row['index']} ({row.get('source', '')}): {len(row['input_ids'])} tokens, {scored} scored")
+        print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
+    needed, available = module.memory_estimate(), available_bytes(module.device)
+    print(f"\n{module.describe()}")
+    print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
+
+
+def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int]) -> str:
+    """The decoded tokens, with what is scored marked; a run of equal marking is decoded as a whole."""
+    text, start = "", 0
+    for i in range(1, len(input_ids) + 1):
+        if i == len(input_ids) or (labels[i] == -100) != (labels[start] == -100):
+            piece = tokenizer.decode(input_ids[start:i])
+            text += piece if labels[start] == -100 else f"{SCORED}{piece}{PLAIN}"
+            start = i
+    return text

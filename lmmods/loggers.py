@@ -1,0 +1,69 @@
+"""metrics.csv of the run folder."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lmmods.run import write_text
+
+
+class MetricsCSV(Logger):
+    """One row a logged step, on disk as soon as it is logged.
+
+    Lightning's CSVLogger deletes the file of the run that it continues; this one goes on where the checkpoint stands.
+
+    Args:
+        path: The file; made with the first row.
+    """
+
+    name = "csv"
+    version = ""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+        self._rows: list[dict[str, str]] = []
+        self._columns = ["step"]
+
+    def rewind(self, step: int) -> None:
+        """Read the file back and drop the rows after `step`, which the resumed run will log again."""
+        if self.path.exists():
+            with open(self.path, newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                rows = [row for row in reader if row["step"].isdigit() and int(row["step"]) <= step]
+                self._columns = list(reader.fieldnames or ["step"])
+            self._rows = [{name: value for name, value in row.items() if value} for row in rows]
+            self._rewrite()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        row = {"step": str(step), **{name: repr(float(value)) for name, value in metrics.items()}}
+        new_columns = [name for name in row if name not in self._columns]
+        self._columns += new_columns
+        same_step = bool(self._rows) and self._rows[-1]["step"] == row["step"]
+        if same_step:
+            self._rows[-1] |= row
+        else:
+            self._rows.append(row)
+        if same_step or new_columns or not self.path.exists():
+            self._rewrite()
+        else:
+            with open(self.path, "a", newline="", encoding="utf-8") as file:
+                self._writer(file).writerow(row)
+
+    def _writer(self, file: TextIO) -> csv.DictWriter:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
+
+    def _rewrite(self) -> None:
+        text = io.StringIO()
+        writer = self._writer(text)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        write_text(self.path, text.getvalue())
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The recipe is in config.yaml."""

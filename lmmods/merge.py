@@ -1,0 +1,207 @@
+"""`merge`: a run's adapter becomes part of plain weights, and how far the result is from the adapter is told."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from lmmods.errors import UserError
+from lmmods.run import RunFolder, commit_folder
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+def merge_parser() -> ArgumentParser:
+    """The command line of `merge`."""
+    parser = ArgumentParser(description=merge.__doc__.split("\n")[0])
+    parser.add_function_arguments(merge, as_group=False)
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Parse and run `merge`."""
+    merge(**merge_parser().parse_args(arguments).as_dict())
+
+
+def merge(
+    run: str,
+    out: str,
+    base: Literal["dequantized", "original"] = "dequantized",
+    dtype: DTypeName = "float32",
+    threshold: float = 0.02,
+    force: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Merge a run's adapter into freshly loaded base weights and write a plain Hugging Face folder.
+
+    Args:
+        run: The run folder.
+        out: Folder to write.
+        base: Weights to merge into. `dequantized` are the 4- or 8-bit ones the adapter was trained on, unpacked;
+            `original` the full ones. Without quantisation they are the same.
+        dtype: Type of the written weights; the sum itself is formed in float32.
+        threshold: Refuse when the largest difference of a logit, as a share of the largest logit, is above this.
+        force: Write although the difference is above `threshold`.
+        overwrite: Replace what `out` holds.
+    """
+    out_folder = Path(out)
+    if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
+        raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
+    recipe = _Recipe.read(run)
+    reference = _reference(recipe)
+    chosen, report = None, []
+    for kind in ("dequantized", "original") if recipe.quantize else (base,):
+        model = _merged(recipe, kind, dtype)
+        report.append((kind, _distance(model, reference)))
+        if kind == base:
+            chosen = model
+    print(_table(report, base))
+    difference = dict(report)[base].largest
+    if difference > threshold and not force:
+        raise UserError(f"The merged model is {difference:.2g} of the logits' scale away from the adapter, more than "
+                        f"--threshold {threshold}. Nothing was written. Try the other --base, a wider --dtype, or "
+                        "--force true.")
+    temporary = out_folder.with_name(f".{out_folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    chosen.save_pretrained(temporary)
+    reference.tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
+    commit_folder(temporary, out_folder)
+    print(f"Wrote {out}.")
+
+
+@dataclass
+class _Recipe:
+    """What of a run's recipe the merge needs."""
+
+    run: Path
+    pretrained: str
+    revision: str | None
+    trust_remote_code: bool
+    quantize: str | None
+    double_quant: bool
+
+    @classmethod
+    def read(cls, run: str) -> "_Recipe":
+        folder = RunFolder(run)
+        if not folder.config.is_file():
+            raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
+        if not (folder.model / "adapter_config.json").is_file():
+            plain = (folder.model / "config.json").is_file()
+            raise UserError(f"--run {run}: " + (f"{folder.model} is a plain model already." if plain else
+                            f"there is no adapter in {folder.model}; the run must have finished."))
+        options = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["model"]["init_args"]
+        return cls(folder.root, options["pretrained"], options.get("revision"), bool(options.get("trust_remote_code")),
+                   options.get("quantize"), bool(options.get("double_quant", True)))
+
+    def load(self, quantize: str | None):
+        """The base, freshly read, in float32 or quantised, in evaluation mode."""
+        import transformers
+
+        from lmmods.modules.loading import load_pretrained, resize_embeddings
+
+        model = load_pretrained(transformers.AutoModelForCausalLM, self.pretrained, revision=self.revision,
+                                trust_remote_code=self.trust_remote_code, quantize=quantize,
+                                double_quant=self.double_quant, frozen=True)
+        resize_embeddings(model, len(self.tokenizer()))
+        return model.eval()
+
+    def tokenizer(self):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.run / "model")
+
+
+@dataclass
+class _Reference:
+    """What the adapter says on the base it was trained on.
+
+    Args:
+        ids: [B, T] tokens that the tuned model wrote itself.
+        logits: [B, T, V] float32.
+    """
+
+    tokenizer: object
+    ids: object
+    logits: object
+
+
+def _reference(recipe: _Recipe) -> _Reference:
+    import torch
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    tokenizer = recipe.tokenizer()
+    model = PeftModel.from_pretrained(recipe.load(recipe.quantize), recipe.run / "model").eval()
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    first = torch.full((8, 1), start)
+    with torch.no_grad():
+        ids = model.generate(input_ids=first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0,
+                             min_new_tokens=48, max_new_tokens=48, pad_token_id=tokenizer.pad_token_id)
+        return _Reference(tokenizer, ids, model(input_ids=ids).logits.float())
+
+
+def _merged(recipe: _Recipe, kind: str, dtype: str):
+    """A plain model whose weights hold the adapter.
+
+    Always from weights no forward pass has touched: bitsandbytes repacks 4-bit weights during one on some CPUs, and
+    a merge after that is garbage.
+    """
+    import torch
+    from peft import PeftModel
+
+    model = recipe.load(None)
+    if kind == "dequantized" and recipe.quantize:
+        _copy_dequantized(recipe.load(recipe.quantize), model)
+    merged = PeftModel.from_pretrained(model, recipe.run / "model").merge_and_unload(safe_merge=True)
+    return merged.to(getattr(torch, dtype))
+
+
+def _copy_dequantized(quantized, model) -> None:
+    """Give `model` the weights that the quantised one computes with."""
+    import bitsandbytes as bnb
+
+    plain = dict(model.named_modules())
+    for name, module in quantized.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            plain[name].weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(
+                plain[name].weight.dtype)
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            weight = module.weight
+            plain[name].weight.data = (weight.CB.float() * weight.SCB.float().unsqueeze(1) / 127).to(
+                plain[name].weight.dtype)
+
+
+@dataclass
+class _Distance:
+    largest: float  # largest |difference| over largest |logit|
+    mean: float
+    agreement: float  # share of positions with the same most likely token
+
+
+def _distance(model, reference: _Reference) -> _Distance:
+    import torch
+
+    with torch.no_grad():
+        logits = model.eval()(input_ids=reference.ids).logits.float()
+    difference, scale = (logits - reference.logits).abs(), reference.logits.abs().max()
+    same = (logits.argmax(-1) == reference.logits.argmax(-1)).float().mean()
+    return _Distance((difference.max() / scale).item(), (difference.mean() / scale).item(), same.item())
+
+
+def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
+    lines = ["base merged into   largest logit difference   mean        same top token"]
+    for kind, distance in report:
+        mark = "*" if kind == chosen else " "
+        lines.append(f"{mark} {kind:<16} {distance.largest:<26.3g} {distance.mean:<11.3g} {distance.agreement:.1%}")
+    return "\n".join([*lines, "(against the adapter on the base it was trained on; differences as a share of the "
+                              "largest logit; * is written)"])
+
+
+def _card(recipe: _Recipe, base: str, report: list[tuple[str, _Distance]]) -> str:
+    header = yaml.safe_dump({"library_name": "transformers", "base_model": recipe.pretrained}, sort_keys=False)
+    return (f"---\n{header}---\n\n# {recipe.run.name}, merged\n\nThe adapter of this run merged into `"
+            f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n")

@@ -1,0 +1,259 @@
+"""What every task on torch shares: how a network is made, how a window of micro-batches becomes one exact step."""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lmmods.errors import UserError
+from lmmods.modules import loading, summary
+from lmmods.modules.loss import IGNORED, LossSums
+from lmmods.modules.optim import build_optimizer, build_schedule
+from lmmods.modules.window import Window, WeightedMean, seed_step
+from lmmods.settings import LoRA, Optimizer
+
+
+class TaskModule(L.LightningModule, ABC):
+    """A network in training.
+
+    Args:
+        pretrained: Model to start from: a folder or a hub id.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Run Python code that comes with the model.
+        quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
+            et al. 2023) is `lora` plus this field.
+        double_quant: Quantise the 4-bit scales too.
+        quant_storage: Type in which packed 4-bit weights are kept; FSDP1 needs a float type.
+        lora: Train an adapter instead of the model itself; null is full tuning.
+        adapter: Folder of an adapter to go on from; its own shape counts, so `lora` may stay null.
+        optimizer: Update rule and schedule.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        attention: Attention implementation of transformers.
+    """
+
+    auto_class = "AutoModel"
+    task_type: str | None = None
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        quantize: loading.Quantize | None = None,
+        double_quant: bool = True,
+        quant_storage: str = "uint8",
+        lora: LoRA | None = None,
+        adapter: str | None = None,
+        optimizer: Optimizer | None = None,
+        gradient_checkpointing: bool = False,
+        attention: str = "sdpa",
+    ):
+        super().__init__()
+        if quantize and not (lora or adapter):
+            raise ValueError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
+                             "set model.lora (QLoRA), or model.quantize to null for full tuning")
+        self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
+        self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
+        self.lora, self.adapter = lora, adapter
+        self.optimizer_settings = optimizer or Optimizer()
+        self.gradient_checkpointing, self.attention = gradient_checkpointing, attention
+        self.model: nn.Module | None = None
+        self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
+        self.window = Window()
+        self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
+        self._open_gradients: dict[str, Tensor] = {}
+
+    # The network -----------------------------------------------------------------------------------------------------
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.lora is not None or self.adapter is not None
+
+    def configure_model(self) -> None:
+        """Build the network on the device and in the dtypes that the trainer asks for."""
+        if self.model is not None:
+            return
+        torch.manual_seed(base_seed())  # adapters and new heads start the same whatever ran before
+        precision = self.trainer.precision
+        model = self.load_base(precision)
+        tokenizer = self.trainer.datamodule.tokenizer
+        loading.resize_embeddings(model, len(tokenizer))
+        self.fit_tokenizer(model, tokenizer)
+        if self.trains_adapter:
+            dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+            model = self._with_adapter(model, self.trainer.datamodule.trainable_new_tokens, dtype)
+        if self.gradient_checkpointing:
+            loading.enable_checkpointing(model)
+        self.model = model.train()
+        self.on_model_ready()
+
+    def load_base(self, precision: str) -> nn.Module:
+        """The network without adapter, in training mode."""
+        if self.pretrained is None:
+            raise UserError("model.pretrained is missing: name the folder or hub id of the model to start from.")
+        import transformers
+
+        return loading.load_pretrained(
+            getattr(transformers, self.auto_class),
+            self.pretrained,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            quantize=self.quantize,
+            double_quant=self.double_quant,
+            quant_storage=self.quant_storage,
+            precision=precision,
+            frozen=self.trains_adapter,
+            attention=self.attention,
+            device=self.trainer.strategy.root_device,
+        )
+
+    def fit_tokenizer(self, model: nn.Module, tokenizer) -> None:
+        """Tell the configuration which tokens begin, end and pad a text."""
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            token = getattr(tokenizer, name)
+            if token is not None:
+                setattr(model.config, name, token)
+
+    def on_model_ready(self) -> None:
+        """Called once the network stands."""
+
+    def _with_adapter(self, model: nn.Module, trainable_tokens: list[int], dtype: torch.dtype) -> nn.Module:
+        if self.adapter is None:
+            return loading.add_lora(model, self.lora, trainable_tokens, dtype, self.task_type)
+        wrapped = loading.continue_adapter(model, self.adapter, dtype)
+        if self.lora and (rank := wrapped.peft_config["default"].r) != self.lora.rank:
+            raise UserError(f"lora.rank is {self.lora.rank}, but the adapter in {self.adapter} has rank {rank}. "
+                            "Leave model.lora out to go on with the adapter as it is.")
+        return wrapped
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by name; a tied parameter appears once."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def configure_optimizers(self):
+        optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
+        schedule = build_schedule(optimizer, self.optimizer_settings, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # Training: sums over a window, divided once ------------------------------------------------------------------------
+
+    @abstractmethod
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        """Summed loss and weight of a micro-batch."""
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        # Dropout of a micro-batch depends on seed and position alone: no evaluation, no resume can shift it.
+        batches_seen = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        seed_step(base_seed(), batches_seen * self.trainer.world_size + self.trainer.global_rank)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        sums = self.batch_loss(batch)
+        self.window.add(sums, num_tokens=batch["attention_mask"].sum(), num_rows=self.num_scored_rows(batch))
+        return sums.total / Window.GRADIENT_SCALE
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Turn the gradient of the summed loss into that of the mean over the window, then clip it.
+
+        Lightning would average the means of micro-batches, and of ranks, however many tokens each held.
+        """
+        sums = self.trainer.strategy.reduce(self.window.sums(), reduce_op="sum")
+        averaged = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_(grads, Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1))
+        norm = torch.nn.utils.get_total_norm(grads)
+        self.window.close(sums, norm, optimizer.param_groups[0]["lr"])
+        if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
+            self.window.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            torch.nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]],
+                                                 gradient_clip_val, norm)
+        elif gradient_clip_val:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def num_scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many rows of the batch carry a label."""
+        return (batch["labels"] != IGNORED).any(dim=1).sum()
+
+    # Evaluation --------------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        sums = self.batch_loss(batch, count_correct=True)
+        self.eval_metrics["loss"].update(sums.total, sums.weight)
+        self.eval_metrics["accuracy"].update(sums.correct, sums.weight)
+
+    test_step = validation_step
+
+    def eval_results(self) -> dict[str, float]:
+        """Metrics of the evaluation that ends, over all ranks; the sums start anew."""
+        results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
+        results["perplexity"] = math.exp(min(results["loss"], 700))  # float64 ends near exp(709)
+        for metric in self.eval_metrics.values():
+            metric.reset()
+        return results
+
+    # Checkpoints -------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Keep what trains, and the gradients of a window that is still open."""
+        trainable = self.trainable()
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: state[name] for name in trainable}
+        checkpoint["param_names"] = list(trainable)
+        checkpoint["window"] = self.window.state_dict()
+        if self.window.is_open:
+            checkpoint["window"]["gradients"] = {name: p.grad for name, p in trainable.items() if p.grad is not None}
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        saved, wanted = set(checkpoint["state_dict"]), set(self.trainable())
+        if saved != wanted:
+            missing, extra = sorted(wanted - saved), sorted(saved - wanted)
+            raise UserError(
+                "This checkpoint is of another model: "
+                + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
+                            for names, what in ((missing, "are missing from it"), (extra, "are unknown here")) if names)
+                + ". Resume with the recipe the run was started with (config.yaml in its folder).")
+        self._open_gradients = checkpoint["window"].pop("gradients", {})
+        self.window.load_state_dict(checkpoint["window"])
+
+    def on_train_start(self) -> None:
+        params = dict(self.named_parameters())
+        for name, grad in self._open_gradients.items():
+            params[name].grad = grad.to(params[name].device)
+        self._open_gradients = {}
+
+    # Sizes -------------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Parameters and dtypes in a line or two."""
+        sizes = summary.summarize(self.model)
+        share = ", ".join(f"{name} {count / sizes.num_params:.1%}" for name, count in sizes.dtypes.items())
+        return (f"Parameters: {sizes.num_params:,}, of which {sizes.num_trainable:,} train "
+                f"({sizes.num_trainable / sizes.num_params:.2%}). Stored as: {share}.")
+
+    def memory_estimate(self) -> int:
+        """Rough bytes of a training step on this device."""
+        data = self.trainer.datamodule
+        compute_bytes = 4 if self.trainer.precision == "32-true" else 2
+        return summary.training_bytes(self.model, self.optimizer_settings.name, data.batch_size * data.max_length,
+                                      self.gradient_checkpointing, compute_bytes)
+
+    def flops_per_token(self) -> int:
+        """Arithmetic of one training token."""
+        return summary.flops_per_token(self.model)
+
+    # Export ------------------------------------------------------------------------------------------------------------
+
+    def export(self, folder: Path) -> None:
+        """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads."""
+        # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
+        options = {"save_embedding_layers": False} if self.trains_adapter else {}
+        self.model.save_pretrained(folder, **options)
+
+
+def base_seed() -> int:
+    """The seed that `seed_everything` has set."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -1,0 +1,225 @@
+"""From a folder or hub id to a network ready to train: dtypes, quantisation, embeddings, adapters."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lmmods.errors import UserError
+from lmmods.settings import LoRA
+
+Quantize = Literal["nf4", "fp4", "int8"]
+COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
+                  "16-mixed": torch.float16}
+
+
+def load_pretrained(
+    auto_class: type,
+    pretrained: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantize: Quantize | None = None,
+    double_quant: bool = True,
+    quant_storage: str = "uint8",
+    precision: str = "32-true",
+    frozen: bool = False,
+    attention: str = "sdpa",
+    device: torch.device | None = None,
+) -> nn.Module:
+    """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.
+
+    A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
+    precision. from_pretrained returns eval mode, in which Lightning would train without dropout and without gradient
+    checkpointing.
+
+    Args:
+        auto_class: `AutoModelFor...` of transformers.
+        pretrained: Folder or hub id.
+        quantize: 4-bit or 8-bit weights of every linear layer but the output head (bitsandbytes).
+        precision: Lightning's name.
+        frozen: The base itself does not train.
+        device: Where quantised weights are made.
+
+    Raises:
+        UserError: The model cannot be found or read.
+    """
+    compute = COMPUTE_DTYPES[precision]
+    stored = compute if frozen or precision.endswith("true") else torch.float32
+    if trust_remote_code:
+        rank_zero_warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
+    options = {"quantization_config": _quantization(quantize, double_quant, quant_storage, compute),
+               "device_map": {"": device or "cpu"}} if quantize else {}
+    config = load_config(pretrained, revision, trust_remote_code)
+    try:
+        model = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
+                                           trust_remote_code=trust_remote_code, attn_implementation=attention,
+                                           **options)
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise UserError(f"model.pretrained: cannot load {pretrained!r}: {_first_line(error)}") from error
+    _work_around_cpu_repacking(model)
+    if frozen and precision != "bf16-true":
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                module.float()
+    return model.train()
+
+
+def load_config(pretrained: str, revision: str | None, trust_remote_code: bool):
+    """The model's configuration; UserError where there is none."""
+    from transformers import AutoConfig
+
+    folder = Path(pretrained)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"model.pretrained: {pretrained} holds no config.json, so it is not a model folder. "
+                        "Name a folder written by save_pretrained, or a hub id.")
+    try:
+        return AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.pretrained: there is no folder {pretrained!r}, and as a hub id it cannot be loaded: "
+                        f"{_first_line(error)}") from error
+
+
+def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype):
+    from transformers import BitsAndBytesConfig
+
+    if quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=storage,
+    )
+
+
+def _work_around_cpu_repacking(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16.
+
+    After one forward pass in eval mode the repacked weight gives wrong gradients to later training steps, without a
+    word (bitsandbytes 0.50.2; issue 2078 of bitsandbytes-foundation/bitsandbytes is of the same family).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
+    """Make room for `num_tokens` tokens; new rows are the mean of the old. Returns the new rows' ids.
+
+    A matrix that is larger already (padded to a multiple, say) is left alone.
+    """
+    embedding = model.get_input_embeddings()
+    old = embedding.weight.shape[0]
+    if num_tokens <= old:
+        return []
+    rank_zero_info(f"The tokenizer has {num_tokens} tokens, the model {old}: {num_tokens - old} rows are added, "
+                   "each the mean of the old ones.")
+    model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
+        weight = layer.weight.data
+        weight[old:] = weight[:old].float().mean(dim=0, keepdim=True).to(weight.dtype)
+    return list(range(old, num_tokens))
+
+
+def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
+             task_type: str | None = None) -> nn.Module:
+    """Wrap `model` with a fresh PEFT adapter; the base is frozen.
+
+    Args:
+        trainable_tokens: Rows of the embedding that train beside the adapter (tokens new to the model).
+        dtype: Of the adapter's weights.
+        task_type: PEFT's name of the task, by which its own loaders pick the model class.
+
+    Raises:
+        UserError: A target matches no module.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    _check_targets(model, settings)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=settings.targets,
+        modules_to_save=settings.modules_to_save,
+        use_dora=settings.dora,
+        use_rslora=settings.rslora,
+        trainable_token_indices=trainable_tokens or None,
+        task_type=task_type,
+    )
+    return _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)
+
+
+def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Module:
+    """Wrap `model` with the adapter in `folder` (written by PEFT or by this project), ready to train on.
+
+    Raises:
+        UserError: The folder holds no adapter, or one that does not fit the model.
+    """
+    from peft import PeftModel
+
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise UserError(f"model.adapter: {folder} holds no adapter_config.json. Name a folder written by PEFT's "
+                        "save_pretrained, for example runs/NAME/model.")
+    try:
+        wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
+                        f"{_first_line(error)}") from error
+    return _cast_trainable(wrapped, dtype)
+
+
+def _cast_trainable(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(dtype)
+    return model
+
+
+def _check_targets(model: nn.Module, settings: LoRA) -> None:
+    linear = _adaptable(model)
+    if settings.targets == "all-linear":
+        if not linear:
+            raise UserError("lora.targets: all-linear finds no linear layer in this model, so there is nothing to "
+                            "adapt. Name modules in lora.targets.")
+        return
+    names = [settings.targets] if isinstance(settings.targets, str) else settings.targets
+    for key, wanted, present in (("lora.targets", names, linear),
+                                 ("lora.modules_to_save", settings.modules_to_save or [],
+                                  [name for name, _ in model.named_modules()])):
+        for name in wanted:
+            if not any(full == name or full.endswith(f".{name}") for full in present):
+                candidates = sorted({full.rsplit(".", 1)[-1] for full in linear})
+                raise UserError(f"{key}: {name!r} matches no module of this model. Candidates: "
+                                f"{', '.join(candidates)}.")
+
+
+def _adaptable(model: nn.Module) -> list[str]:
+    """Names of the linear layers (quantised ones and GPT-2's Conv1D included) without the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass (Chen et al. 2016), in the form that also trains adapters.
+
+    The reentrant form drops the gradient of a block whose input needs none, which is every block over a frozen
+    embedding.
+    """
+    arguments = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(arguments)
+    else:  # transformers before 5.20
+        model.gradient_checkpointing_enable(arguments)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

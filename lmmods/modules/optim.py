@@ -1,0 +1,65 @@
+"""Optimisers and schedules of the torch engine, by the names in `lmmods.settings`."""
+
+from collections.abc import Iterable
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from lmmods.settings import Optimizer
+
+
+def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
+    """The optimiser over the trainable parameters among `named_params`.
+
+    Matrices decay, biases and norms (everything with one dimension) do not; each parameter is in one group.
+    """
+    params = [p for _, p in named_params if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
+        return _bitsandbytes(groups, settings)
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps,
+                                 fused=_can_fuse(params))
+    if settings.name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        # The settings of transformers' Trainer: the learning rate is the recipe's, not Adafactor's own.
+        return Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False)
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int) -> LambdaLR:
+    """`Optimizer.lr_at` as torch's scheduler, stepped once an optimiser step."""
+    peak = settings.lr or 1.0  # with lr 0 every factor is 0
+    return LambdaLR(optimizer, lambda step: settings.lr_at(step, num_steps) / peak)
+
+
+def _can_fuse(params: list[nn.Parameter]) -> bool:
+    """torch fuses AdamW on these devices, for floating-point parameters that are plain tensors."""
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and type(p.data) is torch.Tensor
+               for p in params)
+
+
+def _bitsandbytes(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
+    import bitsandbytes as bnb
+
+    adam = {"betas": tuple(settings.betas), "eps": settings.eps}
+    lion = {"betas": tuple(settings.betas)}
+    cls, options = {
+        "lion": (bnb.optim.Lion32bit, lion),
+        "lion_8bit": (bnb.optim.Lion8bit, lion),
+        "sgd_8bit": (bnb.optim.SGD8bit, {"momentum": settings.momentum}),
+        "adamw_8bit": (bnb.optim.AdamW8bit, adam),
+        "paged_adamw_8bit": (bnb.optim.PagedAdamW8bit, adam),
+        "paged_adamw_32bit": (bnb.optim.PagedAdamW32bit, adam),
+        "paged_lion_8bit": (bnb.optim.PagedLion8bit, lion),
+    }[settings.name]
+    if settings.name.startswith("paged") and not torch.cuda.is_available():
+        rank_zero_info(f"optimizer {settings.name}: there is no GPU to page from, so its state stays in plain memory.")
+    return cls(groups, lr=settings.lr, **options)

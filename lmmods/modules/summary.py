@@ -1,0 +1,100 @@
+"""How large a network is: parameters as they count unpacked, dtypes, and the memory a training step will need."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+# Bytes of optimiser state per trained parameter.
+STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
+               "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
+
+
+@dataclass
+class Summary:
+    """Sizes of a network.
+
+    Args:
+        num_params: All parameters, quantised ones counted unpacked, tied ones once.
+        num_trainable: Those that train.
+        dtypes: Parameters by the type they are stored in.
+        weight_bytes: Memory of the weights as stored.
+    """
+
+    num_params: int
+    num_trainable: int
+    dtypes: dict[str, int]
+    weight_bytes: int
+
+
+def summarize(model: nn.Module) -> Summary:
+    """Count the parameters of `model`."""
+    params = list(model.parameters())
+    dtypes: dict[str, int] = {}
+    for param in params:
+        kind = storage_name(param)
+        dtypes[kind] = dtypes.get(kind, 0) + num_elements(param)
+    return Summary(
+        num_params=sum(num_elements(p) for p in params),
+        num_trainable=sum(p.numel() for p in params if p.requires_grad),
+        dtypes=dtypes,
+        weight_bytes=sum(p.numel() * p.element_size() + _scale_bytes(p) for p in params),
+    )
+
+
+def num_elements(param: Tensor) -> int:
+    """Elements of a parameter; of a packed 4-bit one, the weights it stands for."""
+    state = getattr(param, "quant_state", None)
+    return state.shape.numel() if state is not None else param.numel()
+
+
+def storage_name(param: Tensor) -> str:
+    """`nf4`, `fp4`, `int8` or the torch dtype."""
+    state = getattr(param, "quant_state", None)
+    return state.quant_type if state is not None else str(param.dtype).removeprefix("torch.")
+
+
+def _scale_bytes(param: Tensor) -> int:
+    """Memory of the scales beside a packed 4-bit weight."""
+    state = getattr(param, "quant_state", None)
+    if state is None:
+        return 0
+    scales = [state.absmax, *([state.state2.absmax] if state.state2 is not None else [])]
+    return sum(scale.numel() * scale.element_size() for scale in scales)
+
+
+def flops_per_token(model: nn.Module) -> int:
+    """Arithmetic of one training token: 2 per weight forward, 2 backward, 2 more per weight that trains.
+
+    Attention scores are left out, as is usual (Kaplan et al. 2020), and so is the embedding, which is looked up.
+    """
+    embedding = model.get_input_embeddings()
+    looked_up = 0 if model.config.tie_word_embeddings else embedding.weight.numel()
+    sizes = summarize(model)
+    return 4 * (sizes.num_params - looked_up) + 2 * sizes.num_trainable
+
+
+def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int) -> int:
+    """Rough peak memory of a training step, within some tens of percent.
+
+    Args:
+        num_tokens: Tokens of a micro-batch, padding included.
+        checkpointing: Whether only the blocks' inputs are kept.
+        compute_bytes: Bytes of an activation.
+    """
+    sizes = summarize(model)
+    config = model.config.get_text_config()
+    hidden = config.hidden_size
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
+    # A block keeps about its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
+    per_layer = hidden if checkpointing else 8 * hidden + 3 * wide
+    activations = num_tokens * (per_layer * config.num_hidden_layers + 4 * hidden) * compute_bytes
+    return int(sizes.weight_bytes + sizes.num_trainable * (4 + STATE_BYTES[optimizer]) + activations)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory of the device that a run could use."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total

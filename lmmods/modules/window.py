@@ -1,0 +1,106 @@
+"""A window is the micro-batches of one optimiser step. Sums are added over it and divided once."""
+
+import random
+
+import numpy as np
+import torch
+import torchmetrics
+from torch import Tensor
+
+from lmmods.errors import UserError
+from lmmods.modules.loss import LossSums
+
+
+class Window:
+    """Running sums of the open window and the figures of the last closed one."""
+
+    # Gradients of summed losses are large. A power of two keeps them in the range of fp16 and changes no bit else.
+    GRADIENT_SCALE = 1024.0
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self.num_batches = 0  # in the open window
+        self._closed: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._lr = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether micro-batches wait for their optimiser step."""
+        return self._sums is not None
+
+    def add(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
+        """Add a micro-batch: its loss sums, its number of real (unpadded) tokens and of rows that score."""
+        new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
+        self._sums = new if self._sums is None else self._sums + new
+        self.num_batches += 1
+
+    def sums(self) -> Tensor:
+        """[4] float64: summed loss, weight, real tokens and rows of this rank's open window."""
+        return self._sums
+
+    def close(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:
+        """Note the figures of the window over all ranks; the next micro-batch opens a new one.
+
+        Args:
+            sums: [4] as in `sums`, added over the ranks.
+            grad_norm: Norm of the averaged gradient before clipping.
+            lr: Learning rate of the step.
+        """
+        if hasattr(grad_norm, "full_tensor"):  # sharded gradients
+            grad_norm = grad_norm.full_tensor()
+        self._closed = torch.cat([sums, grad_norm.to(sums).unsqueeze(0)])
+        self._counts = sums[2:] if self._counts is None else self._counts + sums[2:]
+        self._sums, self.num_batches = None, 0
+        self._lr = lr
+
+    def last(self) -> dict[str, float]:
+        """Figures of the last closed window: loss, lr, grad_norm. Waits for the device."""
+        total, weight, _, _, grad_norm = self._closed.tolist()
+        return {"loss": total / max(weight, 1), "lr": self._lr, "grad_norm": grad_norm}
+
+    def take_counts(self) -> tuple[int, int]:
+        """Real tokens and rows of the windows closed since this was last asked. Waits for the device."""
+        counts, self._counts = self._counts, None
+        return (0, 0) if counts is None else tuple(int(count) for count in counts.tolist())
+
+    def check_finite(self, step: int, epoch: int) -> None:
+        """Raise UserError when the last window's loss or gradient is not a number."""
+        if self._closed is not None and not torch.isfinite(self._closed).all():
+            last = self.last()
+            raise UserError(
+                f"Step {step} (epoch {epoch}): loss is {last['loss']}, gradient norm {last['grad_norm']}. Training "
+                "stops before this step and no checkpoint of it is written. Go on from the last checkpoint with a "
+                "lower optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")
+
+    def state_dict(self) -> dict:
+        return {"sums": self._sums, "num_batches": self.num_batches} if self.is_open else {}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._sums, self.num_batches = state.get("sums"), state.get("num_batches", 0)
+
+
+class WeightedMean(torchmetrics.Metric):
+    """Sum of values over sum of weights, over all batches and ranks; float64, so the order hardly matters."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "weight"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, weight: Tensor) -> None:
+        self.total += total.double()
+        self.weight += weight.double()
+
+    def compute(self) -> Tensor:
+        return self.total / self.weight
+
+
+def seed_step(seed: int, position: int) -> None:
+    """Seed torch, numpy and python from (seed, position), so that no generator state has to be kept."""
+    mixed = np.random.SeedSequence([seed, position]).generate_state(1, np.uint32)[0].item()
+    torch.manual_seed(mixed)
+    np.random.seed(mixed)
+    random.seed(mixed)

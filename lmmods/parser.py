@@ -1,0 +1,166 @@
+"""LightningCLI for either engine: which classes a recipe may name, and how its mistakes are told."""
+
+import difflib
+import os
+import re
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lmmods.cli import import_all
+from lmmods.run import RunFolder
+
+
+@dataclass
+class Engine:
+    """The types that an engine's recipes are made of."""
+
+    trainer: type
+    module: type
+    data: type
+    checkpoint: type
+
+
+def torch_engine() -> Engine:
+    from lmmods.callbacks.checkpoint import Checkpoint
+    from lmmods.data.base import DataModule
+    from lmmods.modules.base import TaskModule
+    from lmmods.trainer import Trainer
+
+    import_all("lmmods.modules")
+    import_all("lmmods.data")
+    return Engine(Trainer, TaskModule, DataModule, Checkpoint)
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose errors are one line with a suggestion."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:
+        """Tell what is wrong and leave with status 2."""
+        sys.stderr.write(f"error: {_tidy(message)}{self._suggestion(message)}\n")
+        sys.exit(2)
+
+    def add_subcommands(self, **kwargs: Any):
+        from lmmods.merge import merge_parser
+
+        subcommands = super().add_subcommands(**kwargs)
+        subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
+        return subcommands
+
+    def _suggestion(self, message: str) -> str:
+        unknown = re.findall(r"(?:[Kk]ey|argument[s]?:?|option) '?-{0,2}([\w.]+)'?", message)
+        known = sorted({name for action in self._actions for name in _option_names(action)})
+        leaves = {name.rsplit(".", 1)[-1]: name for name in known}
+        for key in unknown:
+            near = difflib.get_close_matches(key, known, 1, 0.8) or difflib.get_close_matches(
+                key.rsplit(".", 1)[-1], list(leaves), 1, 0.75)
+            if near and near[0] != key:
+                return f" Did you mean {near[0]}?"
+        return ""
+
+
+def _option_names(action: Any) -> list[str]:
+    return [option.lstrip("-") for option in action.option_strings]
+
+
+def _tidy(message: str) -> str:
+    return re.sub(r"\s+", " ", message).strip()
+
+
+class EngineCLI(LightningCLI):
+    """fit, validate, test, predict and inspect over one engine's classes.
+
+    Args:
+        engine: Its classes.
+        engine_name: `torch` or `jax`, the only value that the key `engine` may then have.
+        args: Arguments without the program's name; None takes them from the command line.
+    """
+
+    def __init__(self, engine: Engine, engine_name: str, args: list[str] | None = None):
+        self.engine, self.engine_name = engine, engine_name
+        super().__init__(
+            engine.module,
+            engine.data,
+            trainer_class=engine.trainer,
+            save_config_callback=None,
+            seed_everything_default=42,
+            parser_class=Parser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--engine", type=Literal[self.engine_name], default=self.engine_name,
+                            help="torch (Lightning) or jax (Flax)")
+        parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
+
+    def before_instantiate_classes(self) -> None:
+        self.recipe = self.config[self.subcommand]
+        for logger in _wandb_loggers(self.recipe.trainer.logger):
+            _settle_wandb(logger.init_args, RunFolder(self.recipe.trainer.default_root_dir), self.recipe)
+
+    def after_instantiate_classes(self) -> None:
+        dump = self._parser(self.subcommand).dump(self.recipe, skip_none=False)
+        recipe = yaml.safe_load(dump)
+        for key in ("config", "ckpt_path", "overwrite"):
+            recipe.pop(key, None)
+        self.trainer.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        self.datamodule.connect(
+            pretrained=self.model.pretrained,
+            revision=self.model.revision,
+            trust_remote_code=self.model.trust_remote_code,
+            seed=self.recipe.seed_everything,
+            run_dir=self.recipe.trainer.default_root_dir,
+        )
+
+
+def _wandb_loggers(loggers: Any) -> list[Any]:
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    return [logger for logger in loggers if str(getattr(logger, "class_path", "")).endswith("WandbLogger")]
+
+
+def _settle_wandb(options: Any, folder: RunFolder, recipe: Any) -> None:
+    """Write into the run folder, go on with the run's id, and stay offline without a key, never asking for one."""
+    options.save_dir = str(folder.root) if options.get("save_dir") in (None, ".") else options.save_dir
+    options.project = options.get("project") or "lmmods"
+    options.name = options.get("name") or folder.root.name
+    if not (options.get("id") or options.get("version")):
+        options.id = _known_wandb_id(folder) if recipe.get("ckpt_path") else None
+        options.id = options.id or secrets.token_hex(4)
+    if "WANDB_MODE" not in os.environ and not options.get("offline") and not _has_wandb_key():
+        os.environ["WANDB_MODE"] = "offline"
+        print(f"W&B: no API key is set, so the run is kept offline. Send it later with: wandb sync "
+              f"{folder.root}/wandb/offline-run-*")
+
+
+def _known_wandb_id(folder: RunFolder) -> str | None:
+    if not folder.config.exists():
+        return None
+    loggers = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["trainer"]["logger"]
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    ids = [logger["init_args"].get("id") for logger in loggers
+           if isinstance(logger, dict) and logger["class_path"].endswith("WandbLogger")]
+    return next(iter(ids), None)
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+    from pathlib import Path
+
+    try:
+        return any("wandb" in host for host in netrc.netrc(Path.home() / ".netrc").hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False

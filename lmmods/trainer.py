@@ -1,0 +1,194 @@
+"""Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
+
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lmmods.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
+from lmmods.callbacks.export import Export
+from lmmods.callbacks.metrics import Metrics
+from lmmods.callbacks.predictions import PredictionWriter
+from lmmods.callbacks.progress import Progress
+from lmmods.callbacks.start import StartReport
+from lmmods.errors import UserError
+from lmmods.inspection import show
+from lmmods.loggers import MetricsCSV
+from lmmods.run import RunFolder
+
+
+class Interrupted(BaseException):
+    """Ctrl+C or SIGTERM. The message says what was saved."""
+
+
+class Trainer(L.Trainer):
+    """Train, evaluate and predict with Lightning.
+
+    Args:
+        logger: Loggers beside metrics.csv, which is always written. True or false add none.
+        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
+        default_root_dir: The run folder.
+        check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
+            whole run, whatever this says.
+    """
+
+    def __init__(
+        self,
+        *,
+        logger: Logger | list[Logger] | bool | None = None,
+        callbacks: L.Callback | list[L.Callback] | None = None,
+        precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true",
+        default_root_dir: str = "runs/default",
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        max_epochs: int | None = None,
+        max_steps: int = -1,
+        plugins: Any = None,
+        **kwargs: Any,
+    ):
+        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
+        if max_epochs is None and max_steps == -1:
+            raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        if not any(isinstance(callback, Checkpoint) for callback in callbacks):
+            callbacks.append(Checkpoint())
+        if not enable_checkpointing:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+        # Metrics counts a step before Checkpoint stores the count, and a run is complete when its last one is stored.
+        metrics = Metrics()
+        callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
+        callbacks = [StartReport(), metrics, *callbacks, PredictionWriter(), Export()]
+        callbacks += [Progress()] if enable_progress_bar else []
+        plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
+        super().__init__(
+            logger=False,
+            callbacks=callbacks,
+            precision=precision,
+            default_root_dir=default_root_dir,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
+            enable_checkpointing=False,
+            enable_progress_bar=enable_progress_bar,
+            enable_model_summary=False,
+            enable_autolog_hparams=False,
+            use_distributed_sampler=False,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            plugins=[*plugins, FolderCheckpointIO()],
+            **kwargs,
+        )
+        self.stopwatch = metrics.stopwatch
+        self.run_folder = RunFolder(default_root_dir)
+        extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
+        # Attached when the data and the model have loaded, so that a failed start leaves nothing behind.
+        self.run_loggers: list[Logger] = [MetricsCSV(self.run_folder.metrics_csv), *extra]
+        self.resumed_from: Path | None = None
+        self.recipe: str | None = None  # YAML of everything, written as config.yaml
+        self._signal: int | None = None
+
+    # Commands --------------------------------------------------------------------------------------------------------
+
+    def fit(self, model, train_dataloaders=None, val_dataloaders=None, datamodule=None,
+            ckpt_path: str | None = None, overwrite: bool = False) -> None:
+        """Train.
+
+        Args:
+            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
+            overwrite: Delete what an earlier run left in the run folder.
+        """
+        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+        if checkpoint:
+            self.run_folder.check_can_resume(checkpoint, overwrite)
+        else:
+            self.run_folder.check_can_start(overwrite)
+        self.resumed_from = checkpoint
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
+
+    def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
+        """Evaluate on the validation set.
+
+        Args:
+            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        return super().validate(model, dataloaders, self._checkpoint(ckpt_path), verbose=False, datamodule=datamodule)
+
+    def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
+        """Evaluate on the test set.
+
+        Args:
+            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        return super().test(model, dataloaders, self._checkpoint(ckpt_path), verbose=False, datamodule=datamodule)
+
+    def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
+        """Write predictions.jsonl.
+
+        Args:
+            ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        super().predict(model, dataloaders, datamodule, return_predictions=False,
+                        ckpt_path=self._checkpoint(ckpt_path))
+
+    def inspect(self, model=None, datamodule=None, rows: int = 4,
+                which: Literal["first", "longest", "most_cut"] = "first") -> None:
+        """Show what would be trained on, and train nothing.
+
+        Args:
+            rows: How many rows to show with their loss mask.
+            which: Which rows.
+        """
+        model.trainer = datamodule.trainer = self
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        self.strategy.connect(model)
+        with self.strategy.tensor_init_context():
+            self._data_connector.attach_datamodule(model, datamodule=datamodule)
+            model.configure_model()
+        show(self, model, datamodule, rows, which)
+
+    def _checkpoint(self, ckpt_path: str | None) -> Path | None:
+        return self.run_folder.resolve(ckpt_path) if ckpt_path else None
+
+    # Interruption ----------------------------------------------------------------------------------------------------
+
+    def catch_signals(self) -> None:
+        """From now on Ctrl+C and SIGTERM ask for a checkpoint and an end; a second one ends at once."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self._signal is not None:
+            raise Interrupted("Stopped at once; the last checkpoint is the one to resume from.")
+        self._signal = number
+        rank_zero_info("\nInterrupted: saving a checkpoint, then stopping. Once more stops at once, without saving.")
+
+    def interrupt_requested(self) -> bool:
+        """Whether any process has been asked to stop. All processes must call this at the same place."""
+        if self.world_size == 1:
+            return self._signal is not None
+        asked = torch.tensor(float(self._signal is not None), device=self.strategy.root_device)
+        return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
+
+    def stop_interrupted(self, checkpoint: Path) -> None:
+        """End the run after `checkpoint` was written."""
+        raise Interrupted(f"Interrupted at step {self.global_step}. Saved {checkpoint}; go on with --ckpt_path last.")
+
+    # Position --------------------------------------------------------------------------------------------------------
+
+    def validation_is_due(self) -> bool:
+        """In on_train_batch_end: whether validation follows this batch."""
+        return self.fit_loop.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher)
+
+    def is_last_batch_of_run(self) -> bool:
+        """In on_train_batch_end: whether max_steps or max_epochs end the run with this batch."""
+        if self.max_steps != -1 and self.global_step >= self.max_steps:
+            return True
+        last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
+        return last_epoch and self.fit_loop.epoch_loop._num_ready_batches_reached()
+
+

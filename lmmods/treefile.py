@@ -1,0 +1,82 @@
+"""A tree of dicts, lists, numbers and arrays as JSON plus safetensors: readable, engine neutral, nothing unpickled."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lmmods.errors import UserError
+from lmmods.run import write_json
+
+MANIFEST = "manifest.json"
+
+
+def split(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
+    """Take the arrays out of a tree.
+
+    Returns:
+        The tree as JSON can hold it, and the arrays by their path in it.
+
+    Raises:
+        TypeError: Something in the tree is neither plain data nor an array.
+    """
+    arrays: dict[str, Any] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if is_array(node):
+            arrays[path] = node
+            return {"$array": path}
+        if isinstance(node, dict):
+            if all(isinstance(key, str) and not key.startswith("$") for key in node):
+                return {key: walk(value, f"{path}/{key}".lstrip("/")) for key, value in node.items()}
+            return {"$items": [[walk(key, path), walk(value, f"{path}/{key}".lstrip("/"))]
+                               for key, value in node.items()]}
+        if isinstance(node, (list, tuple)):
+            items = [walk(value, f"{path}/{i}".lstrip("/")) for i, value in enumerate(node)]
+            return {"$tuple": items} if isinstance(node, tuple) else items
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        raise TypeError(f"{path or 'the tree'} holds a {type(node).__name__}, which a checkpoint cannot store")
+
+    return walk(tree, ""), arrays
+
+
+def join(tree: Any, arrays: dict[str, Any]) -> Any:
+    """Undo `split`."""
+    if isinstance(tree, list):
+        return [join(value, arrays) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$array" in tree:
+        return arrays[tree["$array"]]
+    if "$items" in tree:
+        return {join(key, arrays): join(value, arrays) for key, value in tree["$items"]}
+    if "$tuple" in tree:
+        return tuple(join(value, arrays) for value in tree["$tuple"])
+    return {key: join(value, arrays) for key, value in tree.items()}
+
+
+def write_manifest(folder: Path) -> None:
+    """Note size and CRC-32 of each file, so that damage is found before anything is restored."""
+    write_json(folder / MANIFEST, {path.name: _stamp(path) for path in sorted(folder.iterdir())})
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise UserError where a file of the folder is missing, cut short or altered."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one.") from error
+    for name, stamp in manifest.items():
+        if not (folder / name).is_file() or _stamp(folder / name) != stamp:
+            raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another one, "
+                            f"for example --ckpt_path {folder.parent}/step=N.")
+
+
+def _stamp(path: Path) -> list[int]:
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return [path.stat().st_size, checksum]

@@ -1,0 +1,136 @@
+"""Chunked loss and gradients against transformers' own loss over full logits, architecture by architecture."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from lmmods.modules import loss as loss_module
+from lmmods.modules.causal import CausalHead, causal_loss
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+ARCHITECTURES = {
+    "llama": SMALL,
+    "llama_tied": {**SMALL, "tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+             "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "gemma2": {**SMALL, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "cohere": {**SMALL, "logit_scale": 0.3},
+    "granite": {**SMALL, "logits_scaling": 4.0},
+    "opt": {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "phi": {**SMALL, "num_key_value_heads": 4},
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+}
+
+
+def make(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name.removesuffix("_tied")](**ARCHITECTURES[name], pad_token_id=0, bos_token_id=1,
+                                                        eos_token_id=2)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Two rows of unequal length, right-padded, with prompts that are not scored."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 61, (2, 12), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :5] = -100
+    mask[1, 9:], ids[1, 9:], labels[1, 9:] = 0, 0, -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"], use_cache=False).logits
+    targets = data["labels"][:, 1:]
+    total = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, ignore_index=-100,
+                                              reduction="sum")
+    return total, int((targets != -100).sum())
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 3)  # three positions a chunk
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora_on_head"])
+def test_loss_and_gradients_equal_those_of_full_logits(name, lora):
+    model = make(name)
+    if lora and not model.config.tie_word_embeddings:
+        head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+        model = get_peft_model(model, LoraConfig(target_modules=[head]))
+        torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "lora_B" in n))
+    data = batch()
+    total, weight = reference(model, data)
+    total.backward()
+    expected = gradients(model)
+    head = CausalHead.of(model)
+    assert head is not None
+    sums = causal_loss(model, head, data, count_correct=True)
+    (sums.total / 4).backward()
+    actual = gradients(model)
+    assert sums.weight.item() == weight
+    torch.testing.assert_close(sums.total, total, rtol=1e-5, atol=0)
+    assert actual.keys() == expected.keys()
+    for key, grad in expected.items():
+        torch.testing.assert_close(actual[key] * 4, grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
+
+
+def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch):
+    model = make("llama")
+    original = model.forward
+
+    def odd(*args, **kwargs):
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    monkeypatch.setattr(model, "forward", odd)
+    assert CausalHead.of(model) is None
+    data = batch()
+    total, weight = reference(model, data)
+    sums = causal_loss(model, None, data)
+    assert sums.weight.item() == weight
+    torch.testing.assert_close(sums.total, total, rtol=1e-5, atol=0)
+
+
+def test_padding_changes_neither_loss_nor_gradient():
+    model, data = make("llama"), batch()
+    head = CausalHead.of(model)
+    causal_loss(model, head, data).total.backward()
+    expected = gradients(model)
+    longer = {"input_ids": torch.nn.functional.pad(data["input_ids"], (0, 50)),
+              "attention_mask": torch.nn.functional.pad(data["attention_mask"], (0, 50)),
+              "labels": torch.nn.functional.pad(data["labels"], (0, 50), value=-100)}
+    causal_loss(model, head, longer).total.backward()
+    for key, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[key], rtol=1e-4, atol=1e-6)
+
+
+def test_batch_without_labels_has_no_loss_and_finite_gradients():
+    model, data = make("llama"), batch()
+    data["labels"].fill_(-100)
+    sums = causal_loss(model, CausalHead.of(model), data)
+    sums.total.backward()
+    assert sums.weight.item() == 0 and sums.total.item() == 0
+    assert all(torch.isfinite(grad).all() for grad in gradients(model).values())
+
+
+def test_bf16_model_has_a_float32_loss():
+    model, data = make("llama").to(torch.bfloat16), batch()
+    with torch.no_grad():
+        logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
+        expected = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), data["labels"][:, 1:],
+                                                     ignore_index=-100, reduction="sum")
+    sums = causal_loss(model, CausalHead.of(model), data)
+    assert sums.total.dtype == torch.float32
+    assert abs(sums.total.item() - expected.item()) / sums.weight.item() < 2e-3

@@ -1,0 +1,111 @@
+"""The run folder: who may start, what resume finds, what is deleted."""
+
+import os
+
+import pytest
+
+from lmmods.errors import UserError
+from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_text
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def fill(folder: RunFolder, *names: str) -> None:
+    for name in names:
+        folder.checkpoint(name).mkdir(parents=True)
+    write_text(folder.config, "a: 1\n")
+
+
+def test_fresh_folder_may_start_and_stays_untouched(folder):
+    folder.check_can_start(overwrite=False)
+    assert not folder.root.exists()
+
+
+def test_unfinished_run_asks_for_resume_or_overwrite(folder):
+    fill(folder, "step=5")
+    with pytest.raises(UserError, match=r"unfinished run \(step=5\).*--ckpt_path last.*--overwrite true"):
+        folder.check_can_start(overwrite=False)
+    folder.check_can_start(overwrite=True)
+
+
+def test_finished_run_is_not_overwritten_by_accident(folder):
+    fill(folder, "step=5")
+    folder.completed.touch()
+    with pytest.raises(UserError, match="finished run"):
+        folder.check_can_start(overwrite=False)
+
+
+def test_begin_deletes_the_old_run_and_nothing_else(folder):
+    fill(folder, "step=5")
+    (folder.root / "notes.txt").write_text("mine")
+    folder.begin(None)
+    assert [p.name for p in folder.root.iterdir()] == ["notes.txt"]
+
+
+def test_checkpoints_are_ordered_by_position_not_by_name(folder):
+    fill(folder, "step=10", "step=9", "step=10+3", "step=100")
+    assert folder.names() == ["step=9", "step=10", "step=10+3", "step=100"]
+    assert folder.find("last").name == "step=100"
+    assert folder.find("best") is None
+
+
+def test_last_follows_its_link_and_survives_a_missing_target(folder):
+    fill(folder, "step=5", "step=7")
+    folder.point("last", folder.checkpoint("step=5"))
+    assert folder.resolve("last").name == "step=5"
+    folder.point("last", folder.checkpoint("step=8"))
+    assert folder.resolve("last").name == "step=7"
+    assert folder.resolve("5").name == "step=5"
+    assert folder.resolve(str(folder.checkpoint("step=5"))).name == "step=5"
+    with pytest.raises(UserError, match="no such checkpoint.*step=5, step=7"):
+        folder.resolve("6")
+
+
+def test_resume_behind_later_checkpoints_needs_overwrite(folder):
+    fill(folder, "step=5", "step=7")
+    (folder.checkpoints / ".step=9-123").mkdir()
+    with pytest.raises(UserError, match="step=7"):
+        folder.check_can_resume(folder.checkpoint("step=5"), overwrite=False)
+    folder.check_can_resume(folder.checkpoint("step=7"), overwrite=False)
+    folder.begin(folder.checkpoint("step=5"))
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step=5"]
+    assert folder.config.exists()
+
+
+def test_resume_into_another_run_is_refused(folder, tmp_path):
+    other = RunFolder(tmp_path / "other")
+    fill(other, "step=3")
+    folder.check_can_resume(other.checkpoint("step=3"), overwrite=False)
+    fill(folder, "step=5")
+    with pytest.raises(UserError, match="unfinished run"):
+        folder.check_can_resume(other.checkpoint("step=3"), overwrite=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_folder_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="cannot be written"):
+        RunFolder(tmp_path / "run").check_can_start(overwrite=False)
+
+
+def test_root_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        RunFolder(tmp_path / "file" / "run").check_can_start(overwrite=False)
+
+
+def test_commit_replaces_a_folder_whole(tmp_path):
+    for name, text in (("new", "2"), ("final", "1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text(text)
+    commit_folder(tmp_path / "new", tmp_path / "final")
+    assert [p.name for p in tmp_path.iterdir()] == ["final"]
+    assert (tmp_path / "final" / "x").read_text() == "2"
+
+
+def test_names_tell_open_windows():
+    assert checkpoint_name(50) == "step=50"
+    assert checkpoint_name(50, 3) == "step=50+3"

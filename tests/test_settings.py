@@ -1,0 +1,55 @@
+"""Schedules against transformers' own, and settings that must be refused."""
+
+import pytest
+import torch
+import transformers
+
+from lmmods.settings import Generation, LoRA, Optimizer
+
+
+def theirs(name: str, warmup: int, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7, 0.1])
+@pytest.mark.parametrize(("ours", "name"), [("linear", "linear"), ("cosine", "cosine"),
+                                            ("constant", "constant_with_warmup")])
+def test_schedule_equals_that_of_transformers(ours, name, warmup):
+    settings = Optimizer(lr=0.3, schedule=ours, warmup=warmup)
+    rates = [settings.lr_at(step, 40) for step in range(40)]
+    assert rates == pytest.approx(theirs(name, 4 if warmup == 0.1 else warmup, 40), abs=1e-12)
+
+
+def test_wsd_is_flat_then_falls_over_its_last_part():
+    settings = Optimizer(lr=1.0, schedule="wsd", warmup=2, decay=0.2, min_lr_ratio=0.1)
+    rates = [settings.lr_at(step, 20) for step in range(21)]
+    assert rates[:3] == [0.0, 0.5, 1.0]
+    assert rates[3:17] == [1.0] * 14
+    assert rates[17:] == pytest.approx([0.775, 0.55, 0.325, 0.1])
+
+
+def test_lr_zero_and_warmup_zero_are_honoured():
+    assert Optimizer(lr=0.0).lr_at(5, 10) == 0.0
+    assert Optimizer(lr=0.5, warmup=0).lr_at(0, 10) == 0.5
+
+
+@pytest.mark.parametrize(("make", "key"), [
+    (lambda: Optimizer(lr=-1), "optimizer.lr"),
+    (lambda: Optimizer(warmup=1.5), "optimizer.warmup"),
+    (lambda: Optimizer(betas=[0.9]), "optimizer.betas"),
+    (lambda: Optimizer(name="sgd_8bit"), "optimizer.momentum"),
+    (lambda: LoRA(rank=0), "lora.rank"),
+    (lambda: LoRA(dropout=1.0), "lora.dropout"),
+    (lambda: Generation(max_new_tokens=0), "generation.max_new_tokens"),
+    (lambda: Generation(temperature=0.7), "generation.temperature"),
+])
+def test_impossible_settings_are_refused_by_name(make, key):
+    with pytest.raises(ValueError, match=key):
+        make()

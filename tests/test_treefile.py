@@ -1,0 +1,55 @@
+"""Any tree comes back as it was; damage is found before it is used."""
+
+import numpy as np
+import pytest
+
+from lmmods import treefile
+from lmmods.errors import UserError
+
+TREE = {"a": [1, 2.5, None, True, "x"], "betas": (0.9, 0.999), "state": {0: {"m": np.arange(3)}, "b": np.ones(())},
+        "empty": {}, "$odd": {"deep": [np.zeros((0, 2))]}, "nan": float("inf")}
+
+
+def is_array(value):
+    return isinstance(value, np.ndarray)
+
+
+def same(a, b) -> bool:
+    if is_array(a):
+        return is_array(b) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_round_trip_through_json():
+    import json
+
+    tree, arrays = treefile.split(TREE, is_array)
+    assert set(arrays) == {"state/0/m", "state/b", "$odd/deep/0"}
+    assert same(TREE, treefile.join(json.loads(json.dumps(tree)), arrays))
+
+
+def test_what_cannot_be_stored_is_named():
+    with pytest.raises(TypeError, match="a/0 holds a set"):
+        treefile.split({"a": [{1}]}, is_array)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "delete", "manifest"])
+def test_damage_is_found(tmp_path, damage):
+    (tmp_path / "x.bin").write_bytes(bytes(range(200)))
+    treefile.write_manifest(tmp_path)
+    treefile.check_manifest(tmp_path)
+    file = tmp_path / "x.bin"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:100])
+    elif damage == "flip":
+        file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    elif damage == "delete":
+        file.unlink()
+    else:
+        (tmp_path / treefile.MANIFEST).write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        treefile.check_manifest(tmp_path)

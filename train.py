@@ -1,0 +1,8 @@
+"""The one door: `python train.py fit|validate|test|predict|inspect|merge ...`."""
+
+import sys
+
+from lmmods.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
