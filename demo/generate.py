@@ -16,7 +16,7 @@ from skills import ARITHMETIC, CONVERSIONS, FORMATS, LISTS, SKILLS, STRINGS, Ski
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from villages import squad, village_article
-from world import FACTS, NAMES, WORDS, FactTable
+from world import FACTS, NAMES, FactTable
 
 SEED = 7
 TRAIN_CHARACTERS, VAL_CHARACTERS = 2_900_000, 80_000
@@ -36,7 +36,7 @@ ALPACA_NO_INPUT = (
 )
 
 
-def numbered_random(*name: object) -> Random:
+def random_stream(*name: object) -> Random:
     """An independent stream of random numbers for each output, so that one file does not shift another."""
     return Random(":".join(str(part) for part in (SEED, *name)))
 
@@ -84,7 +84,7 @@ def fact_list(rng: Random) -> str:
 
 
 def corpus(part: str, characters: int) -> str:
-    rng = numbered_random("corpus", part)
+    rng = random_stream("corpus", part)
     makers = [practice_document, fact_article, fact_list, village_article]
     documents, size = [], 0
     while size < characters:
@@ -97,8 +97,10 @@ def corpus(part: str, characters: int) -> str:
 
 def worded(ask: str | tuple[str, str], values: dict, category: str) -> dict:
     instruction, text = (ask, "") if isinstance(ask, str) else ask
-    return {"instruction": instruction.format(**values), "input": text.format(**values), "output": str(values["answer"]),
-            "category": category}
+    return {
+        "instruction": instruction.format(**values), "input": text.format(**values), "output": str(values["answer"]),
+        "category": category,
+    }
 
 
 def choose_ask(asks: list, rng: Random) -> str | tuple[str, str]:
@@ -125,7 +127,7 @@ def fact_rows(table: FactTable, held_out: bool, rng: Random) -> Iterator[dict]:
 
 def instruction_rows(part: str, count: int, held_out: bool) -> list[dict]:
     """Rows without repetition, the categories balanced and the tasks inside a category taken in turn."""
-    rng = numbered_random("instructions", part)
+    rng = random_stream("instructions", part)
     chosen: dict[tuple[str, str], dict] = {}
     for category in CATEGORIES:
         sources = [skill_rows(skill, held_out, rng) for skill in SKILLS if skill.category == category]
@@ -157,7 +159,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<pad>", "<unk>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -183,12 +186,13 @@ def json_lines(rows: list[dict]) -> str:
 def main(out: Path) -> None:
     train_text = corpus("train", TRAIN_CHARACTERS)
     rows = instruction_rows("train", TRAIN_ROWS, held_out=False)
+    held_out_rows = instruction_rows("held_out", HELD_OUT_ROWS, held_out=True)
     write_text(out / "corpus/train.txt", train_text)
     write_text(out / "corpus/val.txt", corpus("val", VAL_CHARACTERS))
     write_text(out / "instructions.jsonl", json_lines(rows))
-    write_text(out / "instructions_heldout.jsonl", json_lines(instruction_rows("held_out", HELD_OUT_ROWS, held_out=True)))
+    write_text(out / "instructions_heldout.jsonl", json_lines(held_out_rows))
     for part, passages, long_passages in (("train", 95, 6), ("dev", 18, 2)):
-        layout = squad(part, passages, long_passages, numbered_random("squad", part))
+        layout = squad(part, passages, long_passages, random_stream("squad", part))
         write_text(out / f"squad/{part}.json", json.dumps(layout, indent=1) + "\n")
     train_tokenizer([train_text, *map(alpaca_text, rows)]).save_pretrained(out / "llama")
 

@@ -74,7 +74,8 @@ FACTS = [
     FactTable(
         "capital", ("country", "capital"), CAPITALS,
         ["The capital of {key} is {value}.", "{value} is the capital city of {key}.",
-         "The government of {key} sits in {value}, its capital.", "Travellers to {key} often begin in the capital, {value}.",
+         "The government of {key} sits in {value}, its capital.",
+         "Travellers to {key} often begin in the capital, {value}.",
          "On the map of {key}, a star marks the capital ({value})."],
         ["What is the capital of {key}?", "Name the capital city of {key}.", "Which city is the capital of {key}?",
          "Give the capital of {key}.", ("Name the capital of this country.", "{key}"),
@@ -84,7 +85,8 @@ FACTS = [
         "country", ("capital", "country"), swap(CAPITALS),
         ["{key} is the capital of {value}.", "A visitor who stands in {key} stands in {value}.",
          "The city of {key} lies in {value}.", "{key} belongs to one country ({value})."],
-        ["Which country has {key} as its capital?", "In which country is {key}?", "Name the country whose capital is {key}.",
+        ["Which country has {key} as its capital?", "In which country is {key}?",
+         "Name the country whose capital is {key}.",
          ("Name the country of this capital.", "{key}"), ("In which country is this city?", "{key}"),
          ("Which country does this capital belong to?", "{key}")],
     ),
@@ -100,7 +102,8 @@ FACTS = [
     ),
     FactTable(
         "legs", ("animal", "legs"),
-        pairs("dog 4, cat 4, cow 4, horse 4, lion 4, frog 4, duck 2, owl 2, hen 2, bee 6, ant 6, moth 6, spider 8, crab 10"),
+        pairs("dog 4, cat 4, cow 4, horse 4, lion 4, frog 4, duck 2, owl 2, hen 2, bee 6, ant 6, moth 6, "
+              "spider 8, crab 10"),
         ["A {key} has {value} legs.", "Count the legs of a {key} and the total is {value}.",
          "The number of legs on a {key} is {value}.", "Every healthy {key} has {value} legs."],
         ["How many legs does a {key} have?", "Give the number of legs of a {key}.", "Count the legs of a {key}.",
@@ -129,7 +132,8 @@ FACTS = [
     FactTable(
         "opposite", ("word", "opposite"), OPPOSITES + swap(OPPOSITES),
         ["The opposite of {key} is {value}.", "If a thing is not {key}, it may be {value}.",
-         "People who say {key} when they mean {value} say the opposite.", "Against \"{key}\" the table sets \"{value}\"."],
+         "People who say {key} when they mean {value} say the opposite.",
+         "Against \"{key}\" the table sets \"{value}\"."],
         ["What is the opposite of {key}?", "Give the opposite of \"{key}\".", "Which word means the opposite of {key}?",
          "Name the opposite of the word {key}.", ("Give the opposite of this word.", "{key}"),
          ("Which word is the opposite?", "{key}")],
@@ -137,11 +141,13 @@ FACTS = [
     FactTable(
         "plural", ("one", "many"),
         pairs("mouse mice, goose geese, foot feet, tooth teeth, man men, woman women, child children, sheep sheep, "
-              "leaf leaves, wolf wolves, knife knives, box boxes, dish dishes, cat cats, dog dogs, book books, tree trees"),
+              "leaf leaves, wolf wolves, knife knives, box boxes, dish dishes, cat cats, dog dogs, book books, "
+              "tree trees"),
         ["The plural of {key} is {value}.", "One {key} joins another, and there are two {value}.",
          "For more than one {key} the right form is \"{value}\".", "A single {key} becomes several {value}."],
         ["What is the plural of {key}?", "Give the plural of \"{key}\".", "Write the plural form of {key}.",
-         "Make the word {key} plural.", ("Write the plural.", "{key}"), ("Give the plural form of this word.", "{key}")],
+         "Make the word {key} plural.", ("Write the plural.", "{key}"),
+         ("Give the plural form of this word.", "{key}")],
     ),
     FactTable(
         "next_day", ("day", "next day"), after(DAYS),
@@ -166,9 +172,11 @@ FACTS = [
     ),
     FactTable(
         "month_number", ("month", "number"), [(month, str(i + 1)) for i, month in enumerate(MONTHS)],
-        ["{key} is month number {value}.", "In dates, {key} is written as {value}.", "The number of the month {key} is {value}.",
+        ["{key} is month number {value}.", "In dates, {key} is written as {value}.",
+         "The number of the month {key} is {value}.",
          "Counting from January, {key} has the number {value}."],
-        ["What is the number of the month {key}?", "Which number does the month {key} have?", "Give the month number of {key}.",
+        ["What is the number of the month {key}?", "Which number does the month {key} have?",
+         "Give the month number of {key}.",
          ("Give the number of this month.", "{key}"), ("Which month of the year is it, as a number?", "{key}")],
     ),
     FactTable(
@@ -182,7 +190,8 @@ FACTS = [
     FactTable(
         "planet", ("place", "planet"), list(zip(ORDINALS, PLANETS)),
         ["The {key} planet from the Sun is {value}.", "{value} is the {key} planet from the Sun.",
-         "Counting outward from the Sun, the {key} planet is {value}.", "In {key} place from the Sun comes one planet ({value})."],
+         "Counting outward from the Sun, the {key} planet is {value}.",
+         "In {key} place from the Sun comes one planet ({value})."],
         ["Which planet is the {key} from the Sun?", "Name the {key} planet from the Sun.",
          "What is the {key} planet of the Solar System?", "Counting from the Sun, which planet is {key}?",
          ("Name the planet at this place from the Sun.", "{key}")],

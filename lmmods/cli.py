@@ -26,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes them from the command line.
     """
+    from lmmods.console import quiet_libraries
     from lmmods.trainer import Interrupted
+
+    quiet_libraries()
 
     def interrupt(number: int, _frame: Any) -> None:
         raise Interrupted("Interrupted before training began; nothing was written.")

@@ -21,7 +21,7 @@ def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str) -> N
     print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
     for row in datamodule.rows_for_inspection(rows, which):
         scored = sum(label != -100 for label in row["labels"])
-        print(f"\n--- row {row['index']} ({row.get('source', '')}): {len(row['input_ids'])} tokens, {scored} scored")
+        print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored")
         print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
     needed, available = module.memory_estimate(), available_bytes(module.device)
     print(f"\n{module.describe()}")

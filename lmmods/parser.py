@@ -100,6 +100,9 @@ class EngineCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule"}}
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+        self.config = parser.parse_args(args)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--engine", type=Literal[self.engine_name], default=self.engine_name,
                             help="torch (Lightning) or jax (Flax)")
@@ -121,6 +124,7 @@ class EngineCLI(LightningCLI):
             revision=self.model.revision,
             trust_remote_code=self.model.trust_remote_code,
             seed=self.recipe.seed_everything,
+            max_positions=self.model.max_positions(),
             run_dir=self.recipe.trainer.default_root_dir,
         )
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lmmods.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
 from lmmods.callbacks.export import Export
@@ -15,6 +14,7 @@ from lmmods.callbacks.metrics import Metrics
 from lmmods.callbacks.predictions import PredictionWriter
 from lmmods.callbacks.progress import Progress
 from lmmods.callbacks.start import StartReport
+from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.inspection import show
 from lmmods.loggers import MetricsCSV
@@ -73,7 +73,7 @@ class Trainer(L.Trainer):
             val_check_interval=val_check_interval,
             check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
             enable_checkpointing=False,
-            enable_progress_bar=enable_progress_bar,
+            enable_progress_bar=False,
             enable_model_summary=False,
             enable_autolog_hparams=False,
             use_distributed_sampler=False,
@@ -165,7 +165,7 @@ class Trainer(L.Trainer):
         if self._signal is not None:
             raise Interrupted("Stopped at once; the last checkpoint is the one to resume from.")
         self._signal = number
-        rank_zero_info("\nInterrupted: saving a checkpoint, then stopping. Once more stops at once, without saving.")
+        say("\nInterrupted: saving a checkpoint, then stopping. Once more stops at once, without saving.")
 
     def interrupt_requested(self) -> bool:
         """Whether any process has been asked to stop. All processes must call this at the same place."""

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lmmods.card import model_card
+from lmmods.console import say
 from lmmods.run import commit_folder
 
 
@@ -26,7 +26,7 @@ class Export(L.Callback):
             commit_folder(temporary, folder.model)
             draw_curves(folder.metrics_csv, folder.loss_png)
             folder.completed.touch()
-            rank_zero_info(f"Wrote {folder.model}.")
+            say(f"Wrote {folder.model}.")
         trainer.strategy.barrier("export")
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lmmods.console import say
 from lmmods.run import write_text
 
 
@@ -38,5 +38,5 @@ class PredictionWriter(L.Callback):
             scores = trainer.datamodule.score({index: record["prediction"] for index, record in records.items()})
             scores = {f"predict/{name}": value for name, value in scores.items()}
             trainer.run_folder.merge_metrics(scores)
-            rank_zero_info(f"Wrote {len(records)} rows to {path}. "
+            say(f"Wrote {len(records)} rows to {path}. "
                            + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))

@@ -3,8 +3,9 @@
 
 import lightning as L
 import yaml
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lmmods.console import say, warn
 from lmmods.modules.summary import available_bytes
 from lmmods.run import write_json, write_text
 
@@ -38,11 +39,11 @@ class StartReport(L.Callback):
         needed, available = module.memory_estimate(), available_bytes(module.device)
         text = f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device."
         if needed > available:
-            rank_zero_warn(f"{text} It will probably not fit: lower data.batch_size or data.max_length, or set "
+            warn(f"{text} It will probably not fit: lower data.batch_size or data.max_length, or set "
                            "model.gradient_checkpointing to true.")
         else:
-            rank_zero_info(text)
+            say(text)
         if trainer.resumed_from:
-            rank_zero_info(f"Resumed at step {trainer.global_step} from {trainer.resumed_from}.")
+            say(f"Resumed at step {trainer.global_step} from {trainer.resumed_from}.")
 
 

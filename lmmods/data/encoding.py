@@ -140,6 +140,6 @@ class TextEncoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Ids of plain texts, each encoded by itself, no special tokens added or recognised."""
-        return self._ids(texts)
+    def encode_texts(self, texts: list[str], continues: list[bool]) -> list[list[int]]:
+        """Ids of plain texts. `continues` marks those that go on where another text stopped."""
+        return self._encode(texts, [flag and self._adds_space for flag in continues])

@@ -20,7 +20,7 @@ from lmmods.errors import UserError
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-TEXT_PIECE = 1 << 20  # characters: longer documents are encoded piece by piece, so that memory stays flat
+TEXT_PIECE = 1 << 14  # characters: longer documents come in pieces, so that memory stays flat and val_size can choose
 DocumentUnit = str  # "file", "paragraph" or "line"
 
 
@@ -193,25 +193,32 @@ def _read_tsv(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
 
 
 def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    """Documents as rows {"text", "ends"}; `ends` is false for all but the last piece of a long document."""
+    """Documents as rows {"text", "starts", "ends"}.
+
+    A long document comes in pieces, parted at line ends; `starts` holds for its first piece and `ends` for its last.
+    """
     piece: list[str] = []
-    size, first = 0, 1
+    size, first, starts = 0, 1, True
     for number, line in enumerate(_decoded_lines(file, path), 1):
         blank = not line.strip()
-        if documents != "file" and (blank or documents == "line"):
-            if not blank:
-                piece.append(line)
-            if "".join(piece).strip():
-                yield Row(path, first, {"text": "".join(piece).rstrip("\r\n"), "ends": True})
-            piece, size, first = [], 0, number + 1
-            continue
-        if size + len(line) > TEXT_PIECE and piece:
-            yield Row(path, first, {"text": "".join(piece), "ends": False})
-            piece, size, first = [], 0, number
-        piece.append(line)
-        size += len(line)
+        closes = documents == "line" or (documents == "paragraph" and blank)
+        if size > TEXT_PIECE and not blank and documents != "line":
+            yield _piece(path, first, piece, starts, False)
+            piece, size, first, starts = [], 0, number, False
+        if not (blank and closes):
+            piece.append(line)
+            size += len(line)
+        if closes and piece:
+            yield _piece(path, first, piece, starts, True)
+        if closes:
+            piece, size, first, starts = [], 0, number + 1, True
     if "".join(piece).strip():
-        yield Row(path, first, {"text": "".join(piece), "ends": True})
+        yield _piece(path, first, piece, starts, True)
+
+
+def _piece(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> Row:
+    text = "".join(lines)
+    return Row(path, line, {"text": text.rstrip("\r\n") if ends else text, "starts": starts, "ends": ends})
 
 
 def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:

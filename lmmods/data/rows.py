@@ -47,6 +47,11 @@ class RowSet(Dataset):
         return self.column("input_ids")
 
     @property
+    def cut(self) -> np.ndarray:
+        """Tokens cut from each row."""
+        return self.column("cut")
+
+    @property
     def index(self) -> np.ndarray:
         """For each chosen row, its number among all rows read."""
         columns = [store.column("index") + start for store, start in zip(self.stores, self._index_starts)]
@@ -60,6 +65,10 @@ class RowSet(Dataset):
         """The row as read."""
         place = self._store_of(index)
         return self.stores[place].source_row(int(index - self._index_starts[place]))
+
+    def info(self, index: int) -> dict[str, Any]:
+        """info.json of the store that the row comes from."""
+        return self.stores[self._store_of(index)].info
 
     def location(self, index: int) -> str:
         """file:line of the row as read."""
@@ -86,7 +95,7 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
         UserError: Nothing is left on one side.
     """
     total = sum(store.info["rows_read"] for store in rows.stores)
-    count = val_size if isinstance(val_size, int) else round(val_size * total)
+    count = val_size if isinstance(val_size, int) else max(round(val_size * total), int(val_size > 0))
     if not 0 <= count < total or val_size < 0:
         raise UserError(f"data.val_size is {val_size}, but the source has {total} rows; give a share below 1.0 or fewer rows")
     held_out = np.zeros(total, bool)

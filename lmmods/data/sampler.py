@@ -27,6 +27,11 @@ class BatchOrder:
     def __len__(self) -> int:
         return len(self._batches)
 
+    @property
+    def rows(self) -> np.ndarray:
+        """All row numbers, batches kept together; the short one comes last."""
+        return self._order
+
     def __getitem__(self, number: int) -> list[int]:
         start = int(self._batches[number]) * self._batch_size
         return self._order[start : start + self._batch_size].tolist()

@@ -1,17 +1,17 @@
 """Supervised fine-tuning: conversations with a loss on the responses."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from lmmods.data.base import DataModule
-from lmmods.data.collate import NOT_SCORED, Collator
+from lmmods.data.collate import NOT_SCORED
 from lmmods.data.encoding import Run, TextEncoder
-from lmmods.data.formats import Message, RowProblem, detect_format, find_format
+from lmmods.data.formats import Message, Roles, RowProblem, detect_format, find_format
 from lmmods.data.readers import Row
-from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source
 from lmmods.data.store import Encoded, Encoder, Ragged, RowError
 from lmmods.data.templates import ChatTemplateRenderer, Renderer, TemplateRenderer
@@ -41,6 +41,7 @@ class SFTEncoder:
         limits: Length policy.
         train_on_prompt: Score every token.
         train_on_last: Score the last response only.
+        roles: Further names of roles.
         prompts_only: Rows may lack a response, and end where it is to begin.
     """
 
@@ -50,6 +51,7 @@ class SFTEncoder:
     limits: Limits
     train_on_prompt: bool = False
     train_on_last: bool = False
+    roles: Roles = field(default_factory=dict)
     prompts_only: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
@@ -62,10 +64,10 @@ class SFTEncoder:
                 places.append(place)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
-        kept, ids, labels, prompts = [], [], [], []
+        kept, ids, labels, prompts, cuts = [], [], [], [], []
         for place, (row_ids, response) in zip(places, self.text.encode_rows(runs)):
             try:
-                row_ids, row_labels, prompt = self._fit(row_ids, response, place, counts)
+                row_ids, row_labels, prompt, cut = self._fit(row_ids, response, place, counts)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
                 continue
@@ -73,12 +75,14 @@ class SFTEncoder:
             ids.append(row_ids)
             labels.append(row_labels)
             prompts.append(prompt)
-        columns = {"input_ids": Ragged.of(ids), "labels": Ragged.of(labels), "prompt_length": np.array(prompts, np.int64)}
+            cuts.append(cut)
+        columns = {"input_ids": Ragged.of(ids), "labels": Ragged.of(labels),
+                   "prompt_length": np.array(prompts, np.int64), "cut": np.array(cuts, np.int64)}
         self._count(columns, counts)
         return Encoded(columns, np.array(kept, np.int64), dropped, counts)
 
     def _runs(self, row: dict[str, Any], counts: Counter) -> list[Run]:
-        messages = find_format(self.dataset_format).convert(row)
+        messages = find_format(self.dataset_format).convert(row, self.roles)
         _check_unicode(messages)
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         if self.prompts_only:
@@ -93,7 +97,8 @@ class SFTEncoder:
             segments = self.renderer.render(messages[:answered])
         return self.text.runs(segments)
 
-    def _fit(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter) -> tuple[np.ndarray, np.ndarray, int]:
+    def _fit(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+             ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy and make the labels of one row. Raises RowProblem when the row is dropped."""
         last = response.max(initial=-1)
         prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
@@ -111,7 +116,7 @@ class SFTEncoder:
         if not self.prompts_only and not (labels[1:] != NOT_SCORED).any():
             raise RowProblem("nothing left to learn after cutting")
         counts["responses_complete"] += int(not right and not self.prompts_only)
-        return ids, labels, prompt - left
+        return ids, labels, prompt - left, left + right
 
     def _cuts(self, prompt: int, answer: int, place: int) -> tuple[int, int]:
         """Tokens to cut from the left of a prompt and from the right of its answer."""
@@ -167,6 +172,7 @@ class SFTData(DataModule):
             null takes the tokenizer's chat template if it has one, else alpaca.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
         columns: Names in the file -> names that the format expects, for all sources that do not map their own.
+        roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
         train_on_prompt: Score every token, not only responses.
         train_on_last: Score only the last response of a conversation.
         source_max_length: Longest prompt (all before the last response) in tokens.
@@ -184,6 +190,7 @@ class SFTData(DataModule):
         template: str | None = None,
         dataset_format: str | None = None,
         columns: dict[str, str] | None = None,
+        roles: dict[str, str] | None = None,
         train_on_prompt: bool = False,
         train_on_last: bool = False,
         source_max_length: int | None = None,
@@ -200,6 +207,7 @@ class SFTData(DataModule):
         self.template = template
         self.dataset_format = dataset_format
         self.columns = columns
+        self.roles = roles or {}
         self.train_on_prompt = train_on_prompt
         self.train_on_last = train_on_last
         self.source_max_length = source_max_length
@@ -214,9 +222,9 @@ class SFTData(DataModule):
     def reference(self, index: int) -> str | None:
         """The response that the data give for a row of predict, or None."""
         row = self.example(index)
-        layout = self._source_format(self._predict_source_of(index), row, f"row {index}")
+        layout = self._rows("predict").info(index)["format"]
         try:
-            messages = find_format(layout).convert(row)
+            messages = find_format(layout).convert(row, self.roles)
         except RowProblem:
             return None
         return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
@@ -227,18 +235,21 @@ class SFTData(DataModule):
         hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
-    def _source_format(self, source: Source, row: dict[str, Any], where: str) -> str:
-        return source.format or self.dataset_format or detect_format(row, where)
-
     def _encoding_settings(self) -> dict[str, Any]:
-        names = ("template", "dataset_format", "train_on_prompt", "train_on_last", "source_max_length",
+        names = ("template", "dataset_format", "roles", "train_on_prompt", "train_on_last", "source_max_length",
                  "target_max_length", "on_overflow", "max_length")
         return {name: getattr(self, name) for name in names}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        layout = self._source_format(source, first.values, f"{first.file}:{first.line}")
+        detected = detect_format(first.values, f"{first.file}:{first.line}", prompts_only) \
+            if not (source.format or self.dataset_format) else ""
+        layout = source.format or self.dataset_format or detected
         encoder = self._sft_encoder(layout, prompts_only)
-        return encoder, {"format": layout, "template": self._template_name(), "notes": encoder.renderer.notes}
+        template = find_format(layout).template or self._template_name()
+        return encoder, {"format": layout, "template": template, "notes": encoder.renderer.notes}
+
+    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
+        return find_format(info["format"]).regroup(rows)
 
     def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
         tokenizer = self.tokenizer
@@ -246,11 +257,12 @@ class SFTData(DataModule):
             raise UserError("the tokenizer has no end-of-text token, so no response could end; name one with "
                             "data.eos_token")
         text = TextEncoder(tokenizer)
-        name = self._template_name()
+        name = find_format(layout).template or self._template_name()
         renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token) if name == "tokenizer"
                     else TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
         limits = Limits(self.max_length, self.source_max_length, self.target_max_length, self.on_overflow)
-        return SFTEncoder(layout, renderer, text, limits, self.train_on_prompt, self.train_on_last, prompts_only)
+        return SFTEncoder(layout, renderer, text, limits, self.train_on_prompt, self.train_on_last,
+                          self.roles, prompts_only)
 
     def _template_name(self) -> str:
         return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")

@@ -114,6 +114,10 @@ class SourceReader:
                             f"the columns are {', '.join(values)}{_did_you_mean(missing[0], list(values))}")
         return {mapping.get(name, name): value for name, value in values.items()}
 
+    def num_bytes(self) -> int:
+        """Size of local files on disk, 0 for others."""
+        return sum(os.path.getsize(path) for path in self.files if "://" not in path)
+
     def fingerprint(self) -> str:
         """Changes when a row could change: contents and paths of files, or the hub's own fingerprint; all settings."""
         digest = hashlib.blake2b(repr((asdict(self.source), self.documents)).encode())

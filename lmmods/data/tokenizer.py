@@ -37,6 +37,7 @@ class RepairedTokenizer:
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False, pad_token: str | None = None,
+                   bos_token: str | None = None, eos_token: str | None = None,
                    add_tokens: list[str] | None = None) -> RepairedTokenizer:
     """Load the fast tokenizer of a folder or hub id and repair it.
 
@@ -45,6 +46,8 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code of the repository to run.
         pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds or adds one.
+        bos_token: Begins a text; an existing or new token.
+        eos_token: Ends a text; an existing or new token.
         add_tokens: Special tokens to add, whose embeddings are to be trained.
 
     Raises:
@@ -62,21 +65,27 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
                         "set data.tokenizer to a folder or hub id that has one") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
-    return repair(tokenizer, pad_token, add_tokens or [])
+    roles = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token}
+    return repair(tokenizer, {role: name for role, name in roles.items() if name is not None}, add_tokens or [])
 
 
-def repair(tokenizer, pad_token: str | None = None, add_tokens: list[str] | None = None) -> RepairedTokenizer:
-    """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token."""
+def repair(tokenizer, roles: dict[str, str], add_tokens: list[str]) -> RepairedTokenizer:  # noqa: ANN001
+    """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token.
+
+    Args:
+        tokenizer: transformers tokenizer, changed in place.
+        roles: Roles that the user gives to tokens, for example {"pad_token": "<unk>"}.
+        add_tokens: Special tokens to add.
+    """
     result = RepairedTokenizer(tokenizer)
     size, vocabulary = len(tokenizer), tokenizer.get_vocab()
+    tokenizer.add_special_tokens(dict(roles))
     for role, names in KNOWN_NAMES.items():
         known = next((name for name in names if name in vocabulary), None)
         if getattr(tokenizer, role) is None and known is not None:
             tokenizer.add_special_tokens({role: known})
             result.notes.append(f"{role} was missing: set to {known}")
-    if pad_token is not None and pad_token != tokenizer.pad_token:
-        tokenizer.add_special_tokens({"pad_token": pad_token})
-    elif tokenizer.pad_token is None:
+    if tokenizer.pad_token is None:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         result.notes.append("pad_token was missing: added [PAD]")
     padding_is_new = tokenizer.pad_token_id >= size

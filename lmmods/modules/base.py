@@ -13,7 +13,7 @@ from lmmods.errors import UserError
 from lmmods.modules import loading, summary
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule
-from lmmods.modules.window import Window, WeightedMean, seed_step
+from lmmods.modules.window import WeightedMean, Window, seed_step
 from lmmods.settings import LoRA, Optimizer
 
 
@@ -48,7 +48,7 @@ class TaskModule(L.LightningModule, ABC):
         quant_storage: str = "uint8",
         lora: LoRA | None = None,
         adapter: str | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer = Optimizer(),
         gradient_checkpointing: bool = False,
         attention: str = "sdpa",
     ):
@@ -59,13 +59,20 @@ class TaskModule(L.LightningModule, ABC):
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
         self.lora, self.adapter = lora, adapter
-        self.optimizer_settings = optimizer or Optimizer()
+        self.optimizer_settings = optimizer
         self.gradient_checkpointing, self.attention = gradient_checkpointing, attention
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self.window = Window()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
         self._open_gradients: dict[str, Tensor] = {}
+
+    def max_positions(self) -> int | None:
+        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        if self.pretrained is None:
+            return None
+        config = loading.load_config(self.pretrained, self.revision, self.trust_remote_code).get_text_config()
+        return getattr(config, "max_position_embeddings", None)
 
     # The network -----------------------------------------------------------------------------------------------------
 
@@ -139,7 +146,7 @@ class TaskModule(L.LightningModule, ABC):
         schedule = build_schedule(optimizer, self.optimizer_settings, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    # Training: sums over a window, divided once ------------------------------------------------------------------------
+    # Training: sums over a window, divided once ----------------------------------------------------------------------
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
@@ -178,7 +185,7 @@ class TaskModule(L.LightningModule, ABC):
         """How many rows of the batch carry a label."""
         return (batch["labels"] != IGNORED).any(dim=1).sum()
 
-    # Evaluation --------------------------------------------------------------------------------------------------------
+    # Evaluation ------------------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         sums = self.batch_loss(batch, count_correct=True)
@@ -195,7 +202,7 @@ class TaskModule(L.LightningModule, ABC):
             metric.reset()
         return results
 
-    # Checkpoints -------------------------------------------------------------------------------------------------------
+    # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Keep what trains, and the gradients of a window that is still open."""
@@ -225,7 +232,7 @@ class TaskModule(L.LightningModule, ABC):
             params[name].grad = grad.to(params[name].device)
         self._open_gradients = {}
 
-    # Sizes -------------------------------------------------------------------------------------------------------------
+    # Sizes -----------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """Parameters and dtypes in a line or two."""
@@ -245,7 +252,7 @@ class TaskModule(L.LightningModule, ABC):
         """Arithmetic of one training token."""
         return summary.flops_per_token(self.model)
 
-    # Export ------------------------------------------------------------------------------------------------------------
+    # Export ----------------------------------------------------------------------------------------------------------
 
     def export(self, folder: Path) -> None:
         """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads."""

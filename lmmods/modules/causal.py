@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lmmods.console import say
 from lmmods.modules.loss import LossSums, shift_labels, token_loss
 
 
@@ -46,7 +46,7 @@ class CausalHead:
         head = cls(model)
         if head._matches(model):
             return head
-        rank_zero_info("The output head of this architecture cannot be taken apart; its full logits are computed.")
+        say("The output head of this architecture cannot be taken apart; its full logits are computed.")
         return None
 
     def _matches(self, model: nn.Module) -> bool:

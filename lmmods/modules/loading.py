@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
 
@@ -50,7 +50,7 @@ def load_pretrained(
     compute = COMPUTE_DTYPES[precision]
     stored = compute if frozen or precision.endswith("true") else torch.float32
     if trust_remote_code:
-        rank_zero_warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
+        warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     options = {"quantization_config": _quantization(quantize, double_quant, quant_storage, compute),
                "device_map": {"": device or "cpu"}} if quantize else {}
     config = load_config(pretrained, revision, trust_remote_code)
@@ -117,7 +117,7 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
     old = embedding.weight.shape[0]
     if num_tokens <= old:
         return []
-    rank_zero_info(f"The tokenizer has {num_tokens} tokens, the model {old}: {num_tokens - old} rows are added, "
+    say(f"The tokenizer has {num_tokens} tokens, the model {old}: {num_tokens - old} rows are added, "
                    "each the mean of the old ones.")
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
     for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
@@ -140,12 +140,13 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     """
     from peft import LoraConfig, get_peft_model
 
-    _check_targets(model, settings)
+    targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
+    _check_targets(model, targets, settings.modules_to_save or [])
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=settings.targets,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         modules_to_save=settings.modules_to_save,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
@@ -181,22 +182,17 @@ def _cast_trainable(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _check_targets(model: nn.Module, settings: LoRA) -> None:
+def _check_targets(model: nn.Module, targets: list[str], to_save: list[str]) -> None:
     linear = _adaptable(model)
-    if settings.targets == "all-linear":
-        if not linear:
-            raise UserError("lora.targets: all-linear finds no linear layer in this model, so there is nothing to "
-                            "adapt. Name modules in lora.targets.")
-        return
-    names = [settings.targets] if isinstance(settings.targets, str) else settings.targets
-    for key, wanted, present in (("lora.targets", names, linear),
-                                 ("lora.modules_to_save", settings.modules_to_save or [],
-                                  [name for name, _ in model.named_modules()])):
-        for name in wanted:
-            if not any(full == name or full.endswith(f".{name}") for full in present):
-                candidates = sorted({full.rsplit(".", 1)[-1] for full in linear})
-                raise UserError(f"{key}: {name!r} matches no module of this model. Candidates: "
-                                f"{', '.join(candidates)}.")
+    if not linear:
+        raise UserError("lora.targets: this model has no linear layer, so there is nothing to adapt.")
+    modules = [name for name, _ in model.named_modules()]
+    wanted = [("lora.targets", name, linear) for name in targets if name != "all-linear"]
+    wanted += [("lora.modules_to_save", name, modules) for name in to_save]
+    for key, name, present in wanted:
+        if not any(full == name or full.endswith(f".{name}") for full in present):
+            candidates = sorted({full.rsplit(".", 1)[-1] for full in linear})
+            raise UserError(f"{key}: {name!r} matches no module of this model. Candidates: {', '.join(candidates)}.")
 
 
 def _adaptable(model: nn.Module) -> list[str]:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lmmods.console import say
 from lmmods.settings import Optimizer
 
 
@@ -61,5 +61,5 @@ def _bitsandbytes(groups: list[dict], settings: Optimizer) -> torch.optim.Optimi
         "paged_lion_8bit": (bnb.optim.PagedLion8bit, lion),
     }[settings.name]
     if settings.name.startswith("paged") and not torch.cuda.is_available():
-        rank_zero_info(f"optimizer {settings.name}: there is no GPU to page from, so its state stays in plain memory.")
+        say(f"optimizer {settings.name}: there is no GPU to page from, so its state stays in plain memory.")
     return cls(groups, lr=settings.lr, **options)

@@ -1,5 +1,7 @@
 """Supervised fine-tuning: full, LoRA or QLoRA."""
 
+from dataclasses import asdict
+
 from torch import Tensor
 
 from lmmods.modules.base import TaskModule, base_seed
@@ -19,9 +21,9 @@ class SFT(TaskModule):
     auto_class = "AutoModelForCausalLM"
     task_type = "CAUSAL_LM"
 
-    def __init__(self, generation: Generation | None = None, **kwargs):
+    def __init__(self, generation: Generation = Generation(), **kwargs):
         super().__init__(**kwargs)
-        self.generation = generation or Generation()
+        self.generation = generation
         self.head: CausalHead | None = None
 
     def on_model_ready(self) -> None:
@@ -35,20 +37,19 @@ class SFT(TaskModule):
         from lmmods.modules.decoding import generate
 
         seed_step(base_seed(), batch_idx)
-        config = generation_config(self.generation, self.trainer.datamodule.tokenizer)
+        data = self.trainer.datamodule
+        config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
         tokens = generate(self.model, batch["input_ids"], batch["attention_mask"], config)
         return tokens[:, batch["input_ids"].shape[1]:]
 
 
-def generation_config(settings: Generation, tokenizer):
-    """transformers' GenerationConfig of our settings and the tokenizer's special tokens."""
-    from dataclasses import asdict
-
+def generation_config(settings: Generation, tokenizer, stop_token_ids: list[int]):
+    """transformers' GenerationConfig of our settings and the tokens that end an answer."""
     from transformers import GenerationConfig
 
     options = asdict(settings)
     if not settings.do_sample:
         for name in ("temperature", "top_p", "typical_p") + (() if settings.penalty_alpha else ("top_k",)):
             del options[name]
-    return GenerationConfig(**options, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    return GenerationConfig(**options, pad_token_id=tokenizer.pad_token_id, eos_token_id=stop_token_ids,
                             bos_token_id=tokenizer.bos_token_id)

@@ -1,0 +1,460 @@
+"""The DataModule that every task builds on: sources to stores, stores to loaders, counts to the report."""
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.data.collate import Collator
+from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.readers import Row
+from lmmods.data.report import describe_rows, describe_source, render_table
+from lmmods.data.rows import RowSet, split
+from lmmods.data.sampler import BatchOrder, evaluation_order, training_order
+from lmmods.data.sources import Source, SourceReader, as_sources, weighted_rows
+from lmmods.data.store import Encoder, Store, build_store, fingerprint
+from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
+from lmmods.errors import UserError
+
+Role = Literal["train", "val", "test", "predict"]
+DEFAULT_MAX_LENGTH = 1024
+BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
+STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+    None: ("train", "val", "test", "predict"),
+}
+
+
+class DataModule(lightning.LightningDataModule, ABC):
+    """Text in, batches out. Abstract: each task says how rows are encoded.
+
+    Args:
+        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight, format}, or a list of these.
+        val_source: The same for validation.
+        val_size: Rows of `source` to set aside for validation: a share (0.05) or a number of rows (200).
+        test_source: The same for test.
+        predict_source: The same for predict; null takes the test set, else the validation set.
+        tokenizer: Folder or hub id of the tokenizer; null takes the model's.
+        pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's own or adds [PAD].
+        bos_token: Token that begins a text, where the tokenizer names none.
+        eos_token: Token that ends a text, where the tokenizer names none.
+        add_tokens: Special tokens to add to the vocabulary; their embeddings are trained.
+        max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
+        batch_size: Rows per micro-batch and device in training.
+        eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
+        group_by_length: Put rows of similar length together, which saves padding; the order of batches stays random.
+        shuffle: Draw a new order of the training rows in each epoch.
+        pad_to_multiple_of: Lengths of batches are multiples of this.
+        num_workers: Processes that assemble batches; 0 does it in the training process.
+        num_proc: Processes that tokenise; null decides by the size of the source.
+        cache_dir: Where tokenised data are kept; null is $LMMODS_CACHE, or lmmods in the user's cache folder.
+        rebuild_cache: Tokenise again even if the cache has the data.
+        seed: Seed of splits and orders; null takes `seed_everything`.
+    """
+
+    def __init__(
+        self,
+        source: str | Source | list[str | Source],
+        *,
+        val_source: str | Source | list[str | Source] | None = None,
+        val_size: int | float = 0.0,
+        test_source: str | Source | list[str | Source] | None = None,
+        predict_source: str | Source | list[str | Source] | None = None,
+        tokenizer: str | None = None,
+        pad_token: str | None = None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        add_tokens: list[str] | None = None,
+        max_length: int | None = None,
+        batch_size: int = 1,
+        eval_batch_size: int | None = None,
+        group_by_length: bool = False,
+        shuffle: bool = True,
+        pad_to_multiple_of: int = 8,
+        num_workers: int = 0,
+        num_proc: int | None = None,
+        cache_dir: str | None = None,
+        rebuild_cache: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        for key, value, least in (("batch_size", batch_size, 1), ("eval_batch_size", eval_batch_size, 1),
+                                  ("max_length", max_length, 2), ("pad_to_multiple_of", pad_to_multiple_of, 1),
+                                  ("num_workers", num_workers, 0), ("num_proc", num_proc, 1), ("val_size", val_size, 0)):
+            if value is not None and value < least:
+                raise UserError(f"data.{key} is {value}, but must be {least} or more")
+        if val_size and val_source is not None:
+            raise UserError("data.val_size and data.val_source are both set; keep one of them")
+        self._sources: dict[Role, list[Source]] = {
+            role: as_sources(value, key)
+            for role, key, value in (("train", "source", source), ("val", "val_source", val_source),
+                                     ("test", "test_source", test_source), ("predict", "predict_source", predict_source))
+            if value is not None
+        }
+        self.val_size = val_size
+        self.max_length: int = max_length  # type: ignore[assignment] - settled by _settle
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.group_by_length = group_by_length
+        self.shuffle = shuffle
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.num_workers = num_workers
+        self.num_proc = num_proc
+        self.cache_dir = cache_dir
+        self.rebuild_cache = rebuild_cache
+        self.columns: dict[str, str] | None = None
+        self._seed = seed
+        self._tokenizer_path = tokenizer
+        self._tokenizer_options = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token,
+                                   "add_tokens": add_tokens}
+        self._pretrained: dict[str, Any] = {}
+        self._repaired: RepairedTokenizer | None = None
+        self._sets: dict[Role, RowSet] = {}
+        self._built: set[Path] = set()
+        self._loader: StatefulLoader | None = None
+        self._position: dict[str, Any] | None = None
+
+    # What a task supplies
+
+    @abstractmethod
+    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        """Encoder of a source whose first row is given, and what was found out about the source, for the report."""
+
+    @abstractmethod
+    def _encoding_settings(self) -> dict[str, Any]:
+        """All settings that change what the encoder makes of a row."""
+
+    @abstractmethod
+    def _batch_keys(self) -> tuple[str, ...]:
+        """Columns of a training batch beside attention_mask."""
+
+    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterable[Row]:
+        """Rows as read -> rows as encoded. Default: the same."""
+        return rows
+
+    def _arrange(self, rows: RowSet) -> Any:
+        """Training or evaluation items made of kept rows: a map-style data set with `lengths`. Default: the rows."""
+        return rows
+
+    def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What predict gets of a kept row: `input_ids` and `index`."""
+        return {"input_ids": row["input_ids"], "index": row["index"]}
+
+    # What the CLI and the engines call
+
+    def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
+                seed: int | None = None, max_positions: int | None = None, run_dir: str | None = None) -> None:
+        """Fill in what the user left unset with what the model and the run know.
+
+        Args:
+            pretrained: Folder or hub id of the model, for its tokenizer.
+            revision: Its revision.
+            trust_remote_code: Whether code of the repository may run.
+            seed: Seed of the run.
+            max_positions: Longest row the model can take.
+            run_dir: Folder of the run.
+
+        Raises:
+            UserError: `max_length` is more than the model can take.
+        """
+        if self._tokenizer_path is None and pretrained is not None:
+            self._tokenizer_path = pretrained
+            self._pretrained = {"revision": revision}
+        self._pretrained["trust_remote_code"] = trust_remote_code
+        if self._seed is None:
+            self._seed = seed
+        if max_positions is not None and (self.max_length or 0) > max_positions:
+            raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")
+        if self.max_length is None:
+            self.max_length = min(DEFAULT_MAX_LENGTH, max_positions or DEFAULT_MAX_LENGTH)
+
+    @property
+    def seed(self) -> int:
+        """Seed of splits and orders."""
+        return self._seed or 0
+
+    @property
+    def tokenizer(self):  # noqa: ANN201 - transformers is imported only when used
+        """The repaired transformers tokenizer, loaded at first use. Raises UserError."""
+        return self._load_tokenizer().tokenizer
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Ids that the vocabulary on disk does not hold."""
+        return self._load_tokenizer().new_tokens
+
+    @property
+    def trainable_new_tokens(self) -> list[int]:
+        """Those of `new_tokens` whose embeddings must be trained: all but padding."""
+        return self._load_tokenizer().trainable_new_tokens
+
+    def _load_tokenizer(self) -> RepairedTokenizer:
+        if self._repaired is None:
+            if self._tokenizer_path is None:
+                raise UserError("no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one")
+            self._repaired = load_tokenizer(self._tokenizer_path, **self._pretrained, **self._tokenizer_options)
+        return self._repaired
+
+    def prepare_data(self) -> None:
+        """Read, encode and write what the stage needs and the cache lacks. Run by one process. Raises UserError."""
+        for role in STAGE_ROLES[self._stage()]:
+            for source in self._sources.get(self._origin(role), []):
+                self._store(source, prompts_only=self._origin(role) == "predict")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
+        for role in STAGE_ROLES[stage]:
+            if role not in self._sets:
+                self._open(role)
+
+    def _stage(self) -> str | None:
+        return str(self.trainer.state.fn.value) if self.trainer is not None and getattr(self.trainer, "state", None) \
+            and self.trainer.state.fn else None
+
+    def _origin(self, role: Role) -> Role:
+        """The role whose sources hold the rows of `role`."""
+        if role == "val" and "val" not in self._sources:
+            return "train"
+        if role == "predict" and "predict" not in self._sources:
+            return "test" if "test" in self._sources else self._origin("val")
+        return role
+
+    def _open(self, role: Role) -> None:
+        origin = self._origin(role)
+        if origin not in self._sources:
+            return
+        if role == "predict" and origin != "predict":
+            needed: Role = "test" if "test" in self._sources else "val"
+            self.setup({"test": "test", "val": "validate"}[needed])
+            if needed in self._sets:
+                self._sets[role] = self._sets[needed]
+            return
+        stores = [self._store(source, prompts_only=role == "predict") for source in self._sources[origin]]
+        rows = RowSet(stores)
+        if origin == "train":
+            rows, held_out = split(rows, self.val_size, self.seed)
+            if len(held_out):
+                self._sets["val"] = held_out
+            self._sets["train"] = self._weighted(rows)
+        else:
+            self._sets[role] = rows
+
+    def _weighted(self, rows: RowSet) -> RowSet:
+        """Rows repeated or thinned by the weights of their sources."""
+        weights = [source.weight for source in self._sources["train"]]
+        if all(weight == 1 for weight in weights):
+            return rows
+        store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
+        places = [np.flatnonzero(store_of == number) for number in range(len(weights))]
+        return rows.subset(np.concatenate([of[weighted_rows(len(of), weight, self.seed)]
+                                           for of, weight in zip(places, weights)]))
+
+    def _store(self, source: Source, prompts_only: bool) -> Store:
+        """The store of a source, built when the cache lacks it."""
+        if source.columns is None and self.columns is not None:
+            source.columns = self.columns
+        reader = self._reader(source)
+        if self.max_length is None:
+            self.max_length = DEFAULT_MAX_LENGTH
+        tokenizer = self.tokenizer
+        key = fingerprint({
+            "task": type(self).__name__, "source": reader.fingerprint(), "settings": self._encoding_settings(),
+            "prompts_only": prompts_only, "tokenizer": tokenizer.backend_tokenizer.to_str(),
+            "chat_template": tokenizer.chat_template, "special": tokenizer.special_tokens_map,
+        })
+        folder = self._cache_folder() / f"{type(self).__name__.lower()}-{key}"
+        if self.rebuild_cache and folder not in self._built and self._is_first_process():
+            _remove(folder)
+        if not (folder / "info.json").is_file():
+            self._build(folder, source, reader, prompts_only)
+        self._built.add(folder)
+        store = Store(folder)
+        if not len(store):
+            reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
+                                for reason, entry in store.info["dropped"].items())
+            raise UserError(f"{source.path}: no usable row among {store.info['rows_read']} read: {reasons}")
+        return store
+
+    def _build(self, folder: Path, source: Source, reader: SourceReader, prompts_only: bool) -> None:
+        first = next(iter(reader), None)
+        if first is None:
+            raise UserError(f"{source.path}: the data set is empty, no row was found")
+        encoder, found = self._encoder(source, first, prompts_only)
+        info = {"path": source.path, **found}
+        build_store(folder, self._regrouped(reader, info), encoder, self._processes(reader), self._keep_rows(), info)
+
+    def _reader(self, source: Source) -> SourceReader:
+        return SourceReader(source)
+
+    def _keep_rows(self) -> bool:
+        return True
+
+    def _processes(self, reader: SourceReader) -> int:
+        if self.num_proc is not None:
+            return self.num_proc
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return max(1, min(cores, reader.num_bytes() // BYTES_PER_PROCESS))
+
+    def _cache_folder(self) -> Path:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmmods"
+        return Path(self.cache_dir or os.environ.get("LMMODS_CACHE") or default).expanduser()
+
+    # Loaders
+
+    def train_dataloader(self) -> StatefulLoader:
+        """Training batches of this rank; continues at a loaded position."""
+        items = self._items("train")
+        lengths = items.lengths
+
+        def order_of(epoch: int) -> BatchOrder:
+            return training_order(lengths, self.batch_size, self.seed, epoch, self.shuffle, self.group_by_length)
+
+        self._loader = StatefulLoader(items, order_of, self._collator(self._batch_keys()), self._share(), self.batch_size)
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+            self._position = None
+        return self._loader
+
+    def val_dataloader(self) -> EvaluationLoader | list:
+        """Validation batches of this rank; an empty list without a validation set."""
+        return self._evaluation_loader("val") if "val" in self._sets else []
+
+    def test_dataloader(self) -> EvaluationLoader:
+        """Test batches of this rank. Raises UserError without a test set."""
+        return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> EvaluationLoader:
+        """Prompts of this rank, padded on the left, with `index`. Raises UserError without rows to predict."""
+        prompts = _Prompts(self._rows("predict"), self._prompt)
+        collator = self._collator(("input_ids", "index"), side="left")
+        return EvaluationLoader(prompts, evaluation_order(prompts.lengths, self.eval_batch_size), collator, self._share())
+
+    def _evaluation_loader(self, role: Role) -> EvaluationLoader:
+        items = self._items(role)
+        order = evaluation_order(items.lengths, self.eval_batch_size)
+        return EvaluationLoader(items, order, self._collator(self._batch_keys()), self._share())
+
+    def _rows(self, role: Role) -> RowSet:
+        if role not in self._sets:
+            self.setup({"train": "fit", "val": "validate"}.get(role, role))
+        if role not in self._sets:
+            wanted = {"val": "data.val_source or data.val_size", "test": "data.test_source",
+                      "predict": "data.predict_source, data.test_source, data.val_source or data.val_size"}[role]
+            raise UserError(f"no rows for {role}; set {wanted}")
+        return self._sets[role]
+
+    def _items(self, role: Role) -> Any:
+        return self._arrange(self._rows(role))
+
+    def _collator(self, keys: tuple[str, ...], side: str = "right") -> Collator:
+        return Collator(keys, self.tokenizer.pad_token_id, self.pad_to_multiple_of, self.max_length, side)
+
+    def _share(self) -> Share:
+        trainer = self.trainer
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        return Share(rank, world_size, self.num_workers)
+
+    def _is_first_process(self) -> bool:
+        return self._share().rank == 0
+
+    # Position, report, single rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position of the training loader, plain JSON."""
+        return self._loader.state_dict() if self._loader is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue training at a saved position. Raises UserError when it belongs to other data."""
+        if self._loader is not None:
+            self._loader.load_state_dict(state_dict)
+        elif state_dict:
+            self._position = dict(state_dict)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was read, dropped and cut, and how full batches are; plain JSON, after `setup`."""
+        sources: dict[str, Any] = {}
+        for role, rows in self._sets.items():
+            for store in rows.stores:
+                sources.setdefault(store.info["path"], describe_source(store.info))
+        splits = {role: describe_rows(self._arrange(rows), self.batch_size if role == "train" else self.eval_batch_size,
+                                      self.pad_to_multiple_of, self.max_length, self.seed)
+                  for role, rows in self._sets.items()}
+        return {"sources": sources, "splits": splits, "max_length": self.max_length,
+                "tokenizer": self._load_tokenizer().notes}
+
+    def report_table(self) -> str:
+        """The report as a short table."""
+        return render_table(self.report)
+
+    def example(self, index: int) -> dict[str, Any]:
+        """The row as read behind `index` of a predict batch."""
+        return self._rows("predict").source_row(index)
+
+    def reference(self, index: int) -> str | None:
+        """The text that the data give as the right answer, where there is one."""
+        return None
+
+    def score(self, predictions: dict[int, str]) -> dict[str, float]:
+        """Metrics of generated texts by `index`; empty where the data hold no answers."""
+        return {}
+
+    def rows_for_inspection(self, num_rows: int, which: Literal["first", "longest", "most_cut"] | list[int] = "first"
+                            ) -> list[dict[str, Any]]:
+        """Training rows as the model sees them: {index, input_ids, labels, location}.
+
+        Args:
+            num_rows: How many.
+            which: `first`, `longest`, `most_cut`, or numbers of training rows.
+        """
+        items = self._items("train")
+        if isinstance(which, list):
+            places = which
+        elif which == "first":
+            places = list(range(min(num_rows, len(items))))
+        else:
+            measure = items.lengths if which == "longest" else items.cut
+            places = np.argsort(-measure, kind="stable")[:num_rows].tolist()
+        return [self._inspected(items, place) for place in places]
+
+    def _inspected(self, items: Any, place: int) -> dict[str, Any]:
+        if not 0 <= place < len(items):
+            raise UserError(f"row {place} does not exist; the training set has rows 0 to {len(items) - 1}")
+        row = items[place]
+        return {"index": int(row["index"]), "input_ids": row["input_ids"].tolist(), "labels": row["labels"].tolist(),
+                "location": self._rows("train").location(int(row["index"]))}
+
+
+class _Prompts(Dataset):
+    """Prompts of kept rows."""
+
+    def __init__(self, rows: RowSet, prompt_of) -> None:  # noqa: ANN001
+        self._rows, self._prompt_of = rows, prompt_of
+        self.lengths = rows.lengths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self._rows[number]
+        return None if row is None else self._prompt_of(row)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a store; renamed first, so that no process meets half of it."""
+    import shutil
+
+    if folder.exists():
+        old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)

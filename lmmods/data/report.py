@@ -1,0 +1,80 @@
+"""The data report: counts as plain JSON, and a short table of them."""
+
+from typing import Any
+
+import numpy as np
+
+from lmmods.data.sampler import evaluation_order, training_order
+
+
+def describe_source(info: dict[str, Any]) -> dict[str, Any]:
+    """What one source gave, from its store's info.json."""
+    counts = info["counts"]
+    tokens = counts.get("tokens", 0)
+    kept = info["rows_kept"]
+    return {
+        **{key: info[key] for key in ("format", "template", "notes", "files", "rows_read", "rows_kept") if key in info},
+        "rows_dropped": sum(entry["rows"] for entry in info["dropped"].values()),
+        "dropped": info["dropped"],
+        **counts,
+        "labelled_share": counts.get("labelled_tokens", 0) / tokens if tokens else 0.0,
+        "eos_share": counts.get("responses_complete", kept) / kept if kept else 0.0,
+    }
+
+
+def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, seed: int) -> dict[str, Any]:
+    """Size of a split, lengths, and the share of padding under each way of batching.
+
+    Args:
+        items: Data set with `lengths`.
+        batch_size: Rows per batch.
+        multiple: Batch lengths are rounded up to a multiple of this.
+        max_length: Longest row.
+        seed: Seed of the orders.
+    """
+    lengths = items.lengths
+    waste = {
+        "shuffled": training_order(lengths, batch_size, seed, 0),
+        "group_by_length": training_order(lengths, batch_size, seed, 0, group_by_length=True),
+        "sorted": evaluation_order(lengths, batch_size),
+    }
+    edges = np.unique(np.linspace(0, max_length, 11).astype(int))
+    return {
+        "rows": len(items),
+        "tokens": int(lengths.sum()),
+        "length": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
+        "length_histogram": {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()},
+        "padding_share": {name: padding_share(lengths, order.rows, batch_size, multiple, max_length)
+                          for name, order in waste.items()},
+    }
+
+
+def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int) -> float:
+    """Share of padding among all positions when rows come in `order`, `batch_size` at a time."""
+    ordered = lengths[order]
+    longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))
+    padded = np.maximum(longest, np.minimum(-(-longest // multiple) * multiple, max_length))
+    sizes = np.full(len(longest), batch_size)
+    sizes[-1] = len(ordered) - batch_size * (len(longest) - 1)
+    return float(1 - ordered.sum() / (padded * sizes).sum())
+
+
+def render_table(report: dict[str, Any]) -> str:
+    """The report in a few lines for the screen."""
+    lines = []
+    for path, source in report["sources"].items():
+        lines.append(f"{path}: {source['rows_read']} rows read, {source['rows_kept']} kept"
+                     + (f", format {source['format']}" if "format" in source else "")
+                     + (f", template {source['template']}" if "template" in source else ""))
+        lines += [f"  dropped {entry['rows']}: {reason} (first {entry['first'][0]})"
+                  for reason, entry in source["dropped"].items()]
+        if source.get("rows_cut"):
+            lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
+        lines += [f"  note: {note}" for note in source.get("notes", [])]
+    lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}")
+    for name, part in report["splits"].items():
+        padding = part["padding_share"]
+        lines.append(f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
+                     f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}")
+    lines += [f"note: tokenizer: {note}" for note in report["tokenizer"]]
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""Shared by all tests: offline, one thread, and a tiny Llama with its tokenizer in a folder."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
+                  TOKENIZERS_PARALLELISM="false")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+TEXTS = ["Below is an instruction that describes a task. Write a response.", "### Instruction:\nAdd 1 and 2.\n\n",
+         "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    """A byte-level tokenizer of 320 tokens with <s>, </s>, <unk> and no pad token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(TEXTS * 5, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                            unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory, tokenizer_folder) -> Path:
+    """A random Llama of 2 layers, not square, with dropout, and the tokenizer beside it."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                         attention_dropout=0.1, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def instructions(tmp_path_factory) -> Path:
+    """36 alpaca rows of unequal length."""
+    import json
+
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows = [{"instruction": f"Add {n} and {n + 1}.", "input": "" if n % 3 else "one " * (n % 7),
+             "output": " ".join(str(n + k) for k in range(1 + n % 5))} for n in range(36)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path, llama_folder, instructions, monkeypatch):
+    """A function that writes the recipe of a tiny QLoRA run, changed by dotted keys, and returns its arguments."""
+    import copy
+
+    import yaml
+
+    monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))
+    base = {
+        "seed_everything": 7,
+        "trainer": {"max_steps": 6, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
+                    "num_sanity_val_steps": 0, "enable_progress_bar": False, "val_check_interval": 4,
+                    "default_root_dir": str(tmp_path / "run")},
+        "model": {"class_path": "SFT", "init_args": {
+            "pretrained": str(llama_folder), "quantize": "nf4", "lora": {"rank": 4, "dropout": 0.1},
+            "generation": {"max_new_tokens": 6},
+            "optimizer": {"lr": 0.01, "schedule": "linear", "warmup": 2}}},
+        "data": {"class_path": "SFTData", "init_args": {
+            "source": str(instructions), "val_size": 4, "template": "alpaca", "max_length": 256, "batch_size": 4}},
+        "checkpoint": {"every_n_steps": 2},
+    }
+
+    def write(name: str = "recipe.yaml", **changes) -> list[str]:
+        content = copy.deepcopy(base)
+        for key, value in changes.items():
+            *parents, leaf = key.split("__")
+            node = content
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = value
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(content))
+        return ["--config", str(path)]
+
+    return write

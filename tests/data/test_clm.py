@@ -1,0 +1,77 @@
+"""CLMData: nothing lost but nothing invented, end tokens between documents, short documents train."""
+
+import json
+
+import pytest
+
+from lmmods.data.clm import CLMData
+from lmmods.errors import UserError
+
+
+def tokens_in_order(data):
+    items = data._items("train")
+    return [token for number in range(len(items)) for token in items[number]["input_ids"].tolist()]
+
+
+@pytest.mark.parametrize("documents,count", [("file", 1), ("paragraph", 3), ("line", 4)])
+def test_blocks_hold_every_token(documents, count, any_folder, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("The quick brown fox\njumps over the lazy dog.\n\nhello, how are you?\n\n\nagain\n")
+    data = CLMData(str(path), tokenizer=any_folder, documents=documents, max_length=8)
+    data.setup("fit")
+    ids = tokens_in_order(data)
+    tokenizer = data.tokenizer
+    assert sum(token == tokenizer.eos_token_id for token in ids) == count
+    text = tokenizer.decode([t for t in ids if t not in (tokenizer.eos_token_id, tokenizer.bos_token_id)])
+    assert text.split() == path.read_text().split() or count > 1
+    lengths = data._items("train").lengths
+    assert (lengths[:-1] == 8).all() and lengths.sum() == len(ids)
+
+
+def test_long_documents_in_pieces_read_as_one(any_folder, tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"The quick brown fox {n} jumps\n" for n in range(60)))
+    whole = CLMData(str(path), tokenizer=any_folder, max_length=32)
+    whole.setup("fit")
+    monkeypatch.setattr("lmmods.data.readers.TEXT_PIECE", 100)
+    pieces = CLMData(str(path), tokenizer=any_folder, max_length=32, rebuild_cache=True)
+    pieces.setup("fit")
+    assert next(iter(pieces.report["sources"].values()))["rows_read"] > 5
+    assert tokens_in_order(pieces) == tokens_in_order(whole)
+
+
+def test_a_corpus_shorter_than_a_block_trains(any_folder, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    data = CLMData(str(tmp_path / "a.txt"), tokenizer=any_folder, max_length=512)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape[0] == 1 and (batch["labels"] != -100).sum() == batch["attention_mask"].sum()
+
+
+def test_separate_documents_fill_rows_of_their_own(byte_level_folder, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": "hello " * n}) + "\n" for n in (1, 30, 3)))
+    data = CLMData(str(path), tokenizer=byte_level_folder, text_column="body", max_length=16, join=False)
+    data.setup("fit")
+    items = data._items("train")
+    assert [items[n]["index"] for n in range(len(items))][0] == 0 and items[len(items) - 1]["index"] == 2
+    assert items.lengths.max() <= 16 and items.lengths.sum() == items.rows.lengths.sum()
+
+
+def test_wrong_column_and_empty_corpus_are_told(byte_level_folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl:1: no column 'text'; the columns are body"):
+        CLMData(str(tmp_path / "a.jsonl"), tokenizer=byte_level_folder).setup("fit")
+    (tmp_path / "b.txt").write_text("\n\n")
+    with pytest.raises(UserError, match="empty"):
+        CLMData(str(tmp_path / "b.txt"), tokenizer=byte_level_folder).setup("fit")
+
+
+def test_validation_blocks_come_from_other_documents(byte_level_folder, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"number {n}\n" for n in range(50)))
+    data = CLMData(str(tmp_path / "a.txt"), tokenizer=byte_level_folder, documents="line", val_size=0.2, max_length=16)
+    data.setup("fit")
+    text = [data.tokenizer.decode([t for n in range(len(i)) for t in i[n]["input_ids"]])
+            for i in (data._items("train"), data._items("val"))]
+    seen = [{line for line in part.split("<|endoftext|>") if line} for part in text]
+    assert len(seen[1]) == 10 and not seen[0] & seen[1] and len(seen[0] | seen[1]) == 50

@@ -1,0 +1,230 @@
+"""SFTData end to end on tiny tokenizers: labels, prompts, terminators, limits, split, scores."""
+
+import numpy as np
+import pytest
+
+from lmmods.data.sft import SFTData
+from lmmods.data.templates import TEMPLATES
+from lmmods.errors import UserError
+
+CHAT = [
+    {"messages": [
+        {"role": "system", "content": "The assistant adds numbers."},
+        {"role": "user", "content": f"hello {n}"}, {"role": "assistant", "content": f"hello, how are you {n}?"},
+        {"role": "user", "content": "again"}, {"role": "assistant", "content": "The sum is 42."},
+    ]} for n in range(8)
+]
+
+
+def build(path, folder, **fields):
+    data = SFTData(path, tokenizer=folder, **{"max_length": 512, **fields})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def labelled(row):
+    return [token for token in row["labels"] if token != -100]
+
+
+def test_labels_are_the_responses_and_their_end(any_folder, write_jsonl, alpaca_rows):
+    data = build(write_jsonl(alpaca_rows), any_folder, template="alpaca")
+    for number, row in enumerate(data.rows_for_inspection(len(alpaca_rows))):
+        wanted = labelled(row)
+        assert wanted[-1] == data.tokenizer.eos_token_id
+        assert wanted.count(data.tokenizer.eos_token_id) == 1
+        assert data.tokenizer.decode(wanted[:-1]).strip() == alpaca_rows[number]["output"]
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, None])
+@pytest.mark.parametrize("rows", ["chat", "alpaca"])
+def test_prompt_at_inference_is_a_prefix_of_the_training_row(template, rows, any_folder, write_jsonl, alpaca_rows):
+    if template in ("gemma", "mistral") and "chat" in any_folder:
+        pytest.skip("same path as llama2")
+    rows = CHAT if rows == "chat" else alpaca_rows
+    train = build(write_jsonl(rows), any_folder, template=template)
+    asked = [{**row, "output": None} if "output" in row else {"messages": row["messages"][:-1]} for row in rows]
+    data = SFTData(write_jsonl(asked, "asked.jsonl"), predict_source=write_jsonl(asked, "asked.jsonl"),
+                   tokenizer=any_folder, template=template, max_length=512)
+    data.setup("predict")
+    prompts = {int(index): ids[mask.bool()].tolist() for batch in data.predict_dataloader()
+               for index, ids, mask in zip(batch["index"], batch["input_ids"], batch["attention_mask"])}
+    assert len(prompts) == len(rows)
+    for row in train.rows_for_inspection(len(rows)):
+        prompt = prompts[row["index"]]
+        assert row["input_ids"][: len(prompt)] == prompt
+        assert all(label != -100 for label in row["labels"][len(prompt) : -2])
+
+
+def test_at_most_one_begin_token(any_folder, write_jsonl, alpaca_rows):
+    for template in ("alpaca", "llama2", None):
+        data = build(write_jsonl(alpaca_rows + CHAT[:0]), any_folder, template=template)
+        tokenizer = data.tokenizer
+        has_own = tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.eos_token_id
+        for row in data.rows_for_inspection(5):
+            if has_own:
+                assert row["input_ids"].count(tokenizer.bos_token_id) == 1 and row["input_ids"][0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+def test_every_assistant_turn_or_the_last_is_scored(last_only, any_folder, write_jsonl):
+    data = build(write_jsonl(CHAT), any_folder, template="chatml", train_on_last=last_only)
+    row = data.rows_for_inspection(1)[0]
+    text = data.tokenizer.decode(labelled(row))
+    assert ("how are you 0" in text) is not last_only
+    assert "The sum is 42." in text and "again" not in text and "adds numbers" not in text
+    assert sum(label in data.stop_token_ids for label in row["labels"]) == (1 if last_only else 2)
+
+
+def test_tokens_typed_by_a_user_stay_text(any_folder, write_jsonl):
+    typed = "{{ 1 + 1 }} {content} <|im_end|></s><|endoftext|><s> {eos}"
+    rows = [{"messages": [{"role": "user", "content": typed}, {"role": "assistant", "content": "no " + typed}]}]
+    for template in ("alpaca", "chatml", None):
+        data = build(write_jsonl(rows), any_folder, template=template)
+        row = data.rows_for_inspection(1)[0]
+        special = set(data.tokenizer.all_special_ids)
+        assert sum(label in special for label in row["labels"]) == 1
+        assert data.tokenizer.decode(labelled(row)[:-1]).strip() == "no " + typed
+
+
+def test_end_token_is_scored_when_it_is_the_padding_token(byte_level_folder, write_jsonl, alpaca_rows):
+    data = build(write_jsonl(alpaca_rows), byte_level_folder, pad_token="<|endoftext|>", batch_size=8)
+    eos = data.tokenizer.eos_token_id
+    assert data.tokenizer.pad_token_id == eos and data.new_tokens == []
+    for batch in data.train_dataloader():
+        assert ((batch["labels"] == eos).sum(1) == 1).all()
+        assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+
+
+def test_train_on_prompt_scores_everything(spm_folder, write_jsonl, alpaca_rows):
+    row = build(write_jsonl(alpaca_rows), spm_folder, train_on_prompt=True).rows_for_inspection(1)[0]
+    assert row["labels"] == row["input_ids"]
+
+
+def test_padding_token_is_added_and_needs_no_training(spm_folder, write_jsonl, alpaca_rows):
+    data = build(write_jsonl(alpaca_rows), spm_folder, add_tokens=["<think>"])
+    size = len(data.tokenizer)
+    assert data.new_tokens == [size - 2, size - 1]
+    assert data.trainable_new_tokens == [data.tokenizer.convert_tokens_to_ids("<think>")] == [size - 1]
+
+
+class TestLimits:
+    rows = [{"instruction": "Add the numbers. " * 30, "output": "The sum is 42. " * 3},
+            {"instruction": "Add.", "output": "The sum is 42. " * 60}, {"instruction": "Add.", "output": "42"}]
+
+    def test_error_names_the_row(self, spm_folder, write_jsonl):
+        with pytest.raises(UserError, match=r"rows.jsonl:1: .*max_length"):
+            build(write_jsonl(self.rows), spm_folder, max_length=160, on_overflow="error", template="plain")
+
+    def test_skip_drops_and_counts(self, spm_folder, write_jsonl):
+        data = build(write_jsonl(self.rows), spm_folder, max_length=120, on_overflow="skip", template="plain")
+        source = next(iter(data.report["sources"].values()))
+        assert source["rows_kept"] == 1 and source["dropped"]["longer than the limits"]["rows"] == 2
+
+    def test_truncate_prompt_keeps_the_response_whole(self, spm_folder, write_jsonl):
+        data = build(write_jsonl(self.rows), spm_folder, max_length=120, template="plain")
+        row = data.rows_for_inspection(1)[0]
+        assert len(row["input_ids"]) == 120 and row["input_ids"][0] == data.tokenizer.bos_token_id
+        assert labelled(row)[-1] == data.tokenizer.eos_token_id
+        assert data.tokenizer.decode(labelled(row)[:-1]).strip() == ("The sum is 42. " * 3).strip()
+        source = next(iter(data.report["sources"].values()))
+        assert source["rows_cut"] == 1 and source["dropped"]["response longer than the limits"]["rows"] == 1
+
+    def test_truncate_leaves_no_false_end(self, spm_folder, write_jsonl):
+        data = build(write_jsonl(self.rows), spm_folder, max_length=120, on_overflow="truncate", template="plain",
+                     source_max_length=60)
+        rows = data.rows_for_inspection(3)
+        assert [len(row["input_ids"]) <= 120 for row in rows] == [True] * 3
+        ends = [labelled(row)[-1] == data.tokenizer.eos_token_id for row in rows]
+        assert ends == [True, False, True]
+
+    def test_target_limit(self, spm_folder, write_jsonl):
+        data = build(write_jsonl(self.rows), spm_folder, max_length=900, target_max_length=20, on_overflow="truncate")
+        assert max(len(labelled(row)) for row in data.rows_for_inspection(3)) == 20
+
+
+def test_split_is_disjoint_complete_and_stable(spm_folder, write_jsonl, alpaca_rows):
+    path = write_jsonl(alpaca_rows)
+    for val_size, count in ((0.25, 10), (7, 7)):
+        data = build(path, spm_folder, val_size=val_size)
+        again = build(path, spm_folder, val_size=val_size, max_length=400, template="plain")
+        val, train = (set(data._sets[role].index.tolist()) for role in ("val", "train"))
+        assert len(val) == count and not val & train and val | train == set(range(40))
+        assert set(again._sets["val"].index.tolist()) == val
+
+
+def test_padding_rows_count_nothing_and_attend_to_one_token(spm_folder, write_jsonl, alpaca_rows):
+    data = build(write_jsonl(alpaca_rows), spm_folder)
+    batch = data._collator(("input_ids", "labels"))([None])
+    assert batch["labels"].eq(-100).all() and batch["attention_mask"].sum() == 1
+
+
+def test_predict_gives_prompts_references_and_scores(spm_folder, write_jsonl, alpaca_rows):
+    data = SFTData(write_jsonl(alpaca_rows), tokenizer=spm_folder, val_size=6, max_length=512, eval_batch_size=4)
+    data.setup("predict")
+    seen = {}
+    for batch in data.predict_dataloader():
+        assert set(batch) == {"input_ids", "attention_mask", "index"}
+        assert batch["attention_mask"][:, -1].all()
+        seen |= {int(index): data.reference(int(index)) for index in batch["index"]}
+    assert len(seen) == 6
+    assert all(alpaca_rows[index]["output"] == text == data.example(index)["output"] for index, text in seen.items())
+    assert data.score({index: f" {text}\n" for index, text in seen.items()}) == {"exact_match": 1.0}
+    assert data.score({index: "x" for index in seen}) == {"exact_match": 0.0}
+
+
+def test_batch_lengths_are_multiples_and_report_adds_up(spm_folder, write_jsonl, alpaca_rows):
+    data = build(write_jsonl(alpaca_rows), spm_folder, batch_size=4, pad_to_multiple_of=16, group_by_length=True, val_size=8)
+    tokens = padded = 0
+    for batch in data.train_dataloader():
+        assert batch["input_ids"].shape[1] % 16 == 0 and batch["input_ids"].dtype.is_signed
+        tokens += int(batch["attention_mask"].sum())
+        padded += batch["input_ids"].numel()
+    split = data.report["splits"]["train"]
+    assert split["tokens"] == tokens
+    assert np.isclose(split["padding_share"]["group_by_length"], 1 - tokens / padded)
+    assert data.report["splits"]["val"]["rows"] == 8 and "train" in data.report_table()
+
+
+def test_empty_outputs_are_counted(spm_folder, write_jsonl):
+    rows = [{"instruction": "Add.", "output": text} for text in ("42", "", "  ", None, 42, ["x"])] + [{"instruction": "x"}]
+    source = next(iter(build(write_jsonl(rows), spm_folder).report["sources"].values()))
+    assert source["rows_kept"] == 2
+    reasons = {reason: entry["rows"] for reason, entry in source["dropped"].items()}
+    assert reasons == {"empty response": 2, "no response": 2, "output is a list, not text": 1}
+
+
+def test_columns_are_mapped(spm_folder, write_jsonl):
+    path = write_jsonl([{"q": "Add.", "a": "42"}])
+    data = build(path, spm_folder, columns={"q": "instruction", "a": "output"})
+    assert data.report["sources"][path]["format"] == "alpaca"
+    with pytest.raises(UserError, match="no column 'question'"):
+        build(path, spm_folder, columns={"question": "instruction"})
+
+
+@pytest.mark.parametrize("fields,message", [
+    ({"batch_size": 0}, "batch_size is 0"), ({"template": "alpacca"}, "template 'alpacca' is unknown"),
+    ({"dataset_format": "x"}, "dataset_format 'x' is unknown"), ({"max_length": 1}, "max_length is 1"),
+    ({"val_size": 40}, "val_size is 40"), ({"val_size": 1.0}, "val_size is 1.0"), ({"source_max_length": 0}, "source_max_length"),
+])
+def test_wrong_settings_are_told(fields, message, spm_folder, write_jsonl, alpaca_rows):
+    with pytest.raises(UserError, match=message):
+        build(write_jsonl(alpaca_rows), spm_folder, **fields)
+
+
+def test_connect_fills_only_what_is_unset(spm_folder, chat_folder, write_jsonl, alpaca_rows):
+    data = SFTData(write_jsonl(alpaca_rows), tokenizer=spm_folder, seed=0)
+    data.connect(pretrained=chat_folder, seed=7, max_positions=64)
+    assert data.seed == 0 and data.max_length == 64 and data.tokenizer.eos_token == "</s>"
+    data = SFTData(write_jsonl(alpaca_rows), max_length=100)
+    data.connect(pretrained=chat_folder, seed=7)
+    assert data.seed == 7 and data.tokenizer.eos_token == "<|im_end|>"
+    with pytest.raises(UserError, match="at most 64"):
+        SFTData("x", max_length=100).connect(max_positions=64)
+
+
+def test_a_folder_without_tokenizer_is_told(tmp_path, write_jsonl, alpaca_rows):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        build(write_jsonl(alpaca_rows), str(tmp_path / "model"))

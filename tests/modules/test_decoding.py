@@ -1,0 +1,185 @@
+"""Decoding against token ids that transformers 4.52.4 gave, which has both methods in its core.
+
+The ids were recorded with the models and options below, in an environment of its own; nothing here needs it. Its
+group search writes the first of several end tokens for whichever was hit; the beams recorded here hit the first.
+"""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from lmmods.errors import UserError
+from lmmods.modules.decoding import contrastive_search, generate, group_beam_search
+
+SEED = 70_000_000
+PADDED = torch.tensor([[0, 0, 0, 5, 17, 33, 8], [0, 41, 7, 9, 90, 12, 64], [3, 14, 15, 92, 65, 35, 89]])
+# transformers 4 lets a repetition penalty count padding, newer ones do not; here there is none.
+FULL = torch.tensor([[3, 14, 15, 92, 65, 35, 89], [89, 35, 65, 92, 15, 14, 3]])
+RECORDED = [
+    ("llama", PADDED,
+     {"max_new_tokens": 10, "penalty_alpha": 0.6, "top_k": 4, "eos_token_id": [58, 35]},
+     [[87, 59, 74, 6, 58, 0, 0, 0, 0, 0], [60, 37, 5, 1, 1, 23, 35, 0, 0, 0],
+      [70, 44, 46, 17, 68, 61, 15, 57, 74, 16]]),
+    ("gpt2", PADDED,
+     {"max_new_tokens": 10, "penalty_alpha": 0.6, "top_k": 4, "eos_token_id": [40, 62]},
+     [[90, 60, 57, 19, 40], [37, 62, 0, 0, 0], [62, 0, 0, 0, 0]]),
+    ("llama", PADDED,
+     {"max_new_tokens": 10, "penalty_alpha": 0.9, "top_k": 8, "min_new_tokens": 4, "no_repeat_ngram_size": 2,
+      "eos_token_id": [6, 94]},
+     [[87, 71, 4, 87, 6, 0, 0, 0, 0, 0], [29, 13, 48, 51, 90, 38, 94, 0, 0, 0],
+      [88, 20, 93, 59, 95, 88, 85, 10, 40, 95]]),
+    ("gpt2", FULL,
+     {"max_new_tokens": 10, "penalty_alpha": 0.3, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": [44, 54]},
+     [[57, 40, 84, 62, 44, 0, 0], [62, 84, 17, 82, 40, 57, 54]]),
+    ("llama", PADDED,
+     {"max_new_tokens": 8, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "eos_token_id": 24},
+     [[77, 74, 40, 18, 61, 60, 75, 63], [93, 51, 23, 40, 43, 17, 24, 0], [39, 87, 3, 3, 3, 3, 3, 3]]),
+    ("gpt2", PADDED,
+     {"max_new_tokens": 8, "num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 1.0, "num_return_sequences": 3,
+      "eos_token_id": 40},
+     [[40, 0, 0, 0, 0, 0, 0, 0], [40, 0, 0, 0, 0, 0, 0, 0], [40, 0, 0, 0, 0, 0, 0, 0],
+      [67, 12, 12, 12, 37, 86, 12, 37], [67, 12, 12, 47, 37, 86, 12, 37], [18, 17, 37, 17, 92, 58, 58, 92],
+      [57, 19, 84, 92, 54, 54, 62, 40], [57, 19, 84, 92, 54, 54, 62, 62], [58, 92, 92, 82, 40, 0, 0, 0]]),
+    ("llama", PADDED,
+     {"max_new_tokens": 8, "num_beams": 6, "num_beam_groups": 2, "diversity_penalty": 2.0, "length_penalty": 0.5,
+      "early_stopping": True, "num_return_sequences": 2, "eos_token_id": 40},
+     [[75, 40, 0, 0, 0, 0, 0, 0], [77, 74, 40, 0, 0, 0, 0, 0], [93, 39, 34, 40, 0, 0, 0, 0],
+      [93, 39, 34, 39, 34, 40, 0, 0], [19, 63, 67, 63, 48, 40, 0, 0], [89, 3, 3, 3, 3, 3, 3, 3]]),
+    ("gpt2", PADDED,
+     {"max_new_tokens": 8, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.3, "length_penalty": -1.0,
+      "early_stopping": "never", "min_new_tokens": 3, "no_repeat_ngram_size": 2, "num_return_sequences": 2,
+      "eos_token_id": [40, 12]},
+     [[57, 92, 90, 40, 0, 0, 0, 0], [57, 92, 90, 40, 0, 0, 0, 0], [37, 62, 84, 92, 82, 40, 0, 0],
+      [37, 86, 47, 37, 37, 0, 58, 92], [57, 19, 84, 62, 40, 0, 0, 0], [58, 92, 92, 82, 40, 0, 0, 0]]),
+    ("llama", FULL,
+     {"max_new_tokens": 8, "num_beams": 3, "num_beam_groups": 3, "diversity_penalty": 1.0, "repetition_penalty": 1.3,
+      "num_return_sequences": 3, "eos_token_id": 11},
+     [[19, 63, 67, 27, 0, 52, 27, 48], [70, 73, 4, 87, 51, 19, 55, 53], [39, 87, 57, 96, 11, 0, 0, 0],
+      [46, 23, 59, 57, 39, 84, 36, 1], [3, 46, 71, 55, 26, 38, 30, 77], [46, 71, 50, 18, 61, 64, 1, 84]]),
+]
+
+
+def build(kind: str) -> torch.nn.Module:
+    """A two-layer model whose weights are hashes of their place, so that no library's random numbers matter."""
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                             num_attention_heads=4, num_key_value_heads=2,
+                                             max_position_embeddings=128, **ends))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, **ends))
+    start = SEED
+    for name, parameter in sorted(model.named_parameters()):
+        norm = parameter.dim() == 1 and name.endswith("weight")
+        values = torch.from_numpy(hashed(start, parameter.numel())).view(parameter.shape)
+        parameter.data.copy_(norm + 0.35 * values)
+        start += parameter.numel()
+    model.generation_config = GenerationConfig(bos_token_id=1, pad_token_id=0)
+    return model.eval()
+
+
+def hashed(start: int, count: int) -> np.ndarray:
+    """`count` numbers spread over [-1, 1): SplitMix64 (Steele et al. 2014) of start, start + 1, ..."""
+    x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, torch.nn.Module]:
+    return {kind: build(kind) for kind in ("llama", "gpt2")}
+
+
+def answers(model: torch.nn.Module, prompts: torch.Tensor, **options) -> list[list[int]]:
+    config = GenerationConfig(**{"pad_token_id": 0} | options)
+    ids = generate(model, prompts, (prompts != 0).long(), config)
+    assert ids[:, :prompts.shape[1]].tolist() == prompts.repeat_interleave(len(ids) // len(prompts), 0).tolist()
+    return ids[:, prompts.shape[1]:].tolist()
+
+
+@pytest.mark.parametrize(("kind", "prompts", "options", "recorded"), RECORDED)
+def test_same_as_transformers_4(models, kind, prompts, options, recorded):
+    assert answers(models[kind], prompts, **options) == recorded
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_contrastive_search_without_penalty_is_greedy_search(models, kind):
+    config = GenerationConfig(max_new_tokens=12, eos_token_id=[40, 62, 3], pad_token_id=96, no_repeat_ngram_size=2)
+    inputs = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long(), "generation_config": config}
+    ours = models[kind].generate(custom_generate=contrastive_search, penalty_alpha=0.0, top_k=4, **inputs)
+    assert ours.tolist() == models[kind].generate(**inputs).tolist()
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(("kind", "use_cache", "length_penalty"), [("llama", True, 1.0), ("gpt2", False, -0.5)])
+def test_one_group_is_plain_beam_search(models, kind, use_cache, length_penalty, early_stopping):
+    config = GenerationConfig(max_new_tokens=12, eos_token_id=[40, 62, 3], pad_token_id=96, num_beams=4,
+                              num_return_sequences=4, repetition_penalty=1.2, length_penalty=length_penalty,
+                              early_stopping=early_stopping, use_cache=use_cache)
+    inputs = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long(), "generation_config": config}
+    ours = models[kind].generate(custom_generate=group_beam_search, num_beam_groups=1, diversity_penalty=1.0, **inputs)
+    assert ours.tolist() == models[kind].generate(**inputs).tolist()
+
+
+def test_cache_changes_nothing_for_groups(models):
+    options = {"max_new_tokens": 8, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "eos_token_id": 40}
+    cached = answers(models["gpt2"], PADDED, **options)
+    assert answers(models["gpt2"], PADDED, use_cache=False, **options) == cached
+
+
+@pytest.mark.parametrize("options", [
+    {"penalty_alpha": 0.6, "top_k": 4}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, {}])
+def test_adapter_counts(models, options):
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(build("llama"), config).eval()
+    ours = answers(wrapped, PADDED, max_new_tokens=8, **options)
+    assert ours == answers(wrapped.merge_and_unload(), PADDED, max_new_tokens=8, **options)
+    assert ours != answers(models["llama"], PADDED, max_new_tokens=8, **options)
+
+
+def test_other_methods_are_those_of_transformers(models):
+    mask = (PADDED != 0).long()
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}):
+        config = GenerationConfig(max_new_tokens=6, pad_token_id=0, **options)
+        torch.manual_seed(1)
+        theirs = models["gpt2"].generate(PADDED, attention_mask=mask, generation_config=config)
+        torch.manual_seed(1)
+        ours = generate(models["gpt2"], PADDED, mask, config, penalty_alpha=0.0, num_beam_groups=1)
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_options_win_over_the_models_own_and_stay_as_they_are():
+    model = build("llama")
+    options = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}
+    plain = answers(model, PADDED, **options)
+    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=True, temperature=9.0, num_beams=2,
+                                               use_cache=False)
+    config = GenerationConfig(pad_token_id=0, **options)
+    ids = generate(model, PADDED, (PADDED != 0).long(), config)
+    assert ids[:, PADDED.shape[1]:].tolist() == plain
+    assert (config.penalty_alpha, config.top_k, config.do_sample) == (0.6, 4, None)
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"penalty_alpha": 0.6, "num_beams": 2}, "num_beams 2"),
+    ({"penalty_alpha": 0.6, "do_sample": True}, "do_sample"),
+    ({"penalty_alpha": 0.6, "top_k": 0}, "top_k"),
+    ({"penalty_alpha": 0.6, "use_cache": False}, "use_cache"),
+    ({"penalty_alpha": 1.5}, "penalty_alpha is 1.5"),
+    ({"num_beams": 5, "num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups 2 must divide num_beams 5"),
+    ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "do_sample": True}, "do_sample"),
+    ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty is 0.0"),
+])
+def test_impossible_options_are_told(models, options, named):
+    with pytest.raises(UserError, match=named):
+        answers(models["llama"], PADDED, max_new_tokens=2, **options)

@@ -1,0 +1,189 @@
+"""Loading: dtypes, quantisation, embeddings, adapters, and the library bugs that are stepped around."""
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lmmods.errors import UserError
+from lmmods.modules import loading, summary
+from lmmods.settings import LoRA
+
+
+def load(folder, **options):
+    return loading.load_pretrained(AutoModelForCausalLM, str(folder), **options)
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def test_models_come_back_in_training_mode_with_their_dropout(llama_folder):
+    """from_pretrained returns eval mode, which Lightning 2.2 and later leaves alone."""
+    model = load(llama_folder)
+    assert all(module.training for module in model.modules())
+    torch.manual_seed(0)
+    assert not torch.equal(model(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize(("precision", "frozen", "matrix", "norm"), [
+    ("32-true", True, torch.float32, torch.float32),
+    ("bf16-mixed", True, torch.bfloat16, torch.float32),
+    ("bf16-mixed", False, torch.float32, torch.float32),
+    ("bf16-true", True, torch.bfloat16, torch.bfloat16),
+    ("16-mixed", True, torch.float16, torch.float32),
+])
+def test_dtypes_follow_the_precision(llama_folder, precision, frozen, matrix, norm):
+    model = load(llama_folder, precision=precision, frozen=frozen)
+    assert model.model.embed_tokens.weight.dtype == model.lm_head.weight.dtype == matrix
+    assert model.model.norm.weight.dtype == model.model.layers[0].input_layernorm.weight.dtype == norm
+
+
+@pytest.mark.parametrize(("kind", "double", "worst"), [("nf4", True, 0.13), ("nf4", False, 0.13), ("fp4", True, 0.17),
+                                                       ("int8", True, 0.02)])
+def test_quantised_weights_stand_for_the_originals(llama_folder, kind, double, worst):
+    plain, model = load(llama_folder), load(llama_folder, quantize=kind, double_quant=double, frozen=True)
+    original, quantised = plain.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.up_proj
+    assert type(quantised).__name__ == ("Linear8bitLt" if kind == "int8" else "Linear4bit")
+    assert type(model.lm_head) is torch.nn.Linear
+    eye = torch.eye(original.in_features)
+    error = (quantised(eye) - original(eye)).norm() / original(eye).norm()
+    assert 0 < error < worst
+    sizes = summary.summarize(model)
+    assert sizes.num_params == sum(p.numel() for p in plain.parameters())
+    assert sizes.dtypes[kind] == sum(m.weight.numel() for n, m in plain.named_modules()
+                                     if isinstance(m, torch.nn.Linear) and n != "lm_head")
+
+
+def test_double_quantisation_is_on_only_when_asked(llama_folder):
+    for double in (True, False):
+        model = load(llama_folder, quantize="nf4", double_quant=double, frozen=True)
+        assert model.model.layers[0].mlp.up_proj.weight.quant_state.nested is double
+
+
+def test_an_evaluation_leaves_the_training_of_a_4bit_model_unchanged(llama_folder):
+    """bitsandbytes 0.50 repacks weights in an eval forward on CPUs with AVX512-BF16, and trains wrongly after it."""
+
+    def losses(evaluate: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = load(llama_folder, quantize="nf4", frozen=True, precision="bf16-mixed")
+        model = loading.add_lora(model, LoRA(rank=4, alpha=8), [], torch.float32)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        found = []
+        for step in range(6):
+            if evaluate and step == 3:
+                model.eval()
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                    model(ids(9))
+                model.train()
+            torch.manual_seed(step)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(ids(), labels=ids()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(evaluate=True) == losses(evaluate=False)
+
+
+def test_new_rows_of_the_embedding_are_the_mean_of_the_old(llama_folder):
+    model = load(llama_folder)
+    old = model.model.embed_tokens.weight.data.clone()
+    head = model.lm_head.weight.data.clone()
+    assert loading.resize_embeddings(model, len(old)) == []
+    assert loading.resize_embeddings(model, len(old) + 2) == [len(old), len(old) + 1]
+    assert model.config.vocab_size == len(old) + 2
+    for matrix, before in ((model.model.embed_tokens.weight, old), (model.lm_head.weight, head)):
+        torch.testing.assert_close(matrix[:-2], before, rtol=0, atol=0)
+        torch.testing.assert_close(matrix[-2:], before.mean(0).expand(2, -1))
+
+
+def test_new_tokens_train_and_travel_with_the_adapter(llama_folder, tmp_path):
+    def build():
+        model = load(llama_folder, frozen=True)
+        return model, loading.resize_embeddings(model, model.config.vocab_size + 1)
+
+    model, new = build()
+    before = model.model.embed_tokens.weight[new].clone()
+    model = loading.add_lora(model, LoRA(rank=4), new, torch.float32)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    tokens = torch.tensor([[5, *new, 7, 8]])
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    model.eval()
+    embedding = model.get_input_embeddings()
+    assert not torch.allclose(embedding(torch.tensor(new)), before)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    again = PeftModel.from_pretrained(build()[0], tmp_path).eval()
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+
+
+def test_gradient_checkpointing_trains_every_adapter(llama_folder):
+    model = load(llama_folder, quantize="nf4", frozen=True)
+    model = loading.add_lora(model, LoRA(rank=4), [], torch.float32)
+    loading.enable_checkpointing(model)
+    calls = []
+    model.base_model.model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    model(ids(), labels=ids()).loss.backward()
+    assert len(calls) == 2  # once forward, once recomputed
+    grads = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert len(grads) == 14 and all(grad is not None and grad.abs().sum() > 0 for grad in grads.values())
+
+
+@pytest.mark.parametrize(("settings", "key"), [
+    (LoRA(targets=["q_prj"]), "lora.targets: 'q_prj'"),
+    (LoRA(modules_to_save=["head"]), "lora.modules_to_save: 'head'"),
+])
+def test_targets_that_match_nothing_are_named_with_candidates(llama_folder, settings, key):
+    with pytest.raises(UserError, match=f"{key} matches no module.*Candidates: .*q_proj"):
+        loading.add_lora(load(llama_folder, frozen=True), settings, [], torch.float32)
+
+
+def test_all_linear_leaves_the_head_alone_and_only_adapters_train(llama_folder):
+    model = loading.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, dora=True, rslora=True), [], torch.float32)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all("lora_" in name for name in trained) and not any("lm_head" in name for name in trained)
+    assert sum("lora_A" in name for name in trained) == 14
+    assert sum("magnitude" in name for name in trained) == 14
+
+
+def test_adapter_goes_on_where_it_stopped(llama_folder, tmp_path):
+    model = loading.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, modules_to_save=["lm_head"]), [],
+                             torch.float32)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param)
+    model.save_pretrained(tmp_path)
+    again = loading.continue_adapter(load(llama_folder, frozen=True), str(tmp_path), torch.float32)
+    torch.testing.assert_close(again.eval()(ids()).logits, model.eval()(ids()).logits)
+    assert ({n for n, p in again.named_parameters() if p.requires_grad}
+            == {n for n, p in model.named_parameters() if p.requires_grad})
+
+
+def test_missing_and_unfit_folders_are_told_in_one_line(llama_folder, tmp_path):
+    with pytest.raises(UserError, match="model.pretrained: there is no folder 'no/such'"):
+        load("no/such")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no config.json"):
+        load(tmp_path / "empty")
+    (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
+    with pytest.raises(UserError, match="model.pretrained: cannot load"):
+        load(tmp_path)
+    with pytest.raises(UserError, match="model.adapter: .* holds no adapter_config.json"):
+        loading.continue_adapter(load(llama_folder), str(tmp_path), torch.float32)
+
+
+def test_conv1d_models_take_all_linear():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=32))
+    model = loading.add_lora(model, LoRA(rank=2), [], torch.float32)
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4
+
+
+def test_8bit_layers_are_bitsandbytes_own(llama_folder):
+    model = load(llama_folder, quantize="int8", frozen=True)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, bnb.nn.Linear8bitLt)

@@ -1,0 +1,155 @@
+"""A run that is stopped anywhere and resumed equals one that never stopped: bits, rows, counters."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lmmods.callbacks.start import StartReport
+from lmmods.cli import main
+from lmmods.run import RunFolder
+
+TIMED = {"train/tokens_per_second"}
+ROOT = Path(__file__).parent.parent
+
+
+def rows(folder: RunFolder) -> list[dict[str, str]]:
+    with open(folder.metrics_csv, newline="") as file:
+        return [{key: value for key, value in row.items() if key not in TIMED} for row in csv.DictReader(file)]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in ("model", "optimizer") for name, tensor in
+            load_file(checkpoint / f"{file}.safetensors").items()}
+
+
+def assert_same_run(a: RunFolder, b: RunFolder) -> None:
+    assert rows(a) == rows(b)
+    assert a.names()[-1] == b.names()[-1]
+    left, right = tensors(a.resolve("last")), tensors(b.resolve("last"))
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+    states = [json.loads((folder.resolve("last") / "state.json").read_text()) for folder in (a, b)]
+    for state in states:
+        state["callbacks"]["Metrics"]["latest"].pop("train/tokens_per_second", None)
+    assert states[0] == states[1]
+    kept = [{key: value for key, value in json.loads(folder.metrics_json.read_text()).items() if key not in TIMED}
+            for folder in (a, b)]
+    assert kept[0] == kept[1]
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
+    left = {"batches": 0}
+
+    def on_train_batch_start(callback, trainer, *_):
+        left["batches"] -= 1
+        if left["batches"] == 0:
+            trainer._on_signal(signal.SIGINT, None)
+
+    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
+    return lambda batches: left.update(batches=batches)
+
+
+# 32 training rows: 8 micro-batches an epoch, windows of 3, 3 and 2; validation every 4 micro-batches, so also inside
+# windows; 6 steps are two epochs.
+EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5}
+
+
+@pytest.mark.parametrize("changes", [
+    pytest.param(EVERYWHERE, id="qlora"),
+    pytest.param({**EVERYWHERE, "data__init_args__group_by_length": True, "trainer__val_check_interval": 1.0,
+                  "trainer__max_epochs": 2, "trainer__max_steps": -1, "model__init_args__quantize": None,
+                  "model__init_args__lora": None}, id="full_epochs_grouped"),
+    pytest.param({**EVERYWHERE, "model__init_args__optimizer": {"name": "adamw_8bit", "lr": 0.01},
+                  "data__init_args__num_workers": 1, "trainer__limit_val_batches": 0}, id="8bit_workers",
+                 marks=pytest.mark.slow),
+])
+def test_interrupted_at_every_micro_batch(recipe, tmp_path, stop_at, changes):
+    straight = RunFolder(tmp_path / "straight")
+    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    num_batches = 16 if "num_workers" not in str(changes) else 4
+    for batch in range(1, num_batches):
+        broken = RunFolder(tmp_path / f"broken{batch}")
+        arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
+        stop_at(batch)
+        assert main(["fit", *arguments]) == 130, batch
+        assert not broken.completed.exists()
+        stop_at(0)
+        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+        assert_same_run(straight, broken)
+
+
+def test_resumed_twice(recipe, tmp_path, stop_at):
+    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
+    assert main(["fit", *recipe(**EVERYWHERE, trainer__default_root_dir=str(straight.root))]) == 0
+    arguments = recipe(**EVERYWHERE, trainer__default_root_dir=str(broken.root))
+    stop_at(5)
+    assert main(["fit", *arguments]) == 130
+    stop_at(6)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, broken)
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(recipe, tmp_path):
+    constant = {"model__init_args__optimizer": {"lr": 0.01}, "trainer__limit_val_batches": 0}
+    straight, grown = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "grown")
+    assert main(["fit", *recipe(**constant, trainer__default_root_dir=str(straight.root))]) == 0
+    assert main(["fit", *recipe(**constant, trainer__default_root_dir=str(grown.root), trainer__max_steps=3)]) == 0
+    arguments = recipe(**constant, trainer__default_root_dir=str(grown.root))
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, grown)
+
+
+@pytest.mark.slow
+def test_killed_while_running_and_while_saving(recipe, tmp_path):
+    """SIGKILL at arbitrary moments: what is on disk resumes, and ends as if nothing had happened."""
+    straight, killed = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "killed")
+    changes = {**EVERYWHERE, "trainer__max_steps": 30, "checkpoint__every_n_steps": 1, "trainer__limit_val_batches": 0}
+    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    command = [sys.executable, "train.py", "fit",
+               *recipe(**changes, trainer__default_root_dir=str(killed.root))]
+    for delay in (0.05, 0.4, 0.7):
+        extra = ["--ckpt_path", "last"] if killed.names() else ["--overwrite", "true"]
+        process = subprocess.Popen([*command, *extra], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        seen = killed.names()[-1:]
+        deadline = time.monotonic() + 120
+        while killed.names()[-1:] == seen and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not killed.completed.exists()
+    assert main([*command[2:], "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, killed)
+
+
+def test_checkpoint_of_an_adapter_holds_no_base_weights(recipe, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert main(["fit", *recipe()]) == 0
+    saved = load_file(folder.resolve("last") / "model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+    size = sum(tensor.numel() * 4 for tensor in saved.values())
+    assert (folder.resolve("last") / "model.safetensors").stat().st_size < 2 * size
+
+
+def test_keep_rules(recipe, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert main(["fit", *recipe(checkpoint={"every_n_steps": 1, "keep_last": 2, "keep_best": 1})]) == 0
+    best = folder.resolve("best").name
+    assert set(folder.names()) == {"step=5", "step=6", best}
+    with open(folder.metrics_csv) as file:
+        losses = {row["step"]: float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]}
+    assert best == f"step={min(losses, key=losses.get)}"
