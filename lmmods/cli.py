@@ -10,12 +10,14 @@ from typing import Any
 
 import yaml
 
-from lmmods.errors import UserError
+from lmmods.errors import UserError, user_error_in
 
 # Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("WANDB_SILENT", "true")
+if not sys.stderr.isatty():
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar in a log file is a long line of debris
 
 ENGINES = ("torch", "jax")
 
@@ -44,12 +46,15 @@ def main(argv: list[str] | None = None) -> int:
             merge(arguments[1:])
         else:
             run_engine(arguments, argv)
-    except UserError as error:
-        return _fail(str(error), 2)
     except Interrupted as stop:
         return _fail(str(stop), 130)
     except SystemExit as stop:  # the parser has spoken
         return int(stop.code or 0)
+    except Exception as error:
+        mistake = user_error_in(error)
+        if mistake is None:
+            raise
+        return _fail(str(mistake), 2)
     return 0
 
 

@@ -6,3 +6,12 @@ class UserError(Exception):
 
     The message says what is wrong, where (file and line, row, or key) and what to do about it.
     """
+
+
+def user_error_in(error: BaseException) -> UserError | None:
+    """The UserError among an exception and all that led to it; parsers wrap what constructors raise."""
+    while error is not None:
+        if isinstance(error, UserError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,18 +1,20 @@
 """LightningCLI for either engine: which classes a recipe may name, and how its mistakes are told."""
 
 import difflib
+import inspect
 import os
 import re
 import secrets
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lmmods.cli import import_all
 from lmmods.run import RunFolder
+from lmmods.settings import Generation, LoRA, Optimizer
 
 
 @dataclass
@@ -51,20 +53,41 @@ class Parser(LightningArgumentParser):
         subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
         return subcommands
 
+    def add_lightning_class_args(self, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_lightning_class_args(*args, **kwargs)
+        for action in self._actions:
+            # Otherwise a string that happens to be a file, like `source: rows.jsonl`, is read as a configuration.
+            if getattr(action, "_enable_path", False):
+                action._enable_path = False
+                action.sub_add_kwargs["sub_configs"] = False
+        return added
+
     def _suggestion(self, message: str) -> str:
-        unknown = re.findall(r"(?:[Kk]ey|argument[s]?:?|option) '?-{0,2}([\w.]+)'?", message)
-        known = sorted({name for action in self._actions for name in _option_names(action)})
-        leaves = {name.rsplit(".", 1)[-1]: name for name in known}
-        for key in unknown:
-            near = difflib.get_close_matches(key, known, 1, 0.8) or difflib.get_close_matches(
-                key.rsplit(".", 1)[-1], list(leaves), 1, 0.75)
-            if near and near[0] != key:
+        known = sorted(_known_names(self))
+        for name in re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message):
+            wrong = (name[0] or name[1]).rsplit(".", 1)[-1]
+            near = difflib.get_close_matches(wrong, known, 1, 0.7)
+            if near and wrong not in known:
                 return f" Did you mean {near[0]}?"
         return ""
 
 
-def _option_names(action: Any) -> list[str]:
-    return [option.lstrip("-") for option in action.option_strings]
+def _known_names(parser: LightningArgumentParser) -> set[str]:
+    """Last parts of all keys and the short names of all classes that a recipe may hold."""
+    parsers = [parser]
+    if parser._subcommands_action is not None:
+        parsers += parser._subcommands_action._name_parser_map.values()
+    names = {option.rsplit(".", 1)[-1].lstrip("-")
+             for each in parsers for action in each._actions for option in action.option_strings}
+    classes = [Optimizer, LoRA, Generation]
+    for each in parsers:
+        for action in each._actions:
+            for kind in getattr(action, "_typehint", None) and get_args(action._typehint) or ():
+                classes += [kind, *kind.__subclasses__()] if isinstance(kind, type) else []
+    for kind in classes:
+        names.add(kind.__name__)
+        names |= {name for base in kind.__mro__[:2] for name in inspect.signature(base.__init__).parameters}
+    return names - {"self", "kwargs", "args", "common"}
 
 
 def _tidy(message: str) -> str:
@@ -110,6 +133,8 @@ class EngineCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self.recipe = self.config[self.subcommand]
+        if self.subcommand != "fit":
+            self.recipe.trainer.logger = None  # the other commands log nowhere but metrics.json
         for logger in _wandb_loggers(self.recipe.trainer.logger):
             _settle_wandb(logger.init_args, RunFolder(self.recipe.trainer.default_root_dir), self.recipe)
 

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lmmods.errors import UserError
+
 OptimizerName = Literal[
     "adamw",
     "adafactor",
@@ -163,9 +165,9 @@ class Generation:
 
 
 def require(holds: bool, key: str, value: object, wanted: str) -> None:
-    """Raise the ValueError that the parser reports as the user's mistake, naming key, value and remedy."""
+    """Raise a UserError that names key, value and remedy, unless the condition holds."""
     if not holds:
-        raise ValueError(f"{key} is {value}, but must be {wanted}")
+        raise UserError(f"{key} is {value}, but must be {wanted}.")
 
 
 def _as_steps(length: int | float, num_steps: int) -> int:

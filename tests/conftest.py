@@ -3,7 +3,7 @@
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
-                  TOKENIZERS_PARALLELISM="false")
+                  TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
 
 from pathlib import Path  # noqa: E402
 

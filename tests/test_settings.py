@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from lmmods.errors import UserError
 from lmmods.settings import Generation, LoRA, Optimizer
 
 
@@ -51,5 +52,5 @@ def test_lr_zero_and_warmup_zero_are_honoured():
     (lambda: Generation(temperature=0.7), "generation.temperature"),
 ])
 def test_impossible_settings_are_refused_by_name(make, key):
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(UserError, match=key):
         make()

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lmmods import treefile
 from lmmods.errors import UserError
 from lmmods.run import checkpoint_name, checkpoint_position, commit_folder, write_json
+from lmmods.settings import require
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -71,8 +72,9 @@ class Checkpoint(L.Callback):
 
     def __init__(self, every_n_steps: int | None = 250, keep_last: int = 2, keep_best: int = 1,
                  monitor: str = "val/loss", mode: Literal["min", "max"] = "min"):
-        if keep_last < 1 or keep_best < 0 or (every_n_steps is not None and every_n_steps < 1):
-            raise ValueError("checkpoint: every_n_steps and keep_last must be 1 or more, keep_best 0 or more")
+        require(every_n_steps is None or every_n_steps >= 1, "checkpoint.every_n_steps", every_n_steps, "1 or more")
+        require(keep_last >= 1, "checkpoint.keep_last", keep_last, "1 or more")
+        require(keep_best >= 0, "checkpoint.keep_best", keep_best, "0 or more")
         self.every_n_steps, self.keep_last, self.keep_best = every_n_steps, keep_last, keep_best
         self.monitor, self.mode = monitor, mode
         self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first

@@ -65,6 +65,8 @@ class Metrics(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any,
                            batch_idx: int) -> None:
+        if trainer.is_last_batch_of_run():
+            trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
         if module.window.is_open or trainer.global_step % trainer.log_every_n_steps:
             return
         figures = module.window.last()

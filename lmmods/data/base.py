@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lmmods.data.collate import Collator
 from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.packing import PackedSet
 from lmmods.data.readers import Row
 from lmmods.data.report import describe_rows, describe_source, render_table
 from lmmods.data.rows import RowSet, split
@@ -52,6 +53,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
         batch_size: Rows per micro-batch and device in training.
         eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
+        packing: Put several rows into one of `max_length`, kept apart by `segment_ids` and `position_ids`.
         group_by_length: Put rows of similar length together, which saves padding; the order of batches stays random.
         shuffle: Draw a new order of the training rows in each epoch.
         pad_to_multiple_of: Lengths of batches are multiples of this.
@@ -78,6 +80,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         max_length: int | None = None,
         batch_size: int = 1,
         eval_batch_size: int | None = None,
+        packing: bool = False,
         group_by_length: bool = False,
         shuffle: bool = True,
         pad_to_multiple_of: int = 8,
@@ -105,6 +108,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         self.max_length: int = max_length  # type: ignore[assignment] - settled by _settle
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
+        self.packing = packing
         self.group_by_length = group_by_length
         self.shuffle = shuffle
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -120,6 +124,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         self._pretrained: dict[str, Any] = {}
         self._repaired: RepairedTokenizer | None = None
         self._sets: dict[Role, RowSet] = {}
+        self._arranged: dict[Role, Any] = {}
         self._built: set[Path] = set()
         self._loader: StatefulLoader | None = None
         self._position: dict[str, Any] | None = None
@@ -319,7 +324,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         def order_of(epoch: int) -> BatchOrder:
             return training_order(lengths, self.batch_size, self.seed, epoch, self.shuffle, self.group_by_length)
 
-        self._loader = StatefulLoader(items, order_of, self._collator(self._batch_keys()), self._share(), self.batch_size)
+        self._loader = StatefulLoader(items, order_of, self._collator(self._item_keys()), self._share(), self.batch_size)
         if self._position is not None:
             self._loader.load_state_dict(self._position)
             self._position = None
@@ -342,7 +347,7 @@ class DataModule(lightning.LightningDataModule, ABC):
     def _evaluation_loader(self, role: Role) -> EvaluationLoader:
         items = self._items(role)
         order = evaluation_order(items.lengths, self.eval_batch_size)
-        return EvaluationLoader(items, order, self._collator(self._batch_keys()), self._share())
+        return EvaluationLoader(items, order, self._collator(self._item_keys()), self._share())
 
     def _rows(self, role: Role) -> RowSet:
         if role not in self._sets:
@@ -354,7 +359,14 @@ class DataModule(lightning.LightningDataModule, ABC):
         return self._sets[role]
 
     def _items(self, role: Role) -> Any:
-        return self._arrange(self._rows(role))
+        """Rows of batches: the task's arrangement of the kept rows, packed if asked for."""
+        if role not in self._arranged:
+            items = self._arrange(self._rows(role))
+            self._arranged[role] = PackedSet(items, self.max_length, self.seed) if self.packing else items
+        return self._arranged[role]
+
+    def _item_keys(self) -> tuple[str, ...]:
+        return (*self._batch_keys(), *(("position_ids", "segment_ids") if self.packing else ()))
 
     def _collator(self, keys: tuple[str, ...], side: str = "right") -> Collator:
         return Collator(keys, self.tokenizer.pad_token_id, self.pad_to_multiple_of, self.max_length, side)
@@ -387,9 +399,9 @@ class DataModule(lightning.LightningDataModule, ABC):
         for role, rows in self._sets.items():
             for store in rows.stores:
                 sources.setdefault(store.info["path"], describe_source(store.info))
-        splits = {role: describe_rows(self._arrange(rows), self.batch_size if role == "train" else self.eval_batch_size,
+        splits = {role: describe_rows(self._items(role), self.batch_size if role == "train" else self.eval_batch_size,
                                       self.pad_to_multiple_of, self.max_length, self.seed)
-                  for role, rows in self._sets.items()}
+                  for role in self._sets if role != "predict"}
         return {"sources": sources, "splits": splits, "max_length": self.max_length,
                 "tokenizer": self._load_tokenizer().notes}
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NOT_SCORED = -100
+from lmmods.data.encoding import NOT_SCORED
 
 
 @dataclass
@@ -41,8 +41,10 @@ class Collator:
         fill = {"input_ids": self.pad_id, "labels": NOT_SCORED}.get(key, 0)
         column = np.full((len(rows), length), fill, np.int64)
         for place, row in enumerate(rows):
-            if key == "attention_mask":
-                value: Any = np.ones(1 if row is None else len(row["input_ids"]), np.int64)
+            if row is None and key in ("attention_mask", "segment_ids"):
+                value: Any = np.ones(1, np.int64)
+            elif key == "attention_mask":
+                value = np.ones(len(row["input_ids"]), np.int64)
             elif row is None:
                 continue
             else:

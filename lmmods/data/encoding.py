@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+NOT_SCORED = -100  # label of a position that no loss looks at
 CONTEXTS = ("\n", ".", "?")  # one that the tokenizer keeps apart from what follows
 
 
@@ -46,6 +47,7 @@ class TextEncoder:
         self._set_backend(backend)
         self._adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] in (["▁a"], ["Ġa"], ["▁"], ["Ġ"])
         self._adds_space_after_control = self._adds_space and self._space_follows_control(backend)
+        self._split: dict[str, list[str | int]] = {}
         names = sorted(self.control, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
@@ -70,6 +72,13 @@ class TextEncoder:
 
     def split_control(self, text: str) -> list[str | int]:
         """Template text cut at its control tokens: texts and ids in order, nothing empty."""
+        if text not in self._split:
+            if len(self._split) > 10_000:
+                self._split.clear()
+            self._split[text] = self._split_control(text)
+        return self._split[text]
+
+    def _split_control(self, text: str) -> list[str | int]:
         parts: list[str | int] = []
         at = 0
         for match in self.control_pattern.finditer(text):
@@ -83,14 +92,19 @@ class TextEncoder:
         Neighbouring texts of one response number become one run, so that they are encoded jointly.
         """
         runs: list[Run] = []
+        texts: list[str] = []  # of the run that is being joined
+        joined = -1
         for text, template, response in segments:
-            for part in self.split_control(text) if template else [text]:
-                before = runs[-1] if runs else None
-                if before and isinstance(part, str) and isinstance(before.content, str) and before.response == response:
-                    runs[-1] = Run(before.content + part, response)
-                elif part != "":
+            for part in self.split_control(text) if template else (text,):
+                if texts and (response != joined or isinstance(part, int)):
+                    runs.append(Run("".join(texts), joined))
+                    texts = []
+                if isinstance(part, int):
                     runs.append(Run(part, response))
-        return runs
+                elif part:
+                    texts.append(part)
+                    joined = response
+        return [*runs, Run("".join(texts), joined)] if texts else runs
 
     def encode_rows(self, rows: list[list[Run]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ids and response numbers (int32, one pair per row) of rows of runs."""

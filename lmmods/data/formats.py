@@ -61,6 +61,14 @@ def as_text(value: Any, column: str) -> str:
     raise RowProblem(f"{column} is a {type(value).__name__}, not text")
 
 
+def check_unicode(text: str) -> None:
+    """Raises RowProblem for text that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowProblem("text with a lone surrogate (half of a character)") from error
+
+
 def _cell(row: Values, column: str) -> str:
     if column not in row:
         raise RowProblem(f"{column} is missing")
@@ -165,7 +173,7 @@ def _preferred(row: Values, roles: Roles) -> list[Message]:
 
 
 def _holds(column: str, text: str) -> Callable[[Values], bool]:
-    return lambda row: isinstance(row.get(column), str) and text in row[column]
+    return lambda row: isinstance(row.get(column), str) and text in row[column] and "output" not in row
 
 
 def _instances_have(column: str) -> Callable[[Values], bool]:

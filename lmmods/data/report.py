@@ -4,7 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.data.packing import best_fit_decreasing
 from lmmods.data.sampler import evaluation_order, training_order
+
+PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
 
 
 def describe_source(info: dict[str, Any]) -> dict[str, Any]:
@@ -39,13 +42,16 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
         "sorted": evaluation_order(lengths, batch_size),
     }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))
+    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length) for name, order in waste.items()}
+    if len(lengths) <= PACKED_TRIAL:
+        packs = best_fit_decreasing(lengths, max_length)
+        padding["packed"] = float(1 - lengths.sum() / (len(packs) * max_length))
     return {
         "rows": len(items),
         "tokens": int(lengths.sum()),
         "length": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
         "length_histogram": {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()},
-        "padding_share": {name: padding_share(lengths, order.rows, batch_size, multiple, max_length)
-                          for name, order in waste.items()},
+        "padding_share": padding,
     }
 
 
@@ -71,10 +77,11 @@ def render_table(report: dict[str, Any]) -> str:
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
-    lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}")
+    lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}{'packed':>9}")
     for name, part in report["splits"].items():
         padding = part["padding_share"]
         lines.append(f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
-                     f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}")
+                     f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}"
+                     + (f"{padding['packed']:>9.1%}" if "packed" in padding else ""))
     lines += [f"note: tokenizer: {note}" for note in report["tokenizer"]]
     return "\n".join(lines)

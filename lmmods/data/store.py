@@ -14,7 +14,8 @@ import shutil
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -127,28 +128,35 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _encode_batches(batches: Iterator[list[Row]], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
-    if num_proc <= 1:
-        for batch in batches:
-            yield batch, _located(batch, lambda rows=batch: encoder([row.values for row in rows]))
-        return
-    # Not forked: the process may hold JAX's threads. Each worker has one core, the encoder's own threads are off.
-    with ProcessPoolExecutor(num_proc, get_context("forkserver"), _start_worker, (encoder,)) as pool:
+    """Batches and what the encoder makes of them, in order; a few are under way at a time."""
+    with _executor(encoder, num_proc) as (pool, encode):
         waiting: deque = deque()
         try:
             while batch := next(batches, None):
-                waiting.append((batch, pool.submit(_encode_in_worker, [row.values for row in batch])))
+                waiting.append((batch, pool.submit(encode, [row.values for row in batch])))
                 if len(waiting) > 2 * num_proc:
-                    done, future = waiting.popleft()
-                    yield done, _located(done, future.result)
-            for done, future in waiting:
-                yield done, _located(done, future.result)
+                    yield _result(*waiting.popleft())
+            while waiting:
+                yield _result(*waiting.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _located(batch: list[Row], encode: Callable[[], Encoded]) -> Encoded:
+@contextmanager
+def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Callable]]:
+    """Where encoding runs. One process has two threads: one's Python works while the other's tokenizer does."""
+    if num_proc == 1:
+        with ThreadPoolExecutor(2) as threads:
+            yield threads, encoder
+        return
+    # Not forked: this process may hold JAX's threads. Each worker has one core, so the tokenizer's own threads are off.
+    with ProcessPoolExecutor(num_proc, get_context("forkserver"), _start_worker, (encoder,)) as processes:
+        yield processes, _encode_in_worker
+
+
+def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
     try:
-        return encode()
+        return batch, future.result()
     except RowError as error:
         place, message = error.args
         raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error

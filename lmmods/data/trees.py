@@ -24,12 +24,19 @@ def flat_instances(rows: Iterable[Row]) -> Iterator[Row]:
 def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     """OASST1 message rows: one conversation per tree, the best-ranked reply at each turn.
 
-    Holds all messages of the source, as the rows of a tree need not lie together.
+    Holds all messages of the source, as the rows of a tree need not lie together. A message whose parent is not there
+    begins a conversation.
     """
+    messages_read = list(rows)
+    known = {row.values.get("message_id") for row in messages_read}
     replies: dict[Any, list[Row]] = {}
-    for row in rows:
-        replies.setdefault(row.values.get("parent_id"), []).append(row)
-    for root in replies.get(None, []):
+    roots = []
+    for row in messages_read:
+        parent = row.values.get("parent_id")
+        replies.setdefault(parent, []).append(row)
+        if parent is None or parent not in known:
+            roots.append(row)
+    for root in roots:
         messages, answers = [root.values], replies.get(root.values.get("message_id"), [])
         while answers:
             best = min(answers, key=lambda row: _rank(row.values)).values

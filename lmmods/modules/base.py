@@ -54,8 +54,8 @@ class TaskModule(L.LightningModule, ABC):
     ):
         super().__init__()
         if quantize and not (lora or adapter):
-            raise ValueError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
-                             "set model.lora (QLoRA), or model.quantize to null for full tuning")
+            raise UserError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
+                            "set model.lora (QLoRA), or model.quantize to null for full tuning.")
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
         self.lora, self.adapter = lora, adapter
@@ -96,7 +96,8 @@ class TaskModule(L.LightningModule, ABC):
         if self.gradient_checkpointing:
             loading.enable_checkpointing(model)
         self.model = model.train()
-        self.on_model_ready()
+        with self.trainer.precision_plugin.forward_context():
+            self.on_model_ready()
 
     def load_base(self, precision: str) -> nn.Module:
         """The network without adapter, in training mode."""

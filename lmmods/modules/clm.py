@@ -27,8 +27,8 @@ class CLM(TaskModule):
                  **kwargs):
         super().__init__(**kwargs)
         if (config is None) == (self.pretrained is None):
-            raise ValueError("model.pretrained and model.config exclude each other: name a model to start from, or a "
-                             "configuration to start from random weights")
+            raise UserError("model.pretrained and model.config exclude each other: name a model to start from, or a "
+                            "configuration to start from random weights.")
         self.config, self.config_overrides = config, config_overrides or {}
         self.head: CausalHead | None = None
 
