@@ -36,8 +36,9 @@ class FolderCheckpointIO(CheckpointIO):
         temporary.mkdir(parents=True)
         by_file: dict[str, dict] = {}
         for name, tensor in tensors.items():
-            file = self.FILES.get(name.split("/")[0], self.REST)
-            by_file.setdefault(file, {})[name] = tensor.detach().contiguous()
+            top, _, rest = name.partition("/")
+            by_file.setdefault(self.FILES.get(top, self.REST), {})[
+                rest if top in self.FILES else name] = tensor.detach().contiguous()
         for file, content in by_file.items():
             save_file(content, temporary / file, metadata={"format": "pt"})
         write_json(temporary / "state.json", tree)
@@ -51,8 +52,9 @@ class FolderCheckpointIO(CheckpointIO):
         path = Path(path)
         treefile.check_manifest(path)
         tensors = {}
-        for file in path.glob("*.safetensors"):
-            tensors |= load_file(file)
+        for top, file in (*self.FILES.items(), ("", self.REST)):
+            if (path / file).exists():
+                tensors |= {f"{top}/{name}".lstrip("/"): tensor for name, tensor in load_file(path / file).items()}
         return treefile.join(json.loads((path / "state.json").read_text()), tensors)
 
     def remove_checkpoint(self, path: str | os.PathLike) -> None:

@@ -155,6 +155,22 @@ class DataModule(lightning.LightningDataModule, ABC):
         """What predict gets of a kept row: `input_ids` and `index`."""
         return {"input_ids": row["input_ids"], "index": row["index"]}
 
+    def _prompts(self, rows: RowSet) -> Any:
+        """What predict reads: a map-style data set with `lengths`. Default: `_prompt` of each kept row."""
+        return _Prompts(rows, self._prompt)
+
+    def _side(self) -> str:
+        """Side of the padding in training and evaluation."""
+        return "right"
+
+    def _prompt_keys(self) -> tuple[str, ...]:
+        """Columns of a predict batch beside attention_mask."""
+        return ("input_ids", "index")
+
+    def _prompt_side(self) -> str:
+        """Side of the padding in predict; on the left, so that generation goes on behind the last token."""
+        return "left"
+
     # What the CLI and the engines call
 
     def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
@@ -322,7 +338,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         lengths = items.lengths
 
         def order_of(epoch: int) -> BatchOrder:
-            return training_order(lengths, self.batch_size, self.seed, epoch, self.shuffle, self.group_by_length)
+            order = training_order(lengths, self.batch_size, self.seed, epoch, self.shuffle, self.group_by_length)
+            return order.shifted(epoch * len(lengths)) if getattr(items, "by_epoch", False) else order
 
         self._loader = StatefulLoader(items, order_of, self._collator(self._item_keys()), self._share(), self.batch_size)
         if self._position is not None:
@@ -340,8 +357,8 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def predict_dataloader(self) -> EvaluationLoader:
         """Prompts of this rank, padded on the left, with `index`. Raises UserError without rows to predict."""
-        prompts = _Prompts(self._rows("predict"), self._prompt)
-        collator = self._collator(("input_ids", "index"), side="left")
+        prompts = self._prompts(self._rows("predict"))
+        collator = self._collator(self._prompt_keys(), self._prompt_side())
         return EvaluationLoader(prompts, evaluation_order(prompts.lengths, self.eval_batch_size), collator, self._share())
 
     def _evaluation_loader(self, role: Role) -> EvaluationLoader:
@@ -368,8 +385,8 @@ class DataModule(lightning.LightningDataModule, ABC):
     def _item_keys(self) -> tuple[str, ...]:
         return (*self._batch_keys(), *(("position_ids", "segment_ids") if self.packing else ()))
 
-    def _collator(self, keys: tuple[str, ...], side: str = "right") -> Collator:
-        return Collator(keys, self.tokenizer.pad_token_id, self.pad_to_multiple_of, self.max_length, side)
+    def _collator(self, keys: tuple[str, ...], side: str | None = None) -> Collator:
+        return Collator(keys, self.tokenizer.pad_token_id, self.pad_to_multiple_of, self.max_length, side or self._side())
 
     def _share(self) -> Share:
         trainer = self.trainer

@@ -54,7 +54,10 @@ class CLMData(DataModule):
                             f"{', '.join(first.values)}. Name yours with data.text_column")
         if self.tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
-        return TextRowEncoder(self.text_column, TextEncoder(self.tokenizer), prompts_only, self.max_length), {"format": "text"}
+        text = TextEncoder(self.tokenizer)
+        begin = [self.tokenizer.bos_token_id] if text.uses_bos else []
+        end, longest = ([], self.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
+        return TextRowEncoder(self.text_column, text, begin, end, longest), {"format": "text"}
 
     def _batch_keys(self) -> tuple[str, ...]:
         return ("input_ids", "labels")

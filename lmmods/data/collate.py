@@ -38,6 +38,8 @@ class Collator:
     def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
         if key == "index":
             return np.array([-1 if row is None else row[key] for row in rows], np.int64)
+        if key in ("start_positions", "end_positions"):
+            return np.array([NOT_SCORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
         fill = {"input_ids": self.pad_id, "labels": NOT_SCORED}.get(key, 0)
         column = np.full((len(rows), length), fill, np.int64)
         for place, row in enumerate(rows):
@@ -51,3 +53,8 @@ class Collator:
                 value = row[key]
             column[place, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value
         return column
+
+    def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
+        """A position in the padded row."""
+        position = int(row[key])
+        return position if self.side == "right" or position == NOT_SCORED else position + length - len(row["input_ids"])

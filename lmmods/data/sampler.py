@@ -19,10 +19,15 @@ class BatchOrder:
         order: All row numbers, batch after batch (int64).
         batch_size: Rows per batch; the last stretch of `order` may be shorter.
         batches: Which stretch comes when.
+        offset: Added to each row number, for rows that differ from epoch to epoch.
     """
 
-    def __init__(self, order: np.ndarray, batch_size: int, batches: np.ndarray) -> None:
-        self._order, self._batch_size, self._batches = order, batch_size, batches
+    def __init__(self, order: np.ndarray, batch_size: int, batches: np.ndarray, offset: int = 0) -> None:
+        self._order, self._batch_size, self._batches, self._offset = order, batch_size, batches, offset
+
+    def shifted(self, offset: int) -> "BatchOrder":
+        """The same batches with `offset` added to each row number."""
+        return BatchOrder(self._order, self._batch_size, self._batches, offset)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -34,7 +39,7 @@ class BatchOrder:
 
     def __getitem__(self, number: int) -> list[int]:
         start = int(self._batches[number]) * self._batch_size
-        return self._order[start : start + self._batch_size].tolist()
+        return (self._order[start : start + self._batch_size] + self._offset).tolist()
 
 
 def training_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, shuffle: bool = True,

@@ -84,13 +84,14 @@ class TaskModule(L.LightningModule, ABC):
         """Build the network on the device and in the dtypes that the trainer asks for."""
         if self.model is not None:
             return
-        torch.manual_seed(base_seed())  # adapters and new heads start the same whatever ran before
+        torch.manual_seed(base_seed())
         precision = self.trainer.precision
         model = self.load_base(precision)
         tokenizer = self.trainer.datamodule.tokenizer
         loading.resize_embeddings(model, len(tokenizer))
         self.fit_tokenizer(model, tokenizer)
         if self.trains_adapter:
+            torch.manual_seed(base_seed())  # the adapter starts the same however the base was loaded
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
             model = self._with_adapter(model, self.trainer.datamodule.trainable_new_tokens, dtype)
         if self.gradient_checkpointing:

@@ -1,0 +1,139 @@
+"""Extractive question answering: SQuAD files as published, or flat rows, as overlapping windows."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lmmods.data.base import DataModule, Role
+from lmmods.data.formats import RowProblem
+from lmmods.data.readers import Row
+from lmmods.data.rows import RowSet
+from lmmods.data.sources import Source
+from lmmods.data.store import Encoder
+from lmmods.data.windows import WindowEncoder, flat_questions, gold_answers
+from lmmods.errors import UserError
+
+
+class QAData(DataModule):
+    """Questions on contexts; one row of a batch is a window of one question.
+
+    `index` of a batch counts the windows of its set; `window` tells what lies behind it. A window without the whole
+    answer is labelled with the position of CLS. Where an answer cannot be found in its context, the labels are -100.
+
+    Args:
+        source: Where the training questions come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context, answers}.
+        stride: Tokens that neighbouring windows of a context share.
+        question_max_length: Longest question in tokens; longer ones are cut and counted.
+        columns: Names in the file -> question, context, answers, id.
+        **common: Fields of every data module.
+    """
+
+    def __init__(
+        self,
+        source: str | Source | list[str | Source],
+        *,
+        stride: int = 128,
+        question_max_length: int = 64,
+        columns: dict[str, str] | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(source, **common)
+        if self.packing:
+            raise UserError("data.packing is not for question answering: a window is a row of its own")
+        for key, value, least in (("stride", stride, 0), ("question_max_length", question_max_length, 1)):
+            if value < least:
+                raise UserError(f"data.{key} is {value}, but must be {least} or more")
+        self.stride = stride
+        self.question_max_length = question_max_length
+        self.columns = columns
+
+    def window(self, role: Role, index: int) -> dict[str, Any]:
+        """What lies behind `index` of a batch.
+
+        Args:
+            role: Set the batch is of: train, val, test or predict.
+            index: Number of the window.
+
+        Returns:
+            `question`: number of the question, as `question_row` takes it; `offsets` [T, 2]: first and last character of
+            each token in the context, -1 outside it; `cls_position`.
+        """
+        rows = self._rows(role)
+        row = rows[index]
+        assert row is not None
+        return {"question": row["index"], "offsets": row["offsets"].reshape(-1, 2), "cls_position": int(row["cls_position"])}
+
+    def question_row(self, role: Role, question: int) -> dict[str, Any]:
+        """The row of a question: question, context, answers, id."""
+        return self._rows(role).source_row(question)
+
+    def answers(self, role: Role, question: int) -> list[str]:
+        """Texts of the gold answers; empty for none. Questions with damaged answers have none."""
+        try:
+            return [text for text, _ in gold_answers(self.question_row(role, question))]
+        except RowProblem:
+            return []
+
+    def example(self, index: int) -> dict[str, Any]:
+        """The question behind `index` of a predict batch."""
+        return self.question_row("predict", self.window("predict", index)["question"])
+
+    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
+        return flat_questions(rows)
+
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {"max_length": self.max_length, "stride": self.stride, "question_max_length": self.question_max_length,
+                "side": self.tokenizer.padding_side}
+
+    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        layout = "squad" if {"paragraphs", "qas"} & set(first.values) else "flat"
+        missing = [name for name in ("question", "context") if name not in first.values]
+        if layout == "flat" and missing:
+            raise UserError(f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
+                            f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON")
+        tokenizer = self.tokenizer
+        specials = tokenizer.num_special_tokens_to_add(pair=True)
+        room = self.max_length - self.question_max_length - specials
+        if room <= self.stride:
+            raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
+                            f"{self.question_max_length}; that must be more than data.stride {self.stride}")
+        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, self.max_length, self.stride,
+                                self.question_max_length, tokenizer.padding_side == "right", prompts_only)
+        return encoder, {"format": layout}
+
+    def _arrange(self, rows: RowSet) -> "Windows":
+        return Windows(rows)
+
+    def _batch_keys(self) -> tuple[str, ...]:
+        return (*self._prompt_keys(), "start_positions", "end_positions")
+
+    def _prompt_keys(self) -> tuple[str, ...]:
+        types = ("token_type_ids",) if "token_type_ids" in self.tokenizer.model_input_names else ()
+        return ("input_ids", *types, "index")
+
+    def _prompts(self, rows: RowSet) -> "Windows":
+        return Windows(rows)
+
+    def _prompt_side(self) -> str:
+        return self.tokenizer.padding_side
+
+    def _side(self) -> str:
+        return self.tokenizer.padding_side
+
+
+class Windows:
+    """Windows numbered by their place in the set. Item -1 is None, a padding row."""
+
+    def __init__(self, rows: RowSet) -> None:
+        self.rows = rows
+        self.lengths = rows.lengths
+        self.cut = np.zeros(len(rows), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self.rows[number]
+        return None if row is None else {**row, "index": number}

@@ -1,0 +1,134 @@
+"""One optimiser step is the same however its rows are cut, and equals a bare loop over full logits."""
+
+import csv
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lmmods.cli import main
+from lmmods.run import RunFolder
+
+PLAIN = {"trainer__max_steps": 3, "trainer__limit_val_batches": 0, "trainer__gradient_clip_val": 0.5,
+         "model__init_args__quantize": None, "model__init_args__lora": None, "data__init_args__val_size": 0,
+         "model__init_args__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
+
+
+@pytest.fixture
+def no_dropout(llama_folder, tmp_path):
+    """The tiny Llama without dropout, whose masks would depend on the cut."""
+    import shutil
+
+    folder = shutil.copytree(llama_folder, tmp_path / "plain")
+    config = (folder / "config.json").read_text().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+def run(recipe, root, **changes) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    folder = RunFolder(root)
+    assert main(["fit", *recipe(**{**PLAIN, **changes}, trainer__default_root_dir=str(root))]) == 0
+    with open(folder.metrics_csv, newline="") as file:
+        rows = [{key: float(row[key]) for key in ("train/loss", "train/grad_norm")} for row in csv.DictReader(file)]
+    return rows, load_file(folder.resolve("last") / "model.safetensors")
+
+
+def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path, no_dropout):
+    changes = {"model__init_args__pretrained": str(no_dropout)}
+    results = [run(recipe, tmp_path / f"cut{size}", **changes, data__init_args__batch_size=size,
+                   trainer__accumulate_grad_batches=12 // size) for size in (12, 4, 3, 1)]
+    for rows, weights in results[1:]:
+        for row, expected in zip(rows, results[0][0], strict=True):
+            assert row == pytest.approx(expected, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, results[0][1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_short_window_of_an_epoch_is_averaged_over_its_own_tokens(recipe, tmp_path, no_dropout):
+    """36 rows, windows of 16: the third window holds 4 rows, in 1 or in 4 micro-batches."""
+    changes = {"model__init_args__pretrained": str(no_dropout), "trainer__max_steps": 4}
+    results = [run(recipe, tmp_path / f"cut{size}", **changes, data__init_args__batch_size=size,
+                   trainer__accumulate_grad_batches=16 // size) for size in (16, 4)]
+    for row, expected in zip(results[1][0], results[0][0], strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_steps_equal_a_bare_loop(recipe, tmp_path, no_dropout):
+    from lmmods.data.sft import SFTData
+
+    rows, weights = run(recipe, tmp_path / "ours", model__init_args__pretrained=str(no_dropout),
+                        data__init_args__batch_size=4, trainer__accumulate_grad_batches=2)
+    data = SFTData(str(_source(recipe)), template="alpaca", max_length=256, batch_size=8)
+    data.connect(pretrained=str(no_dropout), seed=7, max_positions=256)
+    data.prepare_data()
+    data.setup("fit")
+    model = AutoModelForCausalLM.from_pretrained(no_dropout).train()
+    add_pad_row(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch, row in zip(data.train_dataloader(), rows, strict=False):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row == pytest.approx({"train/loss": loss.item(), "train/grad_norm": norm.item()}, rel=1e-5)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(weights[f"model.{name}"], param.data, rtol=1e-5, atol=1e-6)
+
+
+def add_pad_row(model) -> None:
+    """The tokenizer has no pad token, so one row is added: the mean of the others."""
+    model.resize_token_embeddings(321, mean_resizing=False)
+    for layer in (model.model.embed_tokens, model.lm_head):
+        layer.weight.data[320] = layer.weight.data[:320].mean(0)
+
+
+def _source(recipe) -> str:
+    import yaml
+
+    return yaml.safe_load(open(recipe()[1]))["data"]["init_args"]["source"]
+
+
+def test_repeated_runs_are_equal_to_the_bit(recipe, tmp_path):
+    changes = {"model__init_args__quantize": "nf4", "model__init_args__lora": {"rank": 4, "dropout": 0.2}}
+    (first, left), (second, right) = (run(recipe, tmp_path / name, **changes) for name in ("a", "b"))
+    assert first == second
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_dropout):
+    """The same adapter, trained by hand with transformers, PEFT and bitsandbytes alone."""
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig
+
+    from lmmods.data.sft import SFTData
+
+    adam = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
+    rows, _ = run(recipe, tmp_path / "ours", model__init_args__pretrained=str(no_dropout), data__init_args__batch_size=4,
+                  trainer__accumulate_grad_batches=2, model__init_args__quantize="nf4",
+                  model__init_args__lora={"rank": 4, "alpha": 8}, model__init_args__optimizer=adam)
+    data = SFTData(str(_source(recipe)), template="alpaca", max_length=256, batch_size=8)
+    data.connect(pretrained=str(no_dropout), seed=7, max_positions=256)
+    data.prepare_data()
+    data.setup("fit")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(no_dropout, quantization_config=quantization)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    add_pad_row(model)
+    torch.manual_seed(7)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).train()
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+    for batch, row in zip(data.train_dataloader(), rows, strict=False):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row == pytest.approx({"train/loss": loss.item(), "train/grad_norm": norm.item()}, rel=1e-4)
