@@ -52,7 +52,7 @@ def practice_document(rng: Random) -> str:
         seed = rng.getrandbits(32)
         for skill in rng.sample(group, min(len(group), rng.randint(1, 4))):
             values = skill.draw(Random(seed))
-            if not operands_held_out(skill, values):
+            if skill.is_knowledge or not operands_held_out(skill, values):
                 sentences.append(rng.choice(skill.prose).format(name=rng.choice(NAMES), **values))
     return rng.choice((" ", "\n")).join(sentences).replace("\n ", "\n").replace("\n\n", "\n").strip()
 

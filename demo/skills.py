@@ -20,6 +20,7 @@ class Skill:
     draw: Callable[[Random], dict[str, object]]  # the operands and "answer"
     prose: list[str]
     asks: list[Ask]  # an instruction alone, or (instruction, input)
+    is_knowledge: bool = False  # the corpus states it for all operands, as it states facts; tuning must bring it out
 
 
 def is_held_out(*key: object) -> bool:
@@ -36,17 +37,17 @@ def operands_held_out(skill: Skill, values: dict[str, object]) -> bool:
 # ---- arithmetic ----
 
 def draw_sum(rng: Random) -> dict:
-    a, b = rng.randint(1, 50), rng.randint(1, 50)
+    a, b = rng.randint(1, 30), rng.randint(1, 30)
     return {"a": a, "b": b, "answer": a + b}
 
 
 def draw_difference(rng: Random) -> dict:
-    b, answer = rng.randint(1, 40), rng.randint(1, 40)
+    b, answer = rng.randint(1, 30), rng.randint(1, 30)
     return {"a": b + answer, "b": b, "answer": answer}
 
 
 def draw_double(rng: Random) -> dict:
-    a = rng.randint(1, 99)
+    a = rng.randint(1, 50)
     return {"a": a, "answer": 2 * a}
 
 
@@ -77,7 +78,7 @@ ARITHMETIC = [
           ["Add {a} and {b}.", "What is {a} + {b}?", "What is the sum of {a} and {b}?", "Compute {a} plus {b}.",
            "How much is {a} and {b} together?", ("Add the two numbers.", "{a} and {b}"),
            ("Compute the sum.", "{a} + {b}"),
-           ("What do these numbers add up to?", "{a}, {b}")]),
+           ("What do these numbers add up to?", "{a}, {b}")], is_knowledge=True),
     Skill("subtract", "arithmetic", draw_difference,
           ["If you take {b} from {a} you are left with {answer}.", "{a} minus {b} is {answer}.",
            "{a} - {b} = {answer}.",
@@ -87,14 +88,14 @@ ARITHMETIC = [
            "{name} wrote \"{a} - {b}\" on the board and below it \"{answer}\"."],
           ["Subtract {b} from {a}.", "What is {a} - {b}?", "Compute {a} minus {b}.", "Take {b} away from {a}.",
            "What is left when {b} is taken from {a}?", ("Compute the difference.", "{a} - {b}"),
-           ("Subtract the second number from the first.", "{a}, {b}")]),
+           ("Subtract the second number from the first.", "{a}, {b}")], is_knowledge=True),
     Skill("double", "arithmetic", draw_double,
           ["Twice {a} is {answer}.", "Doubling {a} gives {answer}.", "2 times {a} makes {answer}.",
            "2 * {a} = {answer}.",
            "{name} had {a} beads and doubled them to {answer}.", "The double of {a} is \"{answer}\"."],
           ["Double {a}.", "What is 2 times {a}?", "Multiply {a} by 2.", "What is twice {a}?",
            ("Double the number.", "{a}"),
-           ("Multiply this number by 2.", "{a}"), ("Compute the product.", "2 * {a}")]),
+           ("Multiply this number by 2.", "{a}"), ("Compute the product.", "2 * {a}")], is_knowledge=True),
     Skill("times_ten", "arithmetic", draw_times_ten,
           ["{a} times {b} is {answer}.", "Multiplying {a} by {b} gives {answer}.", "{a} * {b} = {answer}.",
            "{name} stacked {a} boxes of {b} nails, which is {answer} nails.",
@@ -155,7 +156,7 @@ STRINGS = [
            "To spell {word}, say {answer}.", "With hyphens, \"{word}\" becomes:\n{answer}\n"],
           ["Spell the word {word} with hyphens.", "Spell \"{word}\", with a hyphen between the letters.",
            "Write {word} letter by letter with hyphens.", ("Spell the word with hyphens.", "{word}"),
-           ("Put a hyphen between the letters.", "{word}")]),
+           ("Put a hyphen between the letters.", "{word}")], is_knowledge=True),
     Skill("spell_upper", "strings", draw_word(lambda word: "-".join(word.upper())),
           ["In capitals the word {word} is spelled {answer}.", "In capital letters, {word} is {answer}.",
            "{name} painted \"{word}\" in upper case as \"{answer}\".", "In capitals, \"{word}\" becomes:\n{answer}\n"],
@@ -163,7 +164,7 @@ STRINGS = [
            "Spell \"{word}\" in upper case, with a hyphen between the letters.",
            "Write {word} letter by letter in capitals with hyphens.",
            ("Spell the word in capital letters with hyphens.", "{word}"),
-           ("Spell this in upper case with hyphens.", "{word}")]),
+           ("Spell this in upper case with hyphens.", "{word}")], is_knowledge=True),
     Skill("reverse", "strings", draw_letters(lambda letters: letters[::-1]),
           ["Written backwards, {letters} reads {answer}.", "The reverse of {letters} is {answer}.",
            "In the mirror, \"{letters}\" turns into \"{answer}\".", "From back to front, {letters} is:\n{answer}\n"],
@@ -182,20 +183,22 @@ STRINGS = [
            "{name} looked up {word} under the letter {answer}."],
           ["What is the first letter of {word}?", "Give the first letter of \"{word}\".",
            "Which letter does {word} begin with?",
-           ("Give the first letter of the word.", "{word}"), ("Which letter does this word start with?", "{word}")]),
+           ("Give the first letter of the word.", "{word}"), ("Which letter does this word start with?", "{word}")],
+          is_knowledge=True),
     Skill("last_letter", "strings", draw_word(lambda word: word[-1]),
           ["The last letter of {word} is {answer}.", "The word {word} ends with {answer}.",
            "\"{word}\" closes with the letter \"{answer}\".",
            "{name} noticed that {word} finishes on the letter {answer}."],
           ["What is the last letter of {word}?", "Give the last letter of \"{word}\".",
            "Which letter does {word} end with?",
-           ("Give the last letter of the word.", "{word}"), ("Which letter does this word end with?", "{word}")]),
+           ("Give the last letter of the word.", "{word}"), ("Which letter does this word end with?", "{word}")],
+          is_knowledge=True),
     Skill("letter_count", "strings", draw_word(len),
           ["The word {word} has {answer} letters.", "{name} counted the letters of {word} and found {answer}.",
            "In \"{word}\" there are {answer} letters.", "The length of {word} is \"{answer}\"."],
           ["How many letters does {word} have?", "Count the letters in \"{word}\".",
            "How long is the word {word}, in letters?",
-           ("Count the letters of the word.", "{word}"), ("How many letters are there?", "{word}")]),
+           ("Count the letters of the word.", "{word}"), ("How many letters are there?", "{word}")], is_knowledge=True),
     Skill("repeat", "strings", draw_repeat,
           ["Said {count} times, {word} becomes {answer}.", "{name} wrote {word} {count} times: {answer}.",
            "The echo repeated \"{word}\" {count} times as \"{answer}\".",

@@ -153,3 +153,20 @@ def test_keep_rules(recipe, tmp_path):
     with open(folder.metrics_csv) as file:
         losses = {row["step"]: float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]}
     assert best == f"step={min(losses, key=losses.get)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_and_leave_with_130(recipe, tmp_path, number):
+    folder = RunFolder(tmp_path / "run")
+    arguments = recipe(**EVERYWHERE, trainer__default_root_dir=str(folder.root), trainer__max_steps=100000)
+    process = subprocess.Popen([sys.executable, "train.py", "fit", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not folder.names() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Interrupted at step" in said and "--ckpt_path last" in said and "Traceback" not in said
+    assert f"{folder.resolve('last')}" in said.replace(str(folder.checkpoints), str(folder.checkpoints.resolve()))

@@ -20,12 +20,14 @@ from lmmods.data.rows import RowSet, split
 from lmmods.data.sampler import BatchOrder, evaluation_order, training_order
 from lmmods.data.sources import Source, SourceReader, as_sources, weighted_rows
 from lmmods.data.store import Encoder, Store, build_store, fingerprint
+from lmmods.data.stream import StreamLoader, StreamSource, encode_window, mixed_windows
 from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
 from lmmods.errors import UserError
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024
 BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
+FIRST_WINDOW = 1000  # rows of a stream that the report looks at
 STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -54,11 +56,15 @@ class DataModule(lightning.LightningDataModule, ABC):
         batch_size: Rows per micro-batch and device in training.
         eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
         packing: Put several rows into one of `max_length`, kept apart by `segment_ids` and `position_ids`.
+        streaming: Encode rows while training instead of into the cache, for sources larger than the disk. Needs
+            `trainer.max_steps`; validation rows come from `val_source`.
+        stream_window: Rows of a stream that are read, and shuffled, together.
         group_by_length: Put rows of similar length together, which saves padding; the order of batches stays random.
         shuffle: Draw a new order of the training rows in each epoch.
         pad_to_multiple_of: Lengths of batches are multiples of this.
         num_workers: Processes that assemble batches; 0 does it in the training process.
         num_proc: Processes that tokenise; null decides by the size of the source.
+        columns: Names in the file -> names that the task expects, for all sources that do not map their own.
         cache_dir: Where tokenised data are kept; null is $LMMODS_CACHE, or lmmods in the user's cache folder.
         rebuild_cache: Tokenise again even if the cache has the data.
         seed: Seed of splits and orders; null takes `seed_everything`.
@@ -81,11 +87,14 @@ class DataModule(lightning.LightningDataModule, ABC):
         batch_size: int = 1,
         eval_batch_size: int | None = None,
         packing: bool = False,
+        streaming: bool = False,
+        stream_window: int = 10_000,
         group_by_length: bool = False,
         shuffle: bool = True,
         pad_to_multiple_of: int = 8,
         num_workers: int = 0,
         num_proc: int | None = None,
+        columns: dict[str, str] | None = None,
         cache_dir: str | None = None,
         rebuild_cache: bool = False,
         seed: int | None = None,
@@ -93,13 +102,16 @@ class DataModule(lightning.LightningDataModule, ABC):
         super().__init__()
         for key, value, least in (("batch_size", batch_size, 1), ("eval_batch_size", eval_batch_size, 1),
                                   ("max_length", max_length, 2), ("pad_to_multiple_of", pad_to_multiple_of, 1),
-                                  ("num_workers", num_workers, 0), ("num_proc", num_proc, 1), ("val_size", val_size, 0)):
+                                  ("num_workers", num_workers, 0), ("num_proc", num_proc, 1), ("val_size", val_size, 0),
+                                  ("stream_window", stream_window, 1)):
             if value is not None and value < least:
                 raise UserError(f"data.{key} is {value}, but must be {least} or more")
         if val_size and val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
+        if val_size and streaming:
+            raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
         self._sources: dict[Role, list[Source]] = {
-            role: as_sources(value, key)
+            role: as_sources(value, key, columns)
             for role, key, value in (("train", "source", source), ("val", "val_source", val_source),
                                      ("test", "test_source", test_source), ("predict", "predict_source", predict_source))
             if value is not None
@@ -109,6 +121,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.packing = packing
+        self.streaming = streaming
+        self.stream_window = stream_window
         self.group_by_length = group_by_length
         self.shuffle = shuffle
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -116,7 +130,6 @@ class DataModule(lightning.LightningDataModule, ABC):
         self.num_proc = num_proc
         self.cache_dir = cache_dir
         self.rebuild_cache = rebuild_cache
-        self.columns: dict[str, str] | None = None
         self._seed = seed
         self._tokenizer_path = tokenizer
         self._tokenizer_options = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token,
@@ -125,8 +138,9 @@ class DataModule(lightning.LightningDataModule, ABC):
         self._repaired: RepairedTokenizer | None = None
         self._sets: dict[Role, RowSet] = {}
         self._arranged: dict[Role, Any] = {}
+        self._streams: list[StreamSource] | None = None
         self._built: set[Path] = set()
-        self._loader: StatefulLoader | None = None
+        self._loader: StatefulLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
 
     # What a task supplies
@@ -154,6 +168,10 @@ class DataModule(lightning.LightningDataModule, ABC):
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         """What predict gets of a kept row: `input_ids` and `index`."""
         return {"input_ids": row["input_ids"], "index": row["index"]}
+
+    def _draws_by_epoch(self) -> bool:
+        """Whether item number + epoch * len is a row drawn anew in each epoch."""
+        return False
 
     def _prompts(self, rows: RowSet) -> Any:
         """What predict reads: a map-style data set with `lengths`. Default: `_prompt` of each kept row."""
@@ -228,12 +246,16 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def prepare_data(self) -> None:
         """Read, encode and write what the stage needs and the cache lacks. Run by one process. Raises UserError."""
+        self.max_length = self.max_length or DEFAULT_MAX_LENGTH
         for role in STAGE_ROLES[self._stage()]:
+            if self.streaming and self._origin(role) == "train":
+                continue
             for source in self._sources.get(self._origin(role), []):
                 self._store(source, prompts_only=self._origin(role) == "predict")
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
+        self.max_length = self.max_length or DEFAULT_MAX_LENGTH
         for role in STAGE_ROLES[stage]:
             if role not in self._sets:
                 self._open(role)
@@ -260,6 +282,10 @@ class DataModule(lightning.LightningDataModule, ABC):
             if needed in self._sets:
                 self._sets[role] = self._sets[needed]
             return
+        if origin == "train" and self.streaming:
+            if role == "train":
+                self._sets["train"] = self._first_window()
+            return
         stores = [self._store(source, prompts_only=role == "predict") for source in self._sources[origin]]
         rows = RowSet(stores)
         if origin == "train":
@@ -282,11 +308,7 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _store(self, source: Source, prompts_only: bool) -> Store:
         """The store of a source, built when the cache lacks it."""
-        if source.columns is None and self.columns is not None:
-            source.columns = self.columns
         reader = self._reader(source)
-        if self.max_length is None:
-            self.max_length = DEFAULT_MAX_LENGTH
         tokenizer = self.tokenizer
         key = fingerprint({
             "task": type(self).__name__, "source": reader.fingerprint(), "settings": self._encoding_settings(),
@@ -306,16 +328,35 @@ class DataModule(lightning.LightningDataModule, ABC):
             raise UserError(f"{source.path}: no usable row among {store.info['rows_read']} read: {reasons}")
         return store
 
-    def _build(self, folder: Path, source: Source, reader: SourceReader, prompts_only: bool) -> None:
+    def _stream_sources(self) -> list[StreamSource]:
+        if self._streams is None:
+            self._streams = [self._stream_source(source) for source in self._sources["train"]]
+        return self._streams
+
+    def _stream_source(self, source: Source) -> StreamSource:
+        reader = self._reader(source)
+        encoder, info = self._first_look(source, reader, prompts_only=False)
+        return StreamSource(lambda: iter(self._regrouped(reader, info)), encoder, source.weight, info)
+
+    def _first_window(self) -> RowSet:
+        """The beginning of a stream: what the report and inspection show of it."""
+        sources = self._stream_sources()
+        window = next(mixed_windows(sources, min(self.stream_window, FIRST_WINDOW), self.seed, 0))
+        return encode_window(sources, window)
+
+    def _first_look(self, source: Source, reader: SourceReader, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         first = next(iter(reader), None)
         if first is None:
             raise UserError(f"{source.path}: the data set is empty, no row was found")
         encoder, found = self._encoder(source, first, prompts_only)
-        info = {"path": source.path, **found}
+        return encoder, {"path": source.path, **found}
+
+    def _build(self, folder: Path, source: Source, reader: SourceReader, prompts_only: bool) -> None:
+        encoder, info = self._first_look(source, reader, prompts_only)
         build_store(folder, self._regrouped(reader, info), encoder, self._processes(reader), self._keep_rows(), info)
 
     def _reader(self, source: Source) -> SourceReader:
-        return SourceReader(source)
+        return SourceReader(source, streaming=self.streaming)
 
     def _keep_rows(self) -> bool:
         return True
@@ -332,20 +373,35 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     # Loaders
 
-    def train_dataloader(self) -> StatefulLoader:
-        """Training batches of this rank; continues at a loaded position."""
-        items = self._items("train")
-        lengths = items.lengths
-
-        def order_of(epoch: int) -> BatchOrder:
-            order = training_order(lengths, self.batch_size, self.seed, epoch, self.shuffle, self.group_by_length)
-            return order.shifted(epoch * len(lengths)) if getattr(items, "by_epoch", False) else order
-
-        self._loader = StatefulLoader(items, order_of, self._collator(self._item_keys()), self._share(), self.batch_size)
+    def train_dataloader(self) -> StatefulLoader | StreamLoader:
+        """Training batches of this rank; continues at a loaded position. Raises UserError."""
+        self._loader = self._stream_loader() if self.streaming else self._stateful_loader()
         if self._position is not None:
             self._loader.load_state_dict(self._position)
             self._position = None
         return self._loader
+
+    def _stateful_loader(self) -> StatefulLoader:
+        items = self._items("train")
+        lengths = items.lengths
+
+        def order_of(epoch: int) -> BatchOrder:
+            order = training_order(lengths, self.batch_size, [self.seed, epoch], self.shuffle, self.group_by_length)
+            return order.shifted(epoch * len(lengths)) if self._draws_by_epoch() else order
+
+        return StatefulLoader(items, order_of, self._collator(self._item_keys()), self._share(), self.batch_size)
+
+    def _stream_loader(self) -> StreamLoader:
+        if self.trainer is not None and self.trainer.max_steps == -1:
+            raise UserError("data.streaming never ends; set trainer.max_steps")
+
+        def order_of(lengths: np.ndarray, epoch: int, window: int) -> BatchOrder:
+            order = training_order(lengths, self.batch_size, [self.seed, epoch, window], self.shuffle, self.group_by_length)
+            return order.shifted(epoch * len(lengths)) if self._draws_by_epoch() else order
+
+        settings = {"batch_size": self.batch_size, "window_size": self.stream_window, "seed": self.seed}
+        return StreamLoader(self._stream_sources(), self._arranged_items, order_of, self._collator(self._item_keys()),
+                            self._share(), settings, self.num_proc or 1)
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Validation batches of this rank; an empty list without a validation set."""
@@ -378,9 +434,12 @@ class DataModule(lightning.LightningDataModule, ABC):
     def _items(self, role: Role) -> Any:
         """Rows of batches: the task's arrangement of the kept rows, packed if asked for."""
         if role not in self._arranged:
-            items = self._arrange(self._rows(role))
-            self._arranged[role] = PackedSet(items, self.max_length, self.seed) if self.packing else items
+            self._arranged[role] = self._arranged_items(self._rows(role))
         return self._arranged[role]
+
+    def _arranged_items(self, rows: RowSet) -> Any:
+        items = self._arrange(rows)
+        return PackedSet(items, self.max_length, self.seed) if self.packing else items
 
     def _item_keys(self) -> tuple[str, ...]:
         return (*self._batch_keys(), *(("position_ids", "segment_ids") if self.packing else ()))

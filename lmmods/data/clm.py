@@ -43,7 +43,7 @@ class CLMData(DataModule):
         self.join = not self.packing if join is None else join
 
     def _reader(self, source: Source) -> SourceReader:
-        return SourceReader(source, self.documents)
+        return SourceReader(source, self.documents, self.streaming)
 
     def _encoding_settings(self) -> dict[str, Any]:
         return {"text_column": self.text_column, "max_length": self.max_length}

@@ -65,8 +65,6 @@ class MaskedSet(Dataset):
         seed: Seed of the draws.
     """
 
-    by_epoch = True
-
     def __init__(self, blocks: Any, masker: Masker, around: tuple[list[int], list[int]], seed: int) -> None:
         self.blocks, self.masker, self.around, self.seed = blocks, masker, around, seed
 

@@ -53,7 +53,7 @@ class MLMData(DataModule):
         self.whole_word_masking = whole_word_masking
 
     def _reader(self, source: Source) -> SourceReader:
-        return SourceReader(source, self.documents)
+        return SourceReader(source, self.documents, self.streaming)
 
     def _encoding_settings(self) -> dict[str, Any]:
         return {"text_column": self.text_column, "join": self.join, "max_length": self.max_length}
@@ -64,7 +64,8 @@ class MLMData(DataModule):
         if self.text_column not in first.values:
             raise UserError(f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
                             f"{', '.join(first.values)}. Name yours with data.text_column")
-        between = [self.tokenizer.sep_token_id] if self.join and self.tokenizer.sep_token_id is not None else []
+        separated = self.join and not prompts_only and self.tokenizer.sep_token_id is not None
+        between = [self.tokenizer.sep_token_id] if separated else []
         encoder = TextRowEncoder(self.text_column, TextEncoder(self.tokenizer), begin=[], end=between,
                                  gap=self.tokenizer.mask_token if prompts_only else None,
                                  longest=self._room() if prompts_only else None)
@@ -86,6 +87,9 @@ class MLMData(DataModule):
         before, behind = tokens_around(self.tokenizer)
         ids = row["input_ids"][: self._room()].tolist()
         return {"input_ids": [*before, *ids, *behind], "index": row["index"]}
+
+    def _draws_by_epoch(self) -> bool:
+        return True
 
     def _prompt_side(self) -> str:
         return "right"

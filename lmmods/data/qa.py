@@ -26,7 +26,6 @@ class QAData(DataModule):
             revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context, answers}.
         stride: Tokens that neighbouring windows of a context share.
         question_max_length: Longest question in tokens; longer ones are cut and counted.
-        columns: Names in the file -> question, context, answers, id.
         **common: Fields of every data module.
     """
 
@@ -36,7 +35,6 @@ class QAData(DataModule):
         *,
         stride: int = 128,
         question_max_length: int = 64,
-        columns: dict[str, str] | None = None,
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
@@ -47,7 +45,6 @@ class QAData(DataModule):
                 raise UserError(f"data.{key} is {value}, but must be {least} or more")
         self.stride = stride
         self.question_max_length = question_max_length
-        self.columns = columns
 
     def window(self, role: Role, index: int) -> dict[str, Any]:
         """What lies behind `index` of a batch.
@@ -110,8 +107,14 @@ class QAData(DataModule):
         return (*self._prompt_keys(), "start_positions", "end_positions")
 
     def _prompt_keys(self) -> tuple[str, ...]:
-        types = ("token_type_ids",) if "token_type_ids" in self.tokenizer.model_input_names else ()
-        return ("input_ids", *types, "index")
+        return ("input_ids", *(("token_type_ids",) if self._has_token_types() else ()), "index")
+
+    def _has_token_types(self) -> bool:
+        """Whether the model tells question from context: as the tokenizer's configuration says, else as it encodes."""
+        tokenizer = self.tokenizer
+        if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
+            return "token_type_ids" in tokenizer.model_input_names
+        return 1 in tokenizer.backend_tokenizer.encode("a", "b").type_ids and tokenizer.cls_token is not None
 
     def _prompts(self, rows: RowSet) -> "Windows":
         return Windows(rows)

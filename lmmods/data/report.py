@@ -37,8 +37,8 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
     """
     lengths = items.lengths
     waste = {
-        "shuffled": training_order(lengths, batch_size, seed, 0),
-        "group_by_length": training_order(lengths, batch_size, seed, 0, group_by_length=True),
+        "shuffled": training_order(lengths, batch_size, [seed, 0]),
+        "group_by_length": training_order(lengths, batch_size, [seed, 0], group_by_length=True),
         "sorted": evaluation_order(lengths, batch_size),
     }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))

@@ -42,15 +42,14 @@ class BatchOrder:
         return (self._order[start : start + self._batch_size] + self._offset).tolist()
 
 
-def training_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, shuffle: bool = True,
+def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], shuffle: bool = True,
                    group_by_length: bool = False) -> BatchOrder:
-    """Each row once, in an order drawn from (seed, epoch).
+    """Each row once, in an order drawn from the seed.
 
     Args:
         lengths: Tokens of each row.
         batch_size: Rows per micro-batch.
-        seed: Seed of the run.
-        epoch: Counts from 0.
+        seed: Seed of the run, epoch, and whatever else the order depends on.
         shuffle: Draw an order; otherwise rows come as they are stored.
         group_by_length: Put rows of similar length into a batch: sort within random stretches of the shuffled rows, then
             shuffle the batches.
@@ -59,7 +58,7 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, 
     batches = np.arange(-(-num_rows // batch_size))
     if not shuffle:
         return BatchOrder(np.arange(num_rows), batch_size, batches)
-    random = np.random.default_rng([seed, epoch])
+    random = np.random.default_rng(seed)
     order = random.permutation(num_rows)
     if group_by_length:
         order = _sorted_in_stretches(order, lengths, batch_size * SORTED_TOGETHER)

@@ -23,7 +23,6 @@ class SFTData(DataModule):
         template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr or plain.
             null takes the tokenizer's chat template if it has one, else alpaca.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
-        columns: Names in the file -> names that the format expects, for all sources that do not map their own.
         roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
         train_on_prompt: Score every token, not only responses.
         train_on_last: Score only the last response of a conversation.
@@ -41,7 +40,6 @@ class SFTData(DataModule):
         *,
         template: str | None = None,
         dataset_format: str | None = None,
-        columns: dict[str, str] | None = None,
         roles: dict[str, str] | None = None,
         train_on_prompt: bool = False,
         train_on_last: bool = False,
@@ -58,7 +56,6 @@ class SFTData(DataModule):
             find_format(dataset_format)
         self.template = template
         self.dataset_format = dataset_format
-        self.columns = columns
         self.roles = roles or {}
         self.train_on_prompt = train_on_prompt
         self.train_on_last = train_on_last

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import fsspec
 import numpy as np
@@ -64,13 +64,18 @@ class Source:
 SourceLike = str | Source | list[str | Source]
 
 
-def as_sources(source: SourceLike | dict, key: str) -> list[Source]:
-    """The list of sources that a `source` field stands for. Raises UserError when it is empty."""
+def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | None = None) -> list[Source]:
+    """The list of sources that a `source` field stands for; `columns` is for those that map none.
+
+    Raises:
+        UserError: The list is empty.
+    """
     items = source if isinstance(source, list) else [source]
     if not items or not all(items):
         raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
-    return [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
-            for item in items]
+    sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
+               for item in items]
+    return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 
 
 class SourceReader:
@@ -79,16 +84,17 @@ class SourceReader:
     Args:
         source: What to read.
         documents: What a document of a .txt file is, see `read_file`.
+        streaming: Read a hub data set as it comes over the network instead of downloading it first.
 
     Raises:
         UserError: Nothing readable is found at the path.
     """
 
-    def __init__(self, source: Source, documents: str = "file") -> None:
+    def __init__(self, source: Source, documents: str = "file", streaming: bool = False) -> None:
         self.source = source
         self.documents = documents
         self.files = _find_files(source)
-        self._hub_rows = None if self.files else _load_from_hub(source)
+        self._hub_rows = None if self.files else _load_from_hub(source, streaming)
 
     def __iter__(self) -> Iterator[Row]:
         rows = self._all_rows()
@@ -196,14 +202,14 @@ def _content_key(path: str) -> bytes:
         raise UserError(f"{path}: cannot be read ({error})") from error
 
 
-def _load_from_hub(source: Source):  # noqa: ANN202 - datasets is imported only when used
+def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets is imported only when used
     """The split of a hub data set as a memory-mapped table. Raises UserError when it cannot be had."""
     import datasets
 
     repository = NAMED_SETS.get(source.path, source.path)
     try:
         return datasets.load_dataset(repository, source.name, data_files=NAMED_FILES.get(source.path),
-                                     split=source.split or "train", revision=source.revision)
+                                     split=source.split or "train", revision=source.revision, streaming=streaming)
     except Exception as error:  # datasets raises many kinds, all of them about this path
         raise UserError(f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
                         f"loaded ({type(error).__name__}: {str(error)[:300]})") from error

@@ -101,7 +101,7 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
                         "to a folder that can") from error
     try:
         with _Writer(temporary, keep_rows) as writer:
-            for batch, encoded in _encode_batches(_batches(rows), encoder, num_proc):
+            for batch, encoded in encode_batches(rows, encoder, num_proc):
                 writer.add(batch, encoded)
         (temporary / "info.json").write_text(json.dumps({**(info or {}), **writer.summary()}))
         try:
@@ -127,8 +127,13 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _encode_batches(batches: Iterator[list[Row]], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
-    """Batches and what the encoder makes of them, in order; a few are under way at a time."""
+def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
+    """Batches of rows and what the encoder makes of them, in order; a few are under way at a time.
+
+    Raises:
+        UserError: The encoder refuses a row.
+    """
+    batches = _batches(rows)
     with _executor(encoder, num_proc) as (pool, encode):
         waiting: deque = deque()
         try:
@@ -176,6 +181,27 @@ def _encode_in_worker(rows: list[dict[str, Any]]) -> Encoded:
     return _worker_encoder(rows)
 
 
+class Tally:
+    """Adds up what encoders counted and dropped."""
+
+    def __init__(self) -> None:
+        self._counts: Counter = Counter()
+        self._dropped: dict[str, dict[str, Any]] = {}
+
+    def add(self, batch: list[Row], encoded: Encoded) -> None:
+        """Count one batch."""
+        for place, reason in encoded.dropped:
+            entry = self._dropped.setdefault(reason, {"rows": 0, "first": []})
+            entry["rows"] += 1
+            if len(entry["first"]) < EXAMPLES_PER_REASON:
+                entry["first"].append(f"{batch[place].file}:{batch[place].line}")
+        self._counts.update(encoded.counts)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and for each reason to drop a row their number and the first places; plain JSON."""
+        return {"dropped": self._dropped, "counts": dict(self._counts)}
+
+
 class _Writer:
     """Writes the two tables batch by batch and adds up the counts."""
 
@@ -186,8 +212,7 @@ class _Writer:
         self._rows: pa.RecordBatchStreamWriter | None = None
         self._files: dict[str, int] = {}
         self._num_rows = self._num_kept = 0
-        self._counts: Counter = Counter()
-        self._dropped: dict[str, dict[str, Any]] = {}
+        self.tally = Tally()
 
     def __enter__(self) -> "_Writer":
         return self
@@ -208,12 +233,7 @@ class _Writer:
         columns = {name: _arrow_column(column) for name, column in encoded.columns.items()}
         columns["index"] = pa.array(encoded.positions.astype(np.int64) + self._num_rows)
         self._encoded = self._write(self._encoded, "encoded.arrow", columns)
-        for place, reason in encoded.dropped:
-            entry = self._dropped.setdefault(reason, {"rows": 0, "first": []})
-            entry["rows"] += 1
-            if len(entry["first"]) < EXAMPLES_PER_REASON:
-                entry["first"].append(f"{batch[place].file}:{batch[place].line}")
-        self._counts.update(encoded.counts)
+        self.tally.add(batch, encoded)
         self._num_rows += len(batch)
         self._num_kept += len(encoded.positions)
 
@@ -226,7 +246,7 @@ class _Writer:
     def summary(self) -> dict[str, Any]:
         """Counts of all batches, plain JSON."""
         return {"files": list(self._files), "rows_read": self._num_rows, "rows_kept": self._num_kept,
-                "dropped": self._dropped, "counts": dict(self._counts)}
+                **self.tally.summary()}
 
 
 def _arrow_column(column: Ragged | np.ndarray) -> pa.Array:
@@ -275,6 +295,43 @@ class Store:
     def location(self, index: int) -> str:
         """file:line of the row as read."""
         return f"{self.info['files'][self._rows['file'][index].as_py()]}:{self._rows['line'][index].as_py()}"
+
+
+class MemoryStore:
+    """The rows of one window of a stream, with the interface of Store.
+
+    Args:
+        parts: Batches of rows and what the encoder made of them.
+        info: What was found out about the source.
+    """
+
+    def __init__(self, parts: list[tuple[list[Row], Encoded]], info: dict[str, Any]) -> None:
+        self._rows = [row for batch, _ in parts for row in batch]
+        starts = np.cumsum([0] + [len(batch) for batch, _ in parts])
+        self._columns: dict[str, _ListColumn | np.ndarray] = {}
+        for name, column in parts[0][1].columns.items():
+            pieces = [encoded.columns[name] for _, encoded in parts]
+            self._columns[name] = (_ListColumn(pa.chunked_array([_arrow_column(piece) for piece in pieces]))
+                                   if isinstance(column, Ragged) else np.concatenate(pieces))
+        self._columns["index"] = np.concatenate([encoded.positions + start for (_, encoded), start in zip(parts, starts)])
+        tally = Tally()
+        for batch, encoded in parts:
+            tally.add(batch, encoded)
+        self.info = {**info, "rows_read": len(self._rows), "rows_kept": len(self._columns["index"]), **tally.summary()}
+
+    def __len__(self) -> int:
+        return self.info["rows_kept"]
+
+    row = Store.row
+    column = Store.column
+
+    def source_row(self, index: int) -> dict[str, Any]:
+        """The row as read."""
+        return self._rows[index].values
+
+    def location(self, index: int) -> str:
+        """file:line of the row."""
+        return f"{self._rows[index].file}:{self._rows[index].line}"
 
 
 def _open_table(path: Path) -> dict[str, pa.ChunkedArray]:

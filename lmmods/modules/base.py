@@ -4,6 +4,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 import torch
@@ -33,6 +34,7 @@ class TaskModule(L.LightningModule, ABC):
         optimizer: Update rule and schedule.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
         attention: Attention implementation of transformers.
+        save_dtype: Type of the weights in model/; null keeps them as they trained.
     """
 
     auto_class = "AutoModel"
@@ -51,6 +53,7 @@ class TaskModule(L.LightningModule, ABC):
         optimizer: Optimizer = Optimizer(),
         gradient_checkpointing: bool = False,
         attention: str = "sdpa",
+        save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     ):
         super().__init__()
         if quantize and not (lora or adapter):
@@ -61,6 +64,7 @@ class TaskModule(L.LightningModule, ABC):
         self.lora, self.adapter = lora, adapter
         self.optimizer_settings = optimizer
         self.gradient_checkpointing, self.attention = gradient_checkpointing, attention
+        self.save_dtype = getattr(torch, save_dtype) if save_dtype else None
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self.window = Window()
@@ -260,6 +264,9 @@ class TaskModule(L.LightningModule, ABC):
         """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads."""
         # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
         options = {"save_embedding_layers": False} if self.trains_adapter else {}
+        if self.save_dtype:  # training is over; the checkpoints keep the weights as they trained
+            for param in self.trainable().values():
+                param.data = param.data.to(self.save_dtype)
         self.model.save_pretrained(folder, **options)
 
 

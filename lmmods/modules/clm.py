@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lmmods.errors import UserError
 from lmmods.modules.base import TaskModule
 from lmmods.modules.causal import CausalHead, causal_loss
+from lmmods.modules.loading import load_config
 from lmmods.modules.loss import LossSums
 
 
@@ -43,30 +44,33 @@ class CLM(TaskModule):
                                                 trust_remote_code=self.trust_remote_code)
 
     def _scratch_config(self):
+        """Configuration of a model with random weights. Raises UserError for an unknown type or field."""
         from transformers import CONFIG_MAPPING
 
-        from lmmods.modules.loading import load_config
-
-        tokenizer = self.trainer.datamodule.tokenizer
         if isinstance(self.config, str):
             config = load_config(self.config, self.revision, self.trust_remote_code)
-            fields = {}
-        else:
-            fields = dict(self.config)
-            model_type = fields.pop("model_type", None)
-            if model_type not in CONFIG_MAPPING:
-                raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
-                                "Examples: gpt2, llama, qwen3.")
-            config = CONFIG_MAPPING[model_type]()
-            fields.setdefault("vocab_size", len(tokenizer))
-        for name, value in {**fields, **self.config_overrides}.items():
-            if not hasattr(config, name):
-                raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
-            setattr(config, name, value)
-        return type(config)(**config.to_dict())  # derived fields follow the changed ones
+            _check_fields(config, self.config_overrides)
+            for name, value in self.config_overrides.items():
+                setattr(config, name, value)
+            return config
+        tokenizer = self.trainer.datamodule.tokenizer
+        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        fields = {"vocab_size": len(tokenizer), **special, **self.config, **self.config_overrides}
+        model_type = fields.pop("model_type", None)
+        if model_type not in CONFIG_MAPPING:
+            raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
+                            "Examples: gpt2, llama, qwen3.")
+        _check_fields(CONFIG_MAPPING[model_type](), fields)
+        return CONFIG_MAPPING[model_type](**fields)  # not set one by one: sizes of heads follow from the others
 
     def on_model_ready(self) -> None:
         self.head = CausalHead.of(self.model)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         return causal_loss(self.model, self.head, batch, count_correct)
+
+
+def _check_fields(config: Any, fields: dict[str, Any]) -> None:
+    for name in fields:
+        if not hasattr(config, name):
+            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")

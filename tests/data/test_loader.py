@@ -31,7 +31,7 @@ def collate(rows):
 
 def make(rank=0, world_size=1, num_workers=0, batch_size=BATCH_SIZE, group=True):
     def order_of(epoch):
-        return training_order(LENGTHS, batch_size, 5, epoch, group_by_length=group)
+        return training_order(LENGTHS, batch_size, [5, epoch], group_by_length=group)
 
     return StatefulLoader(Numbers(), order_of, collate, Share(rank, world_size, num_workers), batch_size)
 
@@ -50,7 +50,7 @@ def together(loaders, rounds):
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_row_once_per_epoch_and_a_new_order_in_each(group, shuffle):
-    orders = [training_order(LENGTHS, BATCH_SIZE, 5, epoch, shuffle, group) for epoch in range(3)]
+    orders = [training_order(LENGTHS, BATCH_SIZE, [5, epoch], shuffle, group) for epoch in range(3)]
     rows = [list(itertools.chain.from_iterable(order[n] for n in range(len(order)))) for order in orders]
     assert all(sorted(row) == list(range(NUM_ROWS)) for row in rows)
     assert (rows[0] != rows[1]) is shuffle

@@ -1,0 +1,35 @@
+# The targets explain themselves: `make help`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint smoke clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/'
+
+$(READY): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/pip install --quiet --quiet -e '.[dev]'
+	@touch $@
+
+install: $(READY) ## Create .venv with everything
+
+demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers beside the base model's
+	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --overwrite true
+	$(BIN)/python demo/answers.py --run runs/sft_qlora
+
+test: $(READY) ## Run all tests
+	$(BIN)/python -m pytest -q
+
+smoke: $(READY) ## Run the demo recipe for a few steps
+	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --config configs/smoke.yaml --overwrite true
+
+lint: $(READY) ## Check style
+	$(BIN)/ruff check .
+
+clean: ## Remove the environment and the runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,149 @@
+"""Damaged and odd files of every kind through whole data modules: one clear error with its place, or a counted skip."""
+
+import bz2
+import gzip
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from lmmods.data.clm import CLMData
+from lmmods.data.mlm import MLMData
+from lmmods.data.qa import QAData
+from lmmods.data.sft import SFTData
+from lmmods.errors import UserError
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+
+GOOD = {"instruction": "Add 1 and 2.", "output": "3"}
+PARAGRAPH = {"context": "The fox jumps.", "qas": [{"id": "1", "question": "who?", "answers": [{"text": "fox", "answer_start": 4}]}]}
+
+
+def lines(*rows):
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode()
+
+
+def parquet(rows):
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def squad(*paragraphs):
+    return json.dumps({"data": [{"paragraphs": list(paragraphs)}]}).encode()
+
+
+# task, file name, contents, what the error must say
+ERRORS = [
+    ("sft", "a.jsonl", b"", "empty, no row"),
+    ("sft", "a.json", b"", r"a.json:1: broken JSON"),
+    ("sft", "b.json", b"[]", "empty, no row"),
+    ("sft", "c.json", b"{}", "fit no known format"),
+    ("sft", "d.json", b'"text"', "must be a JSON object"),
+    ("sft", "e.json", b"null", "must be a JSON object"),
+    ("sft", "f.json", b'[[{"a": 1}]]', r"f.json:1: a record must be a JSON object"),
+    ("sft", "g.json", b'[{"instruction": "a", "output": "b"},]', r"g.json:1: broken JSON"),
+    ("sft", "h.json", b'[{"instruction": "a" "output": "b"}]', r"h.json:1: broken JSON"),
+    ("sft", "i.json", b"[{'instruction': 'a'}]", r"i.json:1: broken JSON"),
+    ("sft", "j.json", b"[" * 100_000, "broken JSON"),
+    ("sft", "k.jsonl", lines(GOOD, GOOD, '{"instruction": "a", "out'), r"k.jsonl:3: broken JSON"),
+    ("sft", "l.jsonl", lines(GOOD, "null"), r"l.jsonl:2: a record must be a JSON object"),
+    ("sft", "m.jsonl", lines(GOOD, '{"a": 1} {"b": 2}'), r"m.jsonl:2: broken JSON"),
+    ("sft", "n.jsonl", lines(GOOD) + b'\n{"instruction": "\xff"}', r"n.jsonl:2: byte 64 \(0xff\)"),
+    ("sft", "o.jsonl", lines(GOOD) + b"\n\x00\x00\x00", r"o.jsonl:2: NUL byte"),
+    ("sft", "p.jsonl", json.dumps(GOOD).encode("utf-16"), r"p.jsonl:1: (NUL byte|byte 0)"),
+    ("sft", "q.jsonl", lines({"a": 1}), r"q.jsonl:1: the columns a fit no known format"),
+    ("sft", "r.jsonl", lines({"instruction": None, "output": "a"}), r"no usable row among 1 read: instruction is null \(1 rows, first .*:1"),
+    ("sft", "s.jsonl", lines({"instruction": "a", "output": ""}), "no usable row among 1 read: empty response"),
+    ("sft", "a.csv", b"", "empty, no row"),
+    ("sft", "b.csv", b"instruction,output\n", "empty, no row"),
+    ("sft", "c.csv", b'instruction,output\n"a,b\n', r"c.csv:2: broken CSV"),
+    ("sft", "d.csv", b"instruction,output\na,b\nc\n", r"d.csv:3: 1 fields, but the header names 2"),
+    ("sft", "e.csv", b"instruction;output\na;b\n", r"e.csv:2: the columns instruction;output fit no known format"),
+    ("sft", "f.csv", b"instruction,,output\na,b,c\n", r"f.csv:1: the header must name each column once"),
+    ("sft", "g.csv", b"instruction,output\na,\xe9\n", r"g.csv:2: byte 21 \(0xe9\)"),
+    ("sft", "h.tsv", b"instruction\toutput\na\tb\tc\n", r"h.tsv:2: 3 fields, but the header names 2"),
+    ("sft", "a.parquet", b"not parquet", "damaged Parquet"),
+    ("sft", "b.parquet", parquet([GOOD])[:-9], "damaged Parquet"),
+    ("sft", "a.arrow", b"", "damaged Arrow"),
+    ("sft", "a.json.gz", gzip.compress(json.dumps([GOOD]).encode())[:-12], "damaged or cut off"),
+    ("sft", "a.jsonl.bz2", bz2.compress(lines(GOOD) * 9)[:20], "damaged or cut off"),
+    ("sft", "b.jsonl.gz", b"plain", "damaged or cut off"),
+    ("sft", "a.xlsx", b"PK", "unknown file type"),
+    ("clm", "a.txt", b"", "empty, no row"),
+    ("clm", "b.txt", b"  \n\n \n", "empty, no row"),
+    ("clm", "c.txt", b"good\n\x80\n", r"c.txt:2: byte 5 \(0x80\)"),
+    ("clm", "d.txt", b"\x00" * 100, r"d.txt:1: NUL byte"),
+    ("clm", "e.jsonl", lines({"content": "x"}), r"e.jsonl:1: no column 'text'; the columns are content"),
+    ("mlm", "f.jsonl", lines({"text": ["x"]}), "no usable row among 1 read: text is a list"),
+    ("qa", "a.json", b'{"data": []}', "empty, no row"),
+    ("qa", "b.json", b'{"data": [{"title": "x"}]}', "no column 'question'"),
+    ("qa", "c.json", squad({"context": "x"}), "no usable row among 1 read: question is null"),
+    ("qa", "d.json", squad({"qas": PARAGRAPH["qas"]}), "context is null"),
+    ("qa", "e.json", squad(PARAGRAPH)[:-5], r"e.json:1: broken JSON"),
+    ("qa", "f.jsonl", lines({"question": "x", "answer": "y"}), r"f.jsonl:1: no column 'context'"),
+]
+# task, file name, contents, rows kept, reasons of the others
+SKIPS = [
+    ("sft", "a.jsonl", lines(GOOD, {"instruction": "a"}, {"output": "b"}), 1, {"no response": 1, "instruction is missing": 1}),
+    ("sft", "b.jsonl", lines(GOOD, {"instruction": "a", "output": {"x": 1}}), 1, {"output is a dict, not text": 1}),
+    ("sft", "c.jsonl", lines(GOOD, {"instruction": 5, "output": 1.5}, {"instruction": "a", "output": True}), 3, {}),
+    ("sft", "d.jsonl", lines(GOOD, '{"instruction": "a", "output": "\\ud83d"}'), 1, {"text with a lone surrogate (half of a character)": 1}),
+    ("sft", "e.jsonl", lines(GOOD, '{"instruction": "a\\u0000b", "output": "c"}'), 2, {}),
+    ("sft", "f.jsonl", lines(GOOD, {"instruction": "a" * 300_000, "output": "b" * 300_000}), 1, {"response longer than the limits": 1}),
+    ("sft", "g.jsonl", b"\xef\xbb\xbf" + lines(GOOD) + b"\r\n\r\n" + lines(GOOD) + b"\r\n", 2, {}),
+    ("sft", "h.jsonl", lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+                             {"messages": [{"role": "user", "content": "a"}]}, {"messages": None},
+                             {"messages": [{"role": "assistant", "content": "b"}]}), 1,
+     {"no response": 1, "messages is empty or missing": 1, "the conversation begins with the assistant": 1}),
+    ("sft", "i.csv", b'instruction,output\r\n"a\r\nb","say ""c"""\r\n,\r\n', 1, {"empty response": 1}),
+    ("sft", "j.parquet", parquet([GOOD, {"instruction": "a", "output": None}]), 1, {"no response": 1}),
+    ("sft", "k.json", json.dumps(GOOD).encode(), 1, {}),
+    ("sft", "l.jsonl", lines({"text": "### Human: a### Assistant: b"}, {"text": "nothing"}), 1,
+     {"text has no '### Human:' or '### Assistant:' in it": 1}),
+    ("clm", "m.jsonl", lines({"text": "a"}, {"text": None}, {"text": " "}, {}), 1,
+     {"text is null": 1, "empty text": 1, "text is missing": 1}),
+    ("clm", "n.txt", b"\xef\xbb\xbfone\r\ntwo\r\n", 1, {}),
+    ("qa", "o.json", squad(PARAGRAPH, {"context": "x"}, {"context": " ", "qas": PARAGRAPH["qas"]}), 1,
+     {"question is null": 1, "empty context": 1}),
+    ("qa", "p.json", squad(PARAGRAPH, {**PARAGRAPH, "qas": [{"id": "2", "question": "q", "answers": [{"text": "fox"}]}]}), 1,
+     {"answers are not {text, answer_start}": 1}),
+    ("qa", "q.json", squad(PARAGRAPH, {**PARAGRAPH, "qas": "none"}), 1, {"question is null": 1}),
+]
+
+
+@pytest.fixture
+def build(tmp_path, spm_folder, bert_folder):  # noqa: F811
+    def build(task, name, contents):
+        path = tmp_path / name
+        path.write_bytes(contents)
+        kinds = {"sft": SFTData, "clm": CLMData, "mlm": MLMData, "qa": QAData}
+        folder = spm_folder if task in ("sft", "clm") else bert_folder
+        fields = {"stride": 8, "question_max_length": 16} if task == "qa" else {}
+        data = kinds[task](str(path), tokenizer=folder, max_length=256, batch_size=2, **fields)
+        data.setup("fit")
+        return data
+
+    return build
+
+
+@pytest.mark.parametrize("task,name,contents,message", ERRORS, ids=lambda value: value if isinstance(value, str) else "")
+def test_error_says_what_and_where(task, name, contents, message, build):
+    with pytest.raises(UserError, match=message) as error:
+        build(task, name, contents)
+    assert name in str(error.value) or "no usable row" in str(error.value)
+
+
+@pytest.mark.parametrize("task,name,contents,kept,reasons", SKIPS, ids=lambda value: value if isinstance(value, str) else "")
+def test_odd_rows_are_counted(task, name, contents, kept, reasons, build):
+    data = build(task, name, contents)
+    source = next(iter(data.report["sources"].values()))
+    assert source["rows_kept"] == kept
+    assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == reasons
+    assert all(name in entry["first"][0] for entry in source["dropped"].values())
+    assert all(len(batch["input_ids"]) for batch in data.train_dataloader())
+
+
+def test_there_are_enough_files():
+    assert len(ERRORS) + len(SKIPS) >= 60

@@ -1,0 +1,99 @@
+"""MLMData: shares of masks, fixed masks in evaluation, new ones in each epoch, the same after a resume."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from lmmods.data.masking import Masker
+from lmmods.data.mlm import MLMData
+from lmmods.errors import UserError
+from tests.data.conftest import CORPUS
+
+LINE = "The quick brown fox jumps over the lazy dog, again and again."
+TEXT = f"{LINE}\n" * 30
+
+
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory):
+    """WordPiece tokenizer with [CLS] and [SEP]."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials, show_progress=False))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    folder = tmp_path_factory.mktemp("bert")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def build(folder, tmp_path, **fields):
+    (tmp_path / "a.txt").write_text(TEXT)
+    data = MLMData(str(tmp_path / "a.txt"), tokenizer=folder, documents="line",
+                   **{"max_length": 32, "batch_size": 4, "val_size": 0.2, **fields})
+    data.setup("fit")
+    return data
+
+
+def epoch_of(data, loader):
+    return {int(row.sum()): None for batch in loader for row in batch["input_ids"]}
+
+
+def test_shares_of_masks_within_three_sigma():
+    special = np.arange(1000) < 5
+    masker = Masker(4, special, np.zeros(1000, bool), 0.15, False)
+    ids = np.random.default_rng(1).integers(5, 1000, 200_000)
+    masked, labels = masker(ids, np.random.default_rng(0))
+    chosen = labels != -100
+    count = chosen.sum()
+    for share, wanted, total in ((count, 0.15, len(ids)), ((masked[chosen] == 4).sum(), 0.8, count),
+                                 ((masked[chosen] == ids[chosen]).sum(), 0.1 + 0.1 / 995, count)):
+        assert abs(share - wanted * total) < 3 * np.sqrt(total * wanted * (1 - wanted))
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_rows_are_wrapped_and_nothing_is_lost(join, bert_folder, tmp_path):
+    data = build(bert_folder, tmp_path, join=join)
+    items = data._items("train")
+    original = [np.where(row["labels"] != -100, row["labels"], row["input_ids"]) for row in map(items.__getitem__, range(len(items)))]
+    assert all(ids[0] == 2 and ids[-1] == 3 and len(ids) <= 32 for ids in original)
+    text = data.tokenizer.decode(np.concatenate(original), skip_special_tokens=True).replace(" ", "")
+    assert text == LINE.replace(" ", "").lower() * 24
+
+
+def test_evaluation_masks_are_fixed_and_training_masks_are_not(bert_folder, tmp_path):
+    data = build(bert_folder, tmp_path)
+    first, second = ([b["input_ids"].tolist() for b in data.val_dataloader()] for _ in range(2))
+    assert first == second
+    other = build(bert_folder, tmp_path, eval_batch_size=1)
+    rows = sorted(sum(map(sum, b["input_ids"].tolist()), 0) for b in other.val_dataloader())
+    assert len(rows) == sum(map(len, first))
+    loader = data.train_dataloader()
+    epochs = [sorted(row for b in loader for row in b["labels"].flatten().tolist() if row != -100) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+
+
+def test_masks_survive_a_resume(bert_folder, tmp_path):
+    whole = [b["input_ids"].tolist() for loader in [build(bert_folder, tmp_path).train_dataloader()]
+             for _ in range(2) for b in loader]
+    half = build(bert_folder, tmp_path).train_dataloader()
+    batches = iter(half)
+    for _ in range(3):
+        next(batches)
+    data = build(bert_folder, tmp_path)
+    data.load_state_dict(half.state_dict())
+    loader = data.train_dataloader()
+    assert [b["input_ids"].tolist() for _ in range(2) for b in loader][: len(whole) - 3] == whole[3:]
+
+
+def test_gap_in_predict_and_typed_specials_elsewhere(bert_folder, tmp_path):
+    (tmp_path / "ask.jsonl").write_text('{"text": "the quick [MASK] fox [SEP]"}\n')
+    data = build(bert_folder, tmp_path, predict_source=str(tmp_path / "ask.jsonl"))
+    ids = next(iter(data.predict_dataloader()))["input_ids"][0].tolist()
+    assert ids.count(4) == 1 and ids.count(3) == 1 and ids[0] == 2
+
+
+def test_a_tokenizer_without_mask_is_refused(spm_folder, tmp_path):
+    with pytest.raises(UserError, match="no mask token"):
+        build(spm_folder, tmp_path)

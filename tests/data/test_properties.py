@@ -1,0 +1,164 @@
+"""Properties that hold for any text, any lengths: no token lost or invented, no label astray, every row once."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from lmmods.data.conversations import Limits, SFTEncoder
+from lmmods.data.encoding import NOT_SCORED, TextEncoder
+from lmmods.data.masking import Masker
+from lmmods.data.packing import PackedSet, best_fit_decreasing
+from lmmods.data.sampler import PADDING_ROW, deal, training_order
+from lmmods.data.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.tokenizer import load_tokenizer
+
+SPECIAL = ["<s>", "</s>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "[INST]", "{{ x }}", "{% if %}", "{content}", "\n\n"]
+TEXT = st.lists(st.one_of(st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=12), st.sampled_from(SPECIAL)), max_size=5).map("".join)
+RESPONSE = TEXT.filter(lambda text: text.strip())
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80).map(np.array)
+
+
+def make_encoder(folder, template, **fields):
+    tokenizer = load_tokenizer(folder).tokenizer
+    text = TextEncoder(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token) if template is None else \
+        TemplateRenderer(template, text, tokenizer.eos_token, tokenizer.bos_token)
+    return tokenizer, SFTEncoder("messages", renderer, text, Limits(100_000, None, None, "error"), **fields)
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, "tokenizer"])
+@pytest.mark.parametrize("kind", ["byte_level", "spm", "chat"])
+def test_conversations(kind, template, request):
+    if template == "tokenizer" and kind != "chat":
+        pytest.skip("has no chat template")
+    folder = request.getfixturevalue(f"{kind}_folder")
+    name = None if template == "tokenizer" else template
+    tokenizer, encoder = make_encoder(folder, name)
+    _, prompt_encoder = make_encoder(folder, name, prompts_only=True)
+    special = {token for token in tokenizer.all_special_ids if token != tokenizer.unk_token_id or kind == "byte_level"}
+
+    @QUICK
+    @given(st.lists(st.tuples(TEXT, RESPONSE), min_size=1, max_size=3))
+    def check(turns):
+        if name == "plain":  # which has nothing of its own between one response and the next
+            turns = [("x" + ask, reply) for ask, reply in turns]
+        messages = [message for ask, reply in turns
+                    for message in ({"role": "user", "content": ask}, {"role": "assistant", "content": reply})]
+        columns = encoder([{"messages": messages}]).columns
+        ids, labels = columns["input_ids"].values, columns["labels"].values
+        scored = labels != NOT_SCORED
+        assert (labels[scored] == ids[scored]).all()
+        # one terminator per response, and special tokens come only from the template
+        starts = np.flatnonzero(scored & ~np.r_[False, scored[:-1]])
+        ends = np.flatnonzero(scored & ~np.r_[scored[1:], False])
+        assert len(starts) == len(turns)
+        for start, end, (_, reply) in zip(starts, ends, turns):
+            assert ids[end] in encoder.stop_token_ids
+            assert not special & set(ids[start:end].tolist())
+            text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+            if kind != "spm":  # the decoder of such drops a leading space
+                assert text == (reply.strip() if name is None else reply)
+            else:
+                assert text.strip() == reply.strip()
+        # the prompt of the last turn is a prefix
+        prompt = prompt_encoder([{"messages": messages[:-1]}]).columns["input_ids"].values
+        assert prompt.tolist() == ids[: columns["prompt_length"][0]].tolist()
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "chat"])
+def test_prompt_is_what_others_would_tokenise(kind, request):
+    tokenizer, encoder = make_encoder(request.getfixturevalue(f"{kind}_folder"), "alpaca" if kind == "byte_level" else None,
+                                      prompts_only=True)
+    plain = AutoTokenizer.from_pretrained(request.getfixturevalue(f"{kind}_folder"))
+
+    @QUICK
+    @given(st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=40))
+    def check(ask):
+        messages = [{"role": "user", "content": ask}]
+        ours = encoder([{"messages": messages}]).columns["input_ids"].values.tolist()
+        segments = encoder.renderer.render(messages, open_response=True)
+        text = plain.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if kind == "chat" else \
+            "".join(segment.text for segment in segments)
+        assert ours == plain(text, add_special_tokens=False).input_ids
+
+    check()
+
+
+class Items:
+    """Rows of given lengths, all scored; token ids tell row and place."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __getitem__(self, number):
+        ids = number * 1000 + np.arange(self.lengths[number])
+        return {"input_ids": ids, "labels": ids, "index": number}
+
+
+@QUICK
+@given(LENGTHS, st.integers(50, 120))
+def test_packing_loses_and_mixes_nothing(lengths, capacity):
+    packed = PackedSet(Items(lengths), capacity, seed=1)
+    assert packed.lengths.max() <= capacity
+    seen = []
+    for number in range(len(packed)):
+        row = packed[number]
+        firsts = row["position_ids"] == 0
+        assert (row["labels"][firsts] == NOT_SCORED).all() and (row["labels"][~firsts] == row["input_ids"][~firsts]).all()
+        for segment in np.unique(row["segment_ids"]):
+            inside = row["segment_ids"] == segment
+            ids = row["input_ids"][inside]
+            assert (ids // 1000 == ids[0] // 1000).all() and (row["position_ids"][inside] == np.arange(len(ids))).all()
+            assert ids.tolist() == Items(lengths)[ids[0] // 1000]["input_ids"].tolist()
+            seen.append(int(ids[0] // 1000))
+    assert sorted(seen) == list(range(len(lengths)))
+    again = PackedSet(Items(lengths), capacity, seed=1)
+    assert [again[n]["input_ids"].tolist() for n in range(len(again))] == [packed[n]["input_ids"].tolist() for n in range(len(packed))]
+
+
+def test_packing_is_nearly_full_on_lengths_like_alpacas():
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 0.5, 20_000).astype(int), 20, 1024)
+    packs = best_fit_decreasing(lengths, 1024)
+    assert lengths.sum() / (1024 * len(packs)) > 0.99
+
+
+@QUICK
+@given(LENGTHS, st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(1, 5))
+def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_size):
+    order = training_order(lengths, batch_size, [3, epoch], True, group)
+    ranks = [list(deal(order, 0, rank, world_size)) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    rows = [row for batches in ranks for batch in batches for row in batch if row != PADDING_ROW]
+    assert sorted(rows) == list(range(len(lengths)))
+    # what a run sees does not depend on the number of ranks
+    dealt = [batch for round_ in zip(*ranks) for batch in round_ if batch != [PADDING_ROW]]
+    assert dealt == [order[n] for n in range(len(order))]
+    # starting later gives the rest
+    start = min(world_size, len(order))
+    later = list(itertools.chain.from_iterable(zip(*(deal(order, start, rank, world_size) for rank in range(world_size)))))
+    assert [batch for batch in later if batch != [PADDING_ROW]] == dealt[start:]
+
+
+@QUICK
+@given(st.lists(st.integers(0, 59), min_size=1, max_size=60).map(np.array), st.booleans(), st.integers(0, 99))
+def test_masks_leave_special_tokens_alone(ids, whole_words, seed):
+    special, continues = np.arange(60) < 5, np.arange(60) % 3 == 0
+    masker = Masker(4, special, continues, 0.4, whole_words)
+    masked, labels = masker(ids, np.random.default_rng(seed))
+    chosen = labels != NOT_SCORED
+    assert (labels[chosen] == ids[chosen]).all() and (masked[~chosen] == ids[~chosen]).all()
+    assert not special[ids[chosen]].any()
+    changed = masked != ids
+    assert ((masked[changed] == 4) | ~special[masked[changed]]).all()
+    if whole_words:
+        joined = continues[ids] & ~special[ids]
+        for place in range(1, len(ids)):
+            if joined[place] and not special[ids[place - 1]]:
+                assert chosen[place] == chosen[place - 1]

@@ -1,0 +1,115 @@
+"""QAData: windows hold the answer where the labels say, oddities of real files are found or counted."""
+
+import json
+
+import pytest
+
+from lmmods.data.qa import QAData
+from lmmods.data.windows import locate
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+
+CONTEXT = "The quick brown fox jumps over the lazy dog. " * 12 + "Größe 42 is the sum of 12 and 30. " + "The dog jumps again. " * 12
+ANSWERS = ["42", "12 and 30", "quick brown fox"]
+
+
+def squad(tmp_path, name="squad.json", **changes):
+    qas = [{"id": str(n), "question": "what is the sum?", "answers": [{"text": text, "answer_start": CONTEXT.index(text)}] * 2}
+           for n, text in enumerate(ANSWERS)]
+    qas.append({"id": "none", "question": "who?", "answers": [], "is_impossible": True})
+    qas += changes.get("more", [])
+    path = tmp_path / name
+    path.write_text(json.dumps({"version": "1", "data": [{"title": "t", "paragraphs": [{"context": CONTEXT, "qas": qas}]}]}))
+    return str(path)
+
+
+def build(path, folder, **fields):
+    data = QAData(path, tokenizer=folder, **{"max_length": 64, "stride": 16, "question_max_length": 16, "batch_size": 3, **fields})
+    data.setup("fit")
+    return data
+
+
+def windows_of(data, role="train"):
+    for batch in data.train_dataloader():
+        for n in range(len(batch["index"])):
+            row = {key: value[n] for key, value in batch.items()}
+            yield row, data.window(role, int(row["index"]))
+
+
+def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa: F811
+    data = build(squad(tmp_path), bert_folder)
+    found, covered = {}, {}
+    for row, window in windows_of(data):
+        question = data.question_row("train", window["question"])
+        offsets = window["offsets"]
+        inside = offsets[offsets[:, 1] > 0]
+        covered.setdefault(question["id"], []).append((inside[:, 0].min(), inside[:, 1].max()))
+        start, end = int(row["start_positions"]), int(row["end_positions"])
+        if start == window["cls_position"]:
+            continue
+        text = question["context"][offsets[start, 0] : offsets[end, 1]]
+        assert text == data.answers("train", window["question"])[0]
+        found[question["id"]] = found.get(question["id"], 0) + 1
+    assert set(found) == {"0", "1", "2"}
+    for spans in covered.values():  # windows overlap and reach from end to end
+        spans.sort()
+        assert spans[0][0] == 0 and spans[-1][1] == len(CONTEXT.rstrip())
+        assert all(later[0] < earlier[1] for earlier, later in zip(spans, spans[1:]))
+
+
+def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
+    data = build(squad(tmp_path), bert_folder)
+    data.tokenizer.padding_side = "left"
+    data = QAData(squad(tmp_path), tokenizer=bert_folder, max_length=64, stride=16, question_max_length=16, batch_size=3)
+    data.tokenizer.padding_side = "left"
+    data.setup("fit")
+    checked = 0
+    for row, window in windows_of(data):
+        pad = int((row["attention_mask"] == 0).sum())
+        start, end = int(row["start_positions"]) - pad, int(row["end_positions"]) - pad
+        if start != window["cls_position"]:
+            text = data.question_row("train", window["question"])["context"]
+            assert text[window["offsets"][start, 0] : window["offsets"][end, 1]] in ANSWERS
+            checked += 1
+    assert checked >= 3
+
+
+@pytest.mark.parametrize("context,text,start,wanted", [
+    ("a fox jumps", "fox", 2, "fox"), ("a fox jumps", "fox", 3, "fox"), ("a fox  jumps", "fox jumps", 2, "fox  jumps"),
+    ("a fox jumps", "cat", 2, None), ("fox" + "x" * 99 + "fox", "fox", 100, "fox"), ("a fox", "", 1, None), ("a", "fox", -5, None),
+])
+def test_locate(context, text, start, wanted):
+    span = locate(context, text, start)
+    assert (None if span is None else context[slice(*span)]) == wanted
+
+
+def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F811
+    more = [{"id": "moved", "question": "q", "answers": [{"text": "42", "answer_start": CONTEXT.index("42") + 3}]},
+            {"id": "lost", "question": "q", "answers": [{"text": "no such words", "answer_start": 3}]},
+            {"id": "broken", "question": "q", "answers": [{"text": "42"}]}, {"id": "none", "question": "q"}]
+    path = squad(tmp_path, more=more)
+    data = build(path, bert_folder)
+    source = data.report["sources"][path]
+    assert source["answers_moved_to_their_place"] == 1 and source["answers_not_in_context"] == 1
+    assert source["questions_without_answer"] == 1 and source["questions"] == 6
+    assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == {
+        "answers are not {text, answer_start}": 1, "answers is missing": 1}
+    lost = [row for row, window in windows_of(data) if data.question_row("train", window["question"])["id"] == "lost"]
+    assert lost and all(int(row["start_positions"]) == -100 for row in lost)
+
+
+def test_flat_rows_and_predict_without_answers(bert_folder, write_jsonl):  # noqa: F811
+    rows = [{"id": "1", "title": "", "context": CONTEXT, "question": "q", "answers": {"text": ["42"], "answer_start": [CONTEXT.index("42")]}}]
+    data = build(write_jsonl(rows), bert_folder,
+                 predict_source=write_jsonl([{"context": CONTEXT, "question": "q [SEP] [MASK]"}], "ask.jsonl"))
+    assert any(int(row["start_positions"]) > 0 for row, _ in windows_of(data))
+    batch = next(iter(data.predict_dataloader()))
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
+    assert all(row.tolist().count(3) == 2 for row in batch["input_ids"])
+    assert data.example(int(batch["index"][0]))["question"] == "q [SEP] [MASK]"
+
+
+def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F811
+    more = [{"id": "long", "question": "the fox " * 40, "answers": [{"text": "42", "answer_start": CONTEXT.index("42")}]}]
+    path = squad(tmp_path, more=more)
+    data = build(path, bert_folder)
+    assert data.report["sources"][path]["questions_cut"] == 1 and data._rows("train").lengths.max() <= 64
