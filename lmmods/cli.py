@@ -16,6 +16,7 @@ from lmmods.errors import UserError, user_error_in
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("WANDB_SILENT", "true")
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 if not sys.stderr.isatty():
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar in a log file is a long line of debris
 

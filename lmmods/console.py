@@ -26,4 +26,5 @@ def quiet_libraries() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # raised inside its own calls
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what is logged is the same on every process
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # the loaders tell what they need

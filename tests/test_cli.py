@@ -296,3 +296,19 @@ def test_help_lists_every_command():
     assert done.returncode == 0
     for command in ("fit", "validate", "test", "predict", "inspect", "merge"):
         assert command in done.stdout
+
+
+def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folder, tmp_path, llama_folder):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"instruction": f"Say {n}.", "output": f"{n} {n}"}) + "\n" for n in range(8)))
+    assert main(["fit", *recipe(data__init_args__add_tokens=["<tool>"], data__init_args__source=str(rows),
+                                data__init_args__val_size=0, trainer__limit_val_batches=0, trainer__max_steps=3)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder.model)
+    new = tokenizer.convert_tokens_to_ids("<tool>")
+    assert new >= 320
+    out = tmp_path / "merged"
+    assert main(["merge", "--run", str(folder.root), "--out", str(out)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    assert merged.get_input_embeddings().weight.shape[0] > new
+    original = AutoModelForCausalLM.from_pretrained(llama_folder).get_input_embeddings().weight
+    torch.testing.assert_close(merged.get_input_embeddings().weight[:320], original)

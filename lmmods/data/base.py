@@ -1,32 +1,31 @@
 """The DataModule that every task builds on: sources to stores, stores to loaders, counts to the report."""
 
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning
 import numpy as np
-from torch.utils.data import Dataset
 
+from lmmods.data.cache import Cache
+from lmmods.data.checks import check_least
 from lmmods.data.collate import Collator
+from lmmods.data.inspection import Which, choose_rows, shown_row
 from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
 from lmmods.data.packing import PackedSet
 from lmmods.data.readers import Row
 from lmmods.data.report import describe_rows, describe_source, render_table
-from lmmods.data.rows import RowSet, split
+from lmmods.data.rows import PromptSet, RowSet, split, weighted
 from lmmods.data.sampler import BatchOrder, evaluation_order, training_order
-from lmmods.data.sources import Source, SourceReader, as_sources, weighted_rows
-from lmmods.data.store import Encoder, Store, build_store, fingerprint
+from lmmods.data.sources import Source, SourceReader, as_sources
+from lmmods.data.store import Encoder, Store
 from lmmods.data.stream import StreamLoader, StreamSource, encode_window, mixed_windows
 from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
 from lmmods.errors import UserError
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024
-BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
 FIRST_WINDOW = 1000  # rows of a stream that the report looks at
 STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
     "fit": ("train", "val"),
@@ -100,24 +99,32 @@ class DataModule(lightning.LightningDataModule, ABC):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for key, value, least in (("batch_size", batch_size, 1), ("eval_batch_size", eval_batch_size, 1),
-                                  ("max_length", max_length, 2), ("pad_to_multiple_of", pad_to_multiple_of, 1),
-                                  ("num_workers", num_workers, 0), ("num_proc", num_proc, 1), ("val_size", val_size, 0),
-                                  ("stream_window", stream_window, 1)):
-            if value is not None and value < least:
-                raise UserError(f"data.{key} is {value}, but must be {least} or more")
+        check_least(
+            batch_size=(batch_size, 1),
+            eval_batch_size=(eval_batch_size, 1),
+            max_length=(max_length, 2),
+            pad_to_multiple_of=(pad_to_multiple_of, 1),
+            num_workers=(num_workers, 0),
+            num_proc=(num_proc, 1),
+            val_size=(val_size, 0),
+            stream_window=(stream_window, 1),
+        )
         if val_size and val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if val_size and streaming:
             raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
         self._sources: dict[Role, list[Source]] = {
             role: as_sources(value, key, columns)
-            for role, key, value in (("train", "source", source), ("val", "val_source", val_source),
-                                     ("test", "test_source", test_source), ("predict", "predict_source", predict_source))
+            for role, key, value in (
+                ("train", "source", source),
+                ("val", "val_source", val_source),
+                ("test", "test_source", test_source),
+                ("predict", "predict_source", predict_source),
+            )
             if value is not None
         }
         self.val_size = val_size
-        self.max_length: int = max_length  # type: ignore[assignment] - settled by _settle
+        self.max_length: int = max_length  # type: ignore[assignment] - settled by connect or setup
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.packing = packing
@@ -128,18 +135,20 @@ class DataModule(lightning.LightningDataModule, ABC):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.num_workers = num_workers
         self.num_proc = num_proc
-        self.cache_dir = cache_dir
-        self.rebuild_cache = rebuild_cache
         self._seed = seed
         self._tokenizer_path = tokenizer
-        self._tokenizer_options = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token,
-                                   "add_tokens": add_tokens}
+        self._tokenizer_options = {
+            "pad_token": pad_token,
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "add_tokens": add_tokens,
+        }
         self._pretrained: dict[str, Any] = {}
         self._repaired: RepairedTokenizer | None = None
         self._sets: dict[Role, RowSet] = {}
         self._arranged: dict[Role, Any] = {}
         self._streams: list[StreamSource] | None = None
-        self._built: set[Path] = set()
+        self._cache = Cache(cache_dir, num_proc, rebuild_cache)
         self._loader: StatefulLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
 
@@ -175,7 +184,7 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _prompts(self, rows: RowSet) -> Any:
         """What predict reads: a map-style data set with `lengths`. Default: `_prompt` of each kept row."""
-        return _Prompts(rows, self._prompt)
+        return PromptSet(rows, self._prompt)
 
     def _side(self) -> str:
         """Side of the padding in training and evaluation."""
@@ -191,8 +200,16 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     # What the CLI and the engines call
 
-    def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
-                seed: int | None = None, max_positions: int | None = None, run_dir: str | None = None) -> None:
+    def connect(
+        self,
+        *,
+        pretrained: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int | None = None,
+        max_positions: int | None = None,
+        run_dir: str | None = None,
+    ) -> None:
         """Fill in what the user left unset with what the model and the run know.
 
         Args:
@@ -240,7 +257,9 @@ class DataModule(lightning.LightningDataModule, ABC):
     def _load_tokenizer(self) -> RepairedTokenizer:
         if self._repaired is None:
             if self._tokenizer_path is None:
-                raise UserError("no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one")
+                raise UserError(
+                    "no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one"
+                )
             self._repaired = load_tokenizer(self._tokenizer_path, **self._pretrained, **self._tokenizer_options)
         return self._repaired
 
@@ -261,8 +280,11 @@ class DataModule(lightning.LightningDataModule, ABC):
                 self._open(role)
 
     def _stage(self) -> str | None:
-        return str(self.trainer.state.fn.value) if self.trainer is not None and getattr(self.trainer, "state", None) \
-            and self.trainer.state.fn else None
+        return (
+            str(self.trainer.state.fn.value)
+            if self.trainer is not None and getattr(self.trainer, "state", None) and self.trainer.state.fn
+            else None
+        )
 
     def _origin(self, role: Role) -> Role:
         """The role whose sources hold the rows of `role`."""
@@ -274,7 +296,7 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _open(self, role: Role) -> None:
         origin = self._origin(role)
-        if origin not in self._sources:
+        if origin not in self._sources or (origin == "train" and "train" in self._sets):
             return
         if role == "predict" and origin != "predict":
             needed: Role = "test" if "test" in self._sources else "val"
@@ -292,41 +314,30 @@ class DataModule(lightning.LightningDataModule, ABC):
             rows, held_out = split(rows, self.val_size, self.seed)
             if len(held_out):
                 self._sets["val"] = held_out
-            self._sets["train"] = self._weighted(rows)
+            self._sets["train"] = weighted(rows, [source.weight for source in self._sources["train"]], self.seed)
         else:
             self._sets[role] = rows
 
-    def _weighted(self, rows: RowSet) -> RowSet:
-        """Rows repeated or thinned by the weights of their sources."""
-        weights = [source.weight for source in self._sources["train"]]
-        if all(weight == 1 for weight in weights):
-            return rows
-        store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
-        places = [np.flatnonzero(store_of == number) for number in range(len(weights))]
-        return rows.subset(np.concatenate([of[weighted_rows(len(of), weight, self.seed)]
-                                           for of, weight in zip(places, weights)]))
-
     def _store(self, source: Source, prompts_only: bool) -> Store:
         """The store of a source, built when the cache lacks it."""
-        reader = self._reader(source)
-        tokenizer = self.tokenizer
-        key = fingerprint({
-            "task": type(self).__name__, "source": reader.fingerprint(), "settings": self._encoding_settings(),
-            "prompts_only": prompts_only, "tokenizer": tokenizer.backend_tokenizer.to_str(),
-            "chat_template": tokenizer.chat_template, "special": tokenizer.special_tokens_map,
-        })
-        folder = self._cache_folder() / f"{type(self).__name__.lower()}-{key}"
-        if self.rebuild_cache and folder not in self._built and self._is_first_process():
-            _remove(folder)
-        if not (folder / "info.json").is_file():
-            self._build(folder, source, reader, prompts_only)
-        self._built.add(folder)
-        store = Store(folder)
-        if not len(store):
-            reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
-                                for reason, entry in store.info["dropped"].items())
-            raise UserError(f"{source.path}: no usable row among {store.info['rows_read']} read: {reasons}")
-        return store
+        reader, tokenizer = self._reader(source), self.tokenizer
+        settings = {
+            "task": type(self).__name__,
+            "settings": self._encoding_settings(),
+            "prompts_only": prompts_only,
+            "tokenizer": tokenizer.backend_tokenizer.to_str(),
+            "chat_template": tokenizer.chat_template,
+            "special": tokenizer.special_tokens_map,
+        }
+        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only))
+
+    def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
+        """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""
+        first = next(iter(reader), None)
+        if first is None:
+            raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
+        encoder, found = self._encoder(reader.source, first, prompts_only)
+        return self._regrouped(reader, found), encoder, {"path": reader.source.path, **found}
 
     def _stream_sources(self) -> list[StreamSource]:
         if self._streams is None:
@@ -335,7 +346,7 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _stream_source(self, source: Source) -> StreamSource:
         reader = self._reader(source)
-        encoder, info = self._first_look(source, reader, prompts_only=False)
+        _, encoder, info = self._prepared(reader, prompts_only=False)
         return StreamSource(lambda: iter(self._regrouped(reader, info)), encoder, source.weight, info)
 
     def _first_window(self) -> RowSet:
@@ -344,32 +355,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         window = next(mixed_windows(sources, min(self.stream_window, FIRST_WINDOW), self.seed, 0))
         return encode_window(sources, window)
 
-    def _first_look(self, source: Source, reader: SourceReader, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        first = next(iter(reader), None)
-        if first is None:
-            raise UserError(f"{source.path}: the data set is empty, no row was found")
-        encoder, found = self._encoder(source, first, prompts_only)
-        return encoder, {"path": source.path, **found}
-
-    def _build(self, folder: Path, source: Source, reader: SourceReader, prompts_only: bool) -> None:
-        encoder, info = self._first_look(source, reader, prompts_only)
-        build_store(folder, self._regrouped(reader, info), encoder, self._processes(reader), self._keep_rows(), info)
-
     def _reader(self, source: Source) -> SourceReader:
         return SourceReader(source, streaming=self.streaming)
-
-    def _keep_rows(self) -> bool:
-        return True
-
-    def _processes(self, reader: SourceReader) -> int:
-        if self.num_proc is not None:
-            return self.num_proc
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        return max(1, min(cores, reader.num_bytes() // BYTES_PER_PROCESS))
-
-    def _cache_folder(self) -> Path:
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmmods"
-        return Path(self.cache_dir or os.environ.get("LMMODS_CACHE") or default).expanduser()
 
     # Loaders
 
@@ -396,12 +383,21 @@ class DataModule(lightning.LightningDataModule, ABC):
             raise UserError("data.streaming never ends; set trainer.max_steps")
 
         def order_of(lengths: np.ndarray, epoch: int, window: int) -> BatchOrder:
-            order = training_order(lengths, self.batch_size, [self.seed, epoch, window], self.shuffle, self.group_by_length)
+            order = training_order(
+                lengths, self.batch_size, [self.seed, epoch, window], self.shuffle, self.group_by_length
+            )
             return order.shifted(epoch * len(lengths)) if self._draws_by_epoch() else order
 
         settings = {"batch_size": self.batch_size, "window_size": self.stream_window, "seed": self.seed}
-        return StreamLoader(self._stream_sources(), self._arranged_items, order_of, self._collator(self._item_keys()),
-                            self._share(), settings, self.num_proc or 1)
+        return StreamLoader(
+            self._stream_sources(),
+            self._arranged_items,
+            order_of,
+            self._collator(self._item_keys()),
+            self._share(),
+            settings,
+            self.num_proc or 1,
+        )
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Validation batches of this rank; an empty list without a validation set."""
@@ -415,7 +411,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         """Prompts of this rank, padded on the left, with `index`. Raises UserError without rows to predict."""
         prompts = self._prompts(self._rows("predict"))
         collator = self._collator(self._prompt_keys(), self._prompt_side())
-        return EvaluationLoader(prompts, evaluation_order(prompts.lengths, self.eval_batch_size), collator, self._share())
+        share = replace(self._share(), num_workers=0)  # workers would need a copy of this module
+        return EvaluationLoader(prompts, evaluation_order(prompts.lengths, self.eval_batch_size), collator, share)
 
     def _evaluation_loader(self, role: Role) -> EvaluationLoader:
         items = self._items(role)
@@ -426,8 +423,11 @@ class DataModule(lightning.LightningDataModule, ABC):
         if role not in self._sets:
             self.setup({"train": "fit", "val": "validate"}.get(role, role))
         if role not in self._sets:
-            wanted = {"val": "data.val_source or data.val_size", "test": "data.test_source",
-                      "predict": "data.predict_source, data.test_source, data.val_source or data.val_size"}[role]
+            wanted = {
+                "val": "data.val_source or data.val_size",
+                "test": "data.test_source",
+                "predict": "data.predict_source, data.test_source, data.val_source or data.val_size",
+            }[role]
             raise UserError(f"no rows for {role}; set {wanted}")
         return self._sets[role]
 
@@ -445,15 +445,14 @@ class DataModule(lightning.LightningDataModule, ABC):
         return (*self._batch_keys(), *(("position_ids", "segment_ids") if self.packing else ()))
 
     def _collator(self, keys: tuple[str, ...], side: str | None = None) -> Collator:
-        return Collator(keys, self.tokenizer.pad_token_id, self.pad_to_multiple_of, self.max_length, side or self._side())
+        return Collator(
+            keys, self.tokenizer.pad_token_id, self.pad_to_multiple_of, self.max_length, side or self._side()
+        )
 
     def _share(self) -> Share:
         trainer = self.trainer
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         return Share(rank, world_size, self.num_workers)
-
-    def _is_first_process(self) -> bool:
-        return self._share().rank == 0
 
     # Position, report, single rows
 
@@ -471,15 +470,28 @@ class DataModule(lightning.LightningDataModule, ABC):
     @property
     def report(self) -> dict[str, Any]:
         """What was read, dropped and cut, and how full batches are; plain JSON, after `setup`."""
+        stores = {store.name: store for rows in self._sets.values() for store in rows.stores}
         sources: dict[str, Any] = {}
-        for role, rows in self._sets.items():
-            for store in rows.stores:
-                sources.setdefault(store.info["path"], describe_source(store.info))
-        splits = {role: describe_rows(self._items(role), self.batch_size if role == "train" else self.eval_batch_size,
-                                      self.pad_to_multiple_of, self.max_length, self.seed)
-                  for role in self._sets if role != "predict"}
-        return {"sources": sources, "splits": splits, "max_length": self.max_length,
-                "tokenizer": self._load_tokenizer().notes}
+        for store in stores.values():
+            path = store.info["path"]
+            sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info)
+        splits = {
+            role: describe_rows(
+                self._items(role),
+                self.batch_size if role == "train" else self.eval_batch_size,
+                self.pad_to_multiple_of,
+                self.max_length,
+                self.seed,
+            )
+            for role in self._sets
+            if role != "predict"
+        }
+        return {
+            "sources": sources,
+            "splits": splits,
+            "max_length": self.max_length,
+            "tokenizer": self._load_tokenizer().notes,
+        }
 
     def report_table(self) -> str:
         """The report as a short table."""
@@ -497,52 +509,14 @@ class DataModule(lightning.LightningDataModule, ABC):
         """Metrics of generated texts by `index`; empty where the data hold no answers."""
         return {}
 
-    def rows_for_inspection(self, num_rows: int, which: Literal["first", "longest", "most_cut"] | list[int] = "first"
-                            ) -> list[dict[str, Any]]:
+    def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
         """Training rows as the model sees them: {index, input_ids, labels, location}.
 
         Args:
             num_rows: How many.
-            which: `first`, `longest`, `most_cut`, or numbers of training rows.
+            which: `first`, `longest`, `most_cut` (tokens cut off), `most_unknown` (tokens the vocabulary lacks), or
+                numbers of training rows.
         """
         items = self._items("train")
-        if isinstance(which, list):
-            places = which
-        elif which == "first":
-            places = list(range(min(num_rows, len(items))))
-        else:
-            measure = items.lengths if which == "longest" else items.cut
-            places = np.argsort(-measure, kind="stable")[:num_rows].tolist()
-        return [self._inspected(items, place) for place in places]
-
-    def _inspected(self, items: Any, place: int) -> dict[str, Any]:
-        if not 0 <= place < len(items):
-            raise UserError(f"row {place} does not exist; the training set has rows 0 to {len(items) - 1}")
-        row = items[place]
-        return {"index": int(row["index"]), "input_ids": row["input_ids"].tolist(), "labels": row["labels"].tolist(),
-                "location": self._rows("train").location(int(row["index"]))}
-
-
-class _Prompts(Dataset):
-    """Prompts of kept rows."""
-
-    def __init__(self, rows: RowSet, prompt_of) -> None:  # noqa: ANN001
-        self._rows, self._prompt_of = rows, prompt_of
-        self.lengths = rows.lengths
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        row = self._rows[number]
-        return None if row is None else self._prompt_of(row)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a store; renamed first, so that no process meets half of it."""
-    import shutil
-
-    if folder.exists():
-        old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
-        folder.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
+        places = choose_rows(items, num_rows, which, self.tokenizer.unk_token_id)
+        return [shown_row(items[place], self._rows("train")) for place in places]

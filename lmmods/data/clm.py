@@ -50,8 +50,10 @@ class CLMData(DataModule):
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         if self.text_column not in first.values:
-            raise UserError(f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
-                            f"{', '.join(first.values)}. Name yours with data.text_column")
+            raise UserError(
+                f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
+                f"{', '.join(first.values)}. Name yours with data.text_column"
+            )
         if self.tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
         text = TextEncoder(self.tokenizer)

@@ -59,7 +59,7 @@ class SFTEncoder:
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
         kept, ids, labels, prompts, cuts = [], [], [], [], []
-        for place, (row_ids, response) in zip(places, self.text.encode_rows(runs)):
+        for place, (row_ids, response) in zip(places, self.text.encode_rows(runs), strict=True):
             try:
                 row_ids, row_labels, prompt, cut = self._fit(row_ids, response, place, counts)
             except RowProblem as problem:
@@ -70,8 +70,12 @@ class SFTEncoder:
             labels.append(row_labels)
             prompts.append(prompt)
             cuts.append(cut)
-        columns = {"input_ids": Ragged.of(ids), "labels": Ragged.of(labels),
-                   "prompt_length": np.array(prompts, np.int64), "cut": np.array(cuts, np.int64)}
+        columns = {
+            "input_ids": Ragged.of(ids),
+            "labels": Ragged.of(labels),
+            "prompt_length": np.array(prompts, np.int64),
+            "cut": np.array(cuts, np.int64),
+        }
         self._count(columns, counts)
         return Encoded(columns, np.array(kept, np.int64), dropped, counts)
 
@@ -95,8 +99,9 @@ class SFTEncoder:
             segments = self.renderer.render(messages[:answered])
         return self.text.runs(segments)
 
-    def _fit(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
-             ) -> tuple[np.ndarray, np.ndarray, int, int]:
+    def _fit(
+        self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+    ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy and make the labels of one row. Raises RowProblem when the row is dropped."""
         last = response.max(initial=-1)
         prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
@@ -129,9 +134,12 @@ class SFTEncoder:
         if not source + target + total:
             return 0, 0
         if limits.on_overflow == "error":
-            raise RowError(place, f"{prompt} prompt and {answer} response tokens are more than max_length "
-                           f"{limits.max_length} / source_max_length {limits.source_max_length} / target_max_length "
-                           f"{limits.target_max_length}; raise the limit or set data.on_overflow")
+            raise RowError(
+                place,
+                f"{prompt} prompt and {answer} response tokens are more than max_length "
+                f"{limits.max_length} / source_max_length {limits.source_max_length} / target_max_length "
+                f"{limits.target_max_length}; raise the limit or set data.on_overflow",
+            )
         if limits.on_overflow == "skip":
             raise RowProblem("longer than the limits")
         if limits.on_overflow == "truncate" and not self.prompts_only:
@@ -144,6 +152,7 @@ class SFTEncoder:
         labels = columns["labels"].values
         counts["tokens"] += len(labels)
         counts["labelled_tokens"] += int((labels != NOT_SCORED).sum())
+        counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["terminators_labelled"] += int(np.isin(labels, self.stop_token_ids).sum())
 
     @property

@@ -36,6 +36,8 @@ class TextEncoder:
     def __init__(self, tokenizer) -> None:
         self.eos_id: int | None = tokenizer.eos_token_id
         self.bos_id: int | None = tokenizer.bos_token_id
+        unknown = tokenizer.unk_token_id
+        self.unk_id: int | None = None if unknown in (self.eos_id, self.bos_id) else unknown
         self.control: dict[str, int] = {
             str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -136,9 +138,9 @@ class TextEncoder:
         if not any(inner):
             return self._ids(texts)
         context = CONTEXTS[0]
-        encoded = self._ids([context + text if flag else text for text, flag in zip(texts, inner)])
+        encoded = self._ids([context + text if flag else text for text, flag in zip(texts, inner, strict=True)])
         removed = self._ids([context])[0]
-        for number, (ids, flag) in enumerate(zip(encoded, inner)):
+        for number, (ids, flag) in enumerate(zip(encoded, inner, strict=True)):
             if flag:
                 clean = ids[: len(removed)] == removed
                 encoded[number] = ids[len(removed) :] if clean else self._continuation(texts[number])

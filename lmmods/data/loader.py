@@ -78,8 +78,14 @@ class StatefulLoader:
         batch_size: Rows per micro-batch; a position can only be continued with the same.
     """
 
-    def __init__(self, rows: Dataset, order_of: Callable[[int], BatchOrder], collate: Callable[[list], Batch], share: Share,
-                 batch_size: int) -> None:
+    def __init__(
+        self,
+        rows: Dataset,
+        order_of: Callable[[int], BatchOrder],
+        collate: Callable[[list], Batch],
+        share: Share,
+        batch_size: int,
+    ) -> None:
         self._order_of, self._share = order_of, share
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, share.num_workers)
@@ -111,6 +117,8 @@ class StatefulLoader:
         """
         for key, value in self._identity.items():
             if state[key] != value:
-                raise UserError(f"cannot resume: the checkpoint was written with {key} {state[key]}, now it is {value}; "
-                                "restore the old setting, or start a new run")
+                raise UserError(
+                    f"cannot resume: the checkpoint was written with {key} {state[key]}, now it is {value}; "
+                    "restore the old setting, or start a new run"
+                )
         self._epoch, self._handed_out = state["epoch"], state["batches"]

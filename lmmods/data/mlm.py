@@ -5,7 +5,7 @@ from typing import Any, Literal
 from lmmods.data.base import DataModule
 from lmmods.data.blocks import BlockSet
 from lmmods.data.encoding import TextEncoder
-from lmmods.data.masking import Masker, MaskedSet, tokens_around, vocabulary_flags
+from lmmods.data.masking import MaskedSet, Masker, tokens_around, vocabulary_flags
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source, SourceReader
@@ -62,13 +62,20 @@ class MLMData(DataModule):
         if self.tokenizer.mask_token_id is None:
             raise UserError("the tokenizer has no mask token; use one of a masked language model")
         if self.text_column not in first.values:
-            raise UserError(f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
-                            f"{', '.join(first.values)}. Name yours with data.text_column")
+            raise UserError(
+                f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
+                f"{', '.join(first.values)}. Name yours with data.text_column"
+            )
         separated = self.join and not prompts_only and self.tokenizer.sep_token_id is not None
         between = [self.tokenizer.sep_token_id] if separated else []
-        encoder = TextRowEncoder(self.text_column, TextEncoder(self.tokenizer), begin=[], end=between,
-                                 gap=self.tokenizer.mask_token if prompts_only else None,
-                                 longest=self._room() if prompts_only else None)
+        encoder = TextRowEncoder(
+            self.text_column,
+            TextEncoder(self.tokenizer),
+            begin=[],
+            end=between,
+            gap=self.tokenizer.mask_token if prompts_only else None,
+            longest=self._room() if prompts_only else None,
+        )
         return encoder, {"format": "text"}
 
     def _room(self) -> int:

@@ -59,9 +59,11 @@ class PackedSet(Dataset):
         self.items = items
         lengths = items.lengths
         order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
-        self._packs = [order[start : start + WINDOW][pack]
-                       for start in range(0, len(order), WINDOW)
-                       for pack in best_fit_decreasing(lengths[order[start : start + WINDOW]], max_length)]
+        self._packs = [
+            order[start : start + WINDOW][pack]
+            for start in range(0, len(order), WINDOW)
+            for pack in best_fit_decreasing(lengths[order[start : start + WINDOW]], max_length)
+        ]
         self.lengths = np.array([lengths[pack].sum() for pack in self._packs], np.int64)
 
     def __len__(self) -> int:

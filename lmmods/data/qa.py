@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.data.base import DataModule, Role
+from lmmods.data.checks import check_least
 from lmmods.data.formats import RowProblem
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
@@ -40,9 +41,7 @@ class QAData(DataModule):
         super().__init__(source, **common)
         if self.packing:
             raise UserError("data.packing is not for question answering: a window is a row of its own")
-        for key, value, least in (("stride", stride, 0), ("question_max_length", question_max_length, 1)):
-            if value < least:
-                raise UserError(f"data.{key} is {value}, but must be {least} or more")
+        check_least(stride=(stride, 0), question_max_length=(question_max_length, 1))
         self.stride = stride
         self.question_max_length = question_max_length
 
@@ -60,7 +59,11 @@ class QAData(DataModule):
         rows = self._rows(role)
         row = rows[index]
         assert row is not None
-        return {"question": row["index"], "offsets": row["offsets"].reshape(-1, 2), "cls_position": int(row["cls_position"])}
+        return {
+            "question": row["index"],
+            "offsets": row["offsets"].reshape(-1, 2),
+            "cls_position": int(row["cls_position"]),
+        }
 
     def question_row(self, role: Role, question: int) -> dict[str, Any]:
         """The row of a question: question, context, answers, id."""
@@ -81,23 +84,38 @@ class QAData(DataModule):
         return flat_questions(rows)
 
     def _encoding_settings(self) -> dict[str, Any]:
-        return {"max_length": self.max_length, "stride": self.stride, "question_max_length": self.question_max_length,
-                "side": self.tokenizer.padding_side}
+        return {
+            "max_length": self.max_length,
+            "stride": self.stride,
+            "question_max_length": self.question_max_length,
+            "side": self.tokenizer.padding_side,
+        }
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         layout = "squad" if {"paragraphs", "qas"} & set(first.values) else "flat"
         missing = [name for name in ("question", "context") if name not in first.values]
         if layout == "flat" and missing:
-            raise UserError(f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
-                            f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON")
+            raise UserError(
+                f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
+                f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON"
+            )
         tokenizer = self.tokenizer
         specials = tokenizer.num_special_tokens_to_add(pair=True)
         room = self.max_length - self.question_max_length - specials
         if room <= self.stride:
-            raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
-                            f"{self.question_max_length}; that must be more than data.stride {self.stride}")
-        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, self.max_length, self.stride,
-                                self.question_max_length, tokenizer.padding_side == "right", prompts_only)
+            raise UserError(
+                f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
+                f"{self.question_max_length}; that must be more than data.stride {self.stride}"
+            )
+        encoder = WindowEncoder(
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.cls_token_id,
+            self.max_length,
+            self.stride,
+            self.question_max_length,
+            tokenizer.padding_side == "right",
+            prompts_only,
+        )
         return encoder, {"format": layout}
 
     def _arrange(self, rows: RowSet) -> "Windows":

@@ -42,7 +42,9 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
         "sorted": evaluation_order(lengths, batch_size),
     }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))
-    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length) for name, order in waste.items()}
+    padding = {
+        name: padding_share(lengths, order.rows, batch_size, multiple, max_length) for name, order in waste.items()
+    }
     if len(lengths) <= PACKED_TRIAL:
         packs = best_fit_decreasing(lengths, max_length)
         padding["packed"] = float(1 - lengths.sum() / (len(packs) * max_length))
@@ -69,19 +71,27 @@ def render_table(report: dict[str, Any]) -> str:
     """The report in a few lines for the screen."""
     lines = []
     for path, source in report["sources"].items():
-        lines.append(f"{path}: {source['rows_read']} rows read, {source['rows_kept']} kept"
-                     + (f", format {source['format']}" if "format" in source else "")
-                     + (f", template {source['template']}" if "template" in source else ""))
-        lines += [f"  dropped {entry['rows']}: {reason} (first {entry['first'][0]})"
-                  for reason, entry in source["dropped"].items()]
+        lines.append(
+            f"{path}: {source['rows_read']} rows read, {source['rows_kept']} kept"
+            + (f", format {source['format']}" if "format" in source else "")
+            + (f", template {source['template']}" if "template" in source else "")
+        )
+        lines += [
+            f"  dropped {entry['rows']}: {reason} (first {entry['first'][0]})"
+            for reason, entry in source["dropped"].items()
+        ]
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
-    lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}{'packed':>9}")
+    lines.append(
+        f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}{'packed':>9}"
+    )
     for name, part in report["splits"].items():
         padding = part["padding_share"]
-        lines.append(f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
-                     f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}"
-                     + (f"{padding['packed']:>9.1%}" if "packed" in padding else ""))
+        lines.append(
+            f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
+            f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}"
+            + (f"{padding['packed']:>9.1%}" if "packed" in padding else "")
+        )
     lines += [f"note: tokenizer: {note}" for note in report["tokenizer"]]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Rows of several stores as one numbered set, and its division into training and validation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class RowSet(Dataset):
     @property
     def index(self) -> np.ndarray:
         """For each chosen row, its number among all rows read."""
-        columns = [store.column("index") + start for store, start in zip(self.stores, self._index_starts)]
+        columns = [store.column("index") + start for store, start in zip(self.stores, self._index_starts, strict=False)]
         return np.concatenate(columns)[self.chosen]
 
     def subset(self, places: np.ndarray) -> "RowSet":
@@ -97,11 +98,50 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
     total = sum(store.info["rows_read"] for store in rows.stores)
     count = val_size if isinstance(val_size, int) else max(round(val_size * total), int(val_size > 0))
     if not 0 <= count < total or val_size < 0:
-        raise UserError(f"data.val_size is {val_size}, but the source has {total} rows; give a share below 1.0 or fewer rows")
+        raise UserError(
+            f"data.val_size is {val_size}, but the source has {total} rows; give a share below 1.0 or fewer rows"
+        )
     held_out = np.zeros(total, bool)
     held_out[np.random.default_rng([seed, total]).permutation(total)[:count]] = True
     in_validation = held_out[rows.index]
     if count and (in_validation.all() or not in_validation.any()):
-        raise UserError(f"data.val_size {val_size} leaves no row for {'training' if in_validation.all() else 'validation'}; "
-                        f"the source has {len(rows)} usable rows")
+        raise UserError(
+            f"data.val_size {val_size} leaves no row for {'training' if in_validation.all() else 'validation'}; "
+            f"the source has {len(rows)} usable rows"
+        )
     return rows.subset(np.flatnonzero(~in_validation)), rows.subset(np.flatnonzero(in_validation))
+
+
+def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
+    """Rows repeated or thinned by the weights of their stores: 2 takes each twice, 0.5 a seeded half of them."""
+    if all(weight == 1 for weight in weights):
+        return rows
+    store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
+    random = np.random.default_rng([seed, len(rows)])
+    parts = []
+    for number, weight in enumerate(weights):
+        places = np.flatnonzero(store_of == number)
+        whole = int(weight)
+        extra = random.permutation(places)[: round((weight - whole) * len(places))]
+        parts += [np.tile(places, whole), np.sort(extra)]
+    return rows.subset(np.concatenate(parts))
+
+
+class PromptSet(Dataset):
+    """Prompts of kept rows. Item -1 is None, a padding row.
+
+    Args:
+        rows: Kept rows.
+        prompt_of: Columns of a row -> columns of its prompt.
+    """
+
+    def __init__(self, rows: RowSet, prompt_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._rows, self._prompt_of = rows, prompt_of
+        self.lengths = rows.lengths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self._rows[number]
+        return None if row is None else self._prompt_of(row)

@@ -42,8 +42,9 @@ class BatchOrder:
         return (self._order[start : start + self._batch_size] + self._offset).tolist()
 
 
-def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], shuffle: bool = True,
-                   group_by_length: bool = False) -> BatchOrder:
+def training_order(
+    lengths: np.ndarray, batch_size: int, seed: list[int], shuffle: bool = True, group_by_length: bool = False
+) -> BatchOrder:
     """Each row once, in an order drawn from the seed.
 
     Args:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lmmods.data.base import DataModule
+from lmmods.data.checks import check_least
 from lmmods.data.conversations import Limits, Overflow, SFTEncoder
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.formats import RowProblem, detect_format, find_format
@@ -49,9 +50,7 @@ class SFTData(DataModule):
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
-        for key, value in (("source_max_length", source_max_length), ("target_max_length", target_max_length)):
-            if value is not None and value < 1:
-                raise UserError(f"data.{key} is {value}, but must be 1 or more")
+        check_least(source_max_length=(source_max_length, 1), target_max_length=(target_max_length, 1))
         if dataset_format is not None:
             find_format(dataset_format)
         self.template = template
@@ -85,13 +84,25 @@ class SFTData(DataModule):
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
     def _encoding_settings(self) -> dict[str, Any]:
-        names = ("template", "dataset_format", "roles", "train_on_prompt", "train_on_last", "source_max_length",
-                 "target_max_length", "on_overflow", "max_length")
+        names = (
+            "template",
+            "dataset_format",
+            "roles",
+            "train_on_prompt",
+            "train_on_last",
+            "source_max_length",
+            "target_max_length",
+            "on_overflow",
+            "max_length",
+        )
         return {name: getattr(self, name) for name in names}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        detected = detect_format(first.values, f"{first.file}:{first.line}", prompts_only) \
-            if not (source.format or self.dataset_format) else ""
+        detected = (
+            detect_format(first.values, f"{first.file}:{first.line}", prompts_only)
+            if not (source.format or self.dataset_format)
+            else ""
+        )
         layout = source.format or self.dataset_format or detected
         encoder = self._sft_encoder(layout, prompts_only)
         template = find_format(layout).template or self._template_name()
@@ -103,15 +114,20 @@ class SFTData(DataModule):
     def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-text token, so no response could end; name one with "
-                            "data.eos_token")
+            raise UserError(
+                "the tokenizer has no end-of-text token, so no response could end; name one with data.eos_token"
+            )
         text = TextEncoder(tokenizer)
         name = find_format(layout).template or self._template_name()
-        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token) if name == "tokenizer"
-                    else TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
+        renderer = (
+            ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token)
+            if name == "tokenizer"
+            else TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token)
+        )
         limits = Limits(self.max_length, self.source_max_length, self.target_max_length, self.on_overflow)
-        return SFTEncoder(layout, renderer, text, limits, self.train_on_prompt, self.train_on_last,
-                          self.roles, prompts_only)
+        return SFTEncoder(
+            layout, renderer, text, limits, self.train_on_prompt, self.train_on_last, self.roles, prompts_only
+        )
 
     def _template_name(self) -> str:
         return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")

@@ -3,14 +3,12 @@
 import difflib
 import glob
 import hashlib
-import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import fsspec
-import numpy as np
 
 from lmmods.data.readers import COMPRESSIONS, READERS, Row, file_type, read_file
 from lmmods.errors import UserError
@@ -25,6 +23,12 @@ NAMED_SETS = {
     "longform": "akoksal/LongForm",
     "unnatural-instructions": "mrm8488/unnatural-instructions-full",
 }
+BOOKKEEPING = {
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}  # of datasets' save_to_disk
 NAMED_FILES = {"chip2": "unified_chip2.jsonl"}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -73,8 +77,12 @@ def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | No
     items = source if isinstance(source, list) else [source]
     if not items or not all(items):
         raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
-    sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
-               for item in items]
+    sources = [
+        Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
+        for item in items
+    ]
+    if key != "source" and any(item.weight != 1 for item in sources):
+        raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
     return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 
 
@@ -94,6 +102,9 @@ class SourceReader:
         self.source = source
         self.documents = documents
         self.files = _find_files(source)
+        unused = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
+        if self.files and unused:
+            raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
 
     def __iter__(self) -> Iterator[Row]:
@@ -116,8 +127,10 @@ class SourceReader:
         mapping = self.source.columns or {}
         missing = [name for name in mapping if name not in values]
         if missing:
-            raise UserError(f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
-                            f"the columns are {', '.join(values)}{_did_you_mean(missing[0], list(values))}")
+            raise UserError(
+                f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
+                f"the columns are {', '.join(values)}{_did_you_mean(missing[0], list(values))}"
+            )
         return {mapping.get(name, name): value for name, value in values.items()}
 
     def num_bytes(self) -> int:
@@ -133,13 +146,6 @@ class SourceReader:
         if self._hub_rows is not None:
             digest.update(self._hub_rows._fingerprint.encode())
         return digest.hexdigest()
-
-
-def weighted_rows(num_rows: int, weight: float, seed: int) -> np.ndarray:
-    """Row numbers (int64, sorted) that a source of `num_rows` rows contributes to an epoch under `weight`."""
-    whole, rest = math.floor(weight), weight - math.floor(weight)
-    extra = np.random.default_rng([seed, num_rows]).permutation(num_rows)[: round(rest * num_rows)]
-    return np.sort(np.concatenate([np.tile(np.arange(num_rows), whole), extra]).astype(np.int64))
 
 
 def _find_files(source: Source) -> list[str]:
@@ -160,8 +166,9 @@ def _find_files(source: Source) -> list[str]:
         return []
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise UserError(f"{source.path}: no such file or folder (working directory {os.getcwd()})"
-                    f"{_did_you_mean(name, names)}")
+    raise UserError(
+        f"{source.path}: no such file or folder (working directory {os.getcwd()}){_did_you_mean(name, names)}"
+    )
 
 
 def _looks_like_file(path: str) -> bool:
@@ -172,10 +179,15 @@ def _files_in_folder(folder: str) -> list[str]:
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.join(root, name) for name in names if not name.startswith(".") and file_type(name) in READERS]
+        found += [
+            os.path.join(root, name)
+            for name in names
+            if not name.startswith(".") and name not in BOOKKEEPING and file_type(name) in READERS
+        ]
     if not found:
-        raise UserError(f"{folder}: no readable file in this folder; readable are {', '.join(sorted(READERS))} "
-                        "and .gz of these")
+        raise UserError(
+            f"{folder}: no readable file in this folder; readable are {', '.join(sorted(READERS))} and .gz of these"
+        )
     return sorted(found)
 
 
@@ -208,11 +220,19 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
 
     repository = NAMED_SETS.get(source.path, source.path)
     try:
-        return datasets.load_dataset(repository, source.name, data_files=NAMED_FILES.get(source.path),
-                                     split=source.split or "train", revision=source.revision, streaming=streaming)
+        return datasets.load_dataset(
+            repository,
+            source.name,
+            data_files=NAMED_FILES.get(source.path),
+            split=source.split or "train",
+            revision=source.revision,
+            streaming=streaming,
+        )
     except Exception as error:  # datasets raises many kinds, all of them about this path
-        raise UserError(f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
-                        f"loaded ({type(error).__name__}: {str(error)[:300]})") from error
+        raise UserError(
+            f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
+            f"loaded ({type(error).__name__}: {str(error)[:300]})"
+        ) from error
 
 
 def _did_you_mean(name: str, candidates: list[str]) -> str:

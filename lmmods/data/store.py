@@ -3,7 +3,7 @@
 A store is a folder named by the fingerprint of everything that matters:
 
     encoded.arrow   one row per kept row: the encoder's columns, and `index`, which points into rows.arrow
-    rows.arrow      one row per row read: `row` (JSON, null where not kept), `file` (number), `line`
+    rows.arrow      one row per row read: `row` (JSON), `file` (number), `line`
     info.json       file names, counts, and notes for the report
 """
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
+from tqdm import tqdm
 
 from lmmods.data.readers import Row
 from lmmods.errors import UserError
@@ -78,8 +79,13 @@ def fingerprint(settings: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: int = 1, keep_rows: bool = True,
-                info: dict[str, Any] | None = None) -> None:
+def build_store(
+    folder: Path,
+    rows: Iterable[Row],
+    encoder: Encoder,
+    num_proc: int = 1,
+    info: dict[str, Any] | None = None,
+) -> None:
     """Encode `rows` and write the store `folder`, or leave the one that another process finished first.
 
     Args:
@@ -87,7 +93,6 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
         rows: What to encode; read once, never held as a whole.
         encoder: Rows to ids.
         num_proc: Processes that encode; 1 works in this process.
-        keep_rows: Keep the rows themselves beside their ids.
         info: Goes into info.json.
 
     Raises:
@@ -97,12 +102,19 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     except OSError as error:
-        raise UserError(f"{folder.parent}: the cache cannot be written ({error}); set data.cache_dir or LMMODS_CACHE "
-                        "to a folder that can") from error
+        raise UserError(
+            f"{folder.parent}: the cache cannot be written ({error}); set data.cache_dir or LMMODS_CACHE "
+            "to a folder that can"
+        ) from error
     try:
-        with _Writer(temporary, keep_rows) as writer:
+        # a bar on terminals only, and only where there is something to wait for
+        with (
+            _Writer(temporary) as writer,
+            tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar,
+        ):
             for batch, encoded in encode_batches(rows, encoder, num_proc):
                 writer.add(batch, encoded)
+                bar.update(len(batch))
         (temporary / "info.json").write_text(json.dumps({**(info or {}), **writer.summary()}))
         try:
             temporary.rename(folder)
@@ -205,9 +217,8 @@ class Tally:
 class _Writer:
     """Writes the two tables batch by batch and adds up the counts."""
 
-    def __init__(self, folder: Path, keep_rows: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._keep_rows = keep_rows
         self._encoded: pa.RecordBatchStreamWriter | None = None
         self._rows: pa.RecordBatchStreamWriter | None = None
         self._files: dict[str, int] = {}
@@ -224,12 +235,18 @@ class _Writer:
 
     def add(self, batch: list[Row], encoded: Encoded) -> None:
         """Append a batch of rows and what became of them."""
-        self._rows = self._write(self._rows, "rows.arrow", {
-            "row": pa.array([json.dumps(row.values, default=str) if self._keep_rows else None for row in batch],
-                            pa.large_string()),
-            "file": np.array([self._files.setdefault(row.file, len(self._files)) for row in batch], np.int32),
-            "line": np.array([row.line for row in batch], np.int64),
-        })
+        self._rows = self._write(
+            self._rows,
+            "rows.arrow",
+            {
+                "row": pa.array(
+                    [json.dumps(row.values, default=str) for row in batch],
+                    pa.large_string(),
+                ),
+                "file": np.array([self._files.setdefault(row.file, len(self._files)) for row in batch], np.int32),
+                "line": np.array([row.line for row in batch], np.int64),
+            },
+        )
         columns = {name: _arrow_column(column) for name, column in encoded.columns.items()}
         columns["index"] = pa.array(encoded.positions.astype(np.int64) + self._num_rows)
         self._encoded = self._write(self._encoded, "encoded.arrow", columns)
@@ -245,8 +262,12 @@ class _Writer:
 
     def summary(self) -> dict[str, Any]:
         """Counts of all batches, plain JSON."""
-        return {"files": list(self._files), "rows_read": self._num_rows, "rows_kept": self._num_kept,
-                **self.tally.summary()}
+        return {
+            "files": list(self._files),
+            "rows_read": self._num_rows,
+            "rows_kept": self._num_kept,
+            **self.tally.summary(),
+        }
 
 
 def _arrow_column(column: Ragged | np.ndarray) -> pa.Array:
@@ -274,6 +295,11 @@ class Store:
 
     def __reduce__(self):  # noqa: ANN204
         return Store, (self.folder,)
+
+    @property
+    def name(self) -> str:
+        """Tells this store from others."""
+        return self.folder.name
 
     def __len__(self) -> int:
         """Number of kept rows."""
@@ -311,9 +337,14 @@ class MemoryStore:
         self._columns: dict[str, _ListColumn | np.ndarray] = {}
         for name, column in parts[0][1].columns.items():
             pieces = [encoded.columns[name] for _, encoded in parts]
-            self._columns[name] = (_ListColumn(pa.chunked_array([_arrow_column(piece) for piece in pieces]))
-                                   if isinstance(column, Ragged) else np.concatenate(pieces))
-        self._columns["index"] = np.concatenate([encoded.positions + start for (_, encoded), start in zip(parts, starts)])
+            self._columns[name] = (
+                _ListColumn(pa.chunked_array([_arrow_column(piece) for piece in pieces]))
+                if isinstance(column, Ragged)
+                else np.concatenate(pieces)
+            )
+        self._columns["index"] = np.concatenate(
+            [encoded.positions + start for (_, encoded), start in zip(parts, starts, strict=False)]
+        )
         tally = Tally()
         for batch, encoded in parts:
             tally.add(batch, encoded)
@@ -321,6 +352,11 @@ class MemoryStore:
 
     def __len__(self) -> int:
         return self.info["rows_kept"]
+
+    @property
+    def name(self) -> str:
+        """Tells this window's source from others."""
+        return self.info["path"]
 
     row = Store.row
     column = Store.column
@@ -336,7 +372,7 @@ class MemoryStore:
 
 def _open_table(path: Path) -> dict[str, pa.ChunkedArray]:
     table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    return dict(zip(table.column_names, table.columns))
+    return dict(zip(table.column_names, table.columns, strict=False))
 
 
 class _ListColumn:

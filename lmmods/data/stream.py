@@ -47,7 +47,11 @@ def mixed_windows(sources: list[StreamSource], size: int, seed: int, epoch: int)
     weights = np.array([source.weight for source in sources], float)
     window: list[list[Row]] = [[] for _ in sources]
     while weights.any():
-        chosen = 0 if len(sources) == 1 else int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
+        chosen = (
+            0
+            if len(sources) == 1
+            else int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
+        )
         row = next(readers[chosen], None)
         if row is None:
             weights[chosen] = 0
@@ -63,7 +67,7 @@ def mixed_windows(sources: list[StreamSource], size: int, seed: int, epoch: int)
 def encode_window(sources: list[StreamSource], window: list[list[Row]], num_proc: int = 1) -> RowSet:
     """Rows of a window as a set in memory."""
     stores = []
-    for source, rows in zip(sources, window):
+    for source, rows in zip(sources, window, strict=True):
         if rows:
             parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
             stores.append(MemoryStore(parts, source.info))
@@ -84,9 +88,16 @@ class StreamLoader:
         num_proc: Processes that tokenise.
     """
 
-    def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],
-                 order_of: Callable[[np.ndarray, int, int], BatchOrder], collate: Callable[[list], Batch], share: Share,
-                 settings: dict[str, int], num_proc: int = 1) -> None:
+    def __init__(
+        self,
+        sources: list[StreamSource],
+        arrange: Callable[[RowSet], Any],
+        order_of: Callable[[np.ndarray, int, int], BatchOrder],
+        collate: Callable[[list], Batch],
+        share: Share,
+        settings: dict[str, int],
+        num_proc: int = 1,
+    ) -> None:
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
         self._share, self._settings, self._num_proc = share, settings, num_proc
         self._epoch = self._window = self._handed_out = 0
@@ -109,8 +120,9 @@ class StreamLoader:
         start = self._window
         for epoch in count(self._epoch):
             found = False
-            for number, window in enumerate(mixed_windows(self._sources, self._settings["window_size"],
-                                                          self._settings["seed"], epoch)):
+            for number, window in enumerate(
+                mixed_windows(self._sources, self._settings["window_size"], self._settings["seed"], epoch)
+            ):
                 found = True
                 if number < start:
                     continue
@@ -140,6 +152,8 @@ class StreamLoader:
         """
         for key, value in self._settings.items():
             if state.get(key) != value:
-                raise UserError(f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value}; "
-                                "restore the old setting, or start a new run")
+                raise UserError(
+                    f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value}; "
+                    "restore the old setting, or start a new run"
+                )
         self._epoch, self._window, self._handed_out = state["epoch"], state["window"], state["batches"]

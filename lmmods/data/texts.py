@@ -42,9 +42,10 @@ class TextRowEncoder:
                 dropped.append((place, str(problem)))
         kept = [rows[place] for place in places]
         counts: Counter = Counter()
-        lists = [self._finish(ids, row, counts) for ids, row in zip(self._encode(texts, kept), kept)]
+        lists = [self._finish(ids, row, counts) for ids, row in zip(self._encode(texts, kept), kept, strict=True)]
         columns = {"input_ids": Ragged.of(lists)}
         counts["tokens"] += len(columns["input_ids"].values)
+        counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["labelled_tokens"] = counts["tokens"]
         return Encoded(columns, np.array(places, np.int64), dropped, counts)
 

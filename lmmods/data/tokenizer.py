@@ -36,9 +36,15 @@ class RepairedTokenizer:
     notes: list[str] = field(default_factory=list)
 
 
-def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False, pad_token: str | None = None,
-                   bos_token: str | None = None, eos_token: str | None = None,
-                   add_tokens: list[str] | None = None) -> RepairedTokenizer:
+def load_tokenizer(
+    path: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pad_token: str | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    add_tokens: list[str] | None = None,
+) -> RepairedTokenizer:
     """Load the fast tokenizer of a folder or hub id and repair it.
 
     Args:
@@ -56,13 +62,17 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     from transformers import AutoTokenizer
 
     if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
-        raise UserError(f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
-                        "set data.tokenizer to a folder or hub id that has one")
+        raise UserError(
+            f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
+            "set data.tokenizer to a folder or hub id that has one"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them about this path
-        raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {str(error)[:300]}); "
-                        "set data.tokenizer to a folder or hub id that has one") from error
+        raise UserError(
+            f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {str(error)[:300]}); "
+            "set data.tokenizer to a folder or hub id that has one"
+        ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
     roles = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token}
@@ -90,9 +100,11 @@ def repair(tokenizer, roles: dict[str, str], add_tokens: list[str]) -> RepairedT
         result.notes.append("pad_token was missing: added [PAD]")
     padding_is_new = tokenizer.pad_token_id >= size
     if add_tokens:
-        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in add_tokens],
-                             special_tokens=True)
+        tokenizer.add_tokens(
+            [AddedToken(name, special=True, normalized=False) for name in add_tokens], special_tokens=True
+        )
     result.new_tokens = list(range(size, len(tokenizer)))
-    result.trainable_new_tokens = [token for token in result.new_tokens
-                                   if not (padding_is_new and token == tokenizer.pad_token_id)]
+    result.trainable_new_tokens = [
+        token for token in result.new_tokens if not (padding_is_new and token == tokenizer.pad_token_id)
+    ]
     return result

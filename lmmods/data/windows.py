@@ -108,8 +108,15 @@ class WindowEncoder:
         self._windows.enable_truncation(self.max_length, stride=self.stride, strategy=strategy)
 
     def __reduce__(self):  # noqa: ANN204 - pickling would drop encode_special_tokens
-        return WindowEncoder, (self.backend, self.cls_id, self.max_length, self.stride, self.question_max_length,
-                               self.question_first, self.prompts_only)
+        return WindowEncoder, (
+            self.backend,
+            self.cls_id,
+            self.max_length,
+            self.stride,
+            self.question_max_length,
+            self.question_first,
+            self.prompts_only,
+        )
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Columns `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside the
@@ -123,11 +130,15 @@ class WindowEncoder:
                 dropped.append((place, str(problem)))
         questions = self._short([question for _, question, _, _ in kept], counts)
         contexts = [context for _, _, context, _ in kept]
-        pairs = list(zip(questions, contexts) if self.question_first else zip(contexts, questions))
-        columns: dict[str, list] = {name: [] for name in ("input_ids", "token_type_ids", "offsets", "start_positions",
-                                                          "end_positions", "cls_position")}
+        pairs = list(
+            zip(questions, contexts, strict=True) if self.question_first else zip(contexts, questions, strict=False)
+        )
+        columns: dict[str, list] = {
+            name: []
+            for name in ("input_ids", "token_type_ids", "offsets", "start_positions", "end_positions", "cls_position")
+        }
         places = []
-        for (place, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs)):
+        for (place, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
             windows = [self._window(window, answer) for window in (encoding, *encoding.overflowing)]
             for window in windows:
                 for name, value in window.items():
@@ -136,7 +147,10 @@ class WindowEncoder:
             counts["questions"] += 1
             counts["questions_of_several_windows"] += len(windows) > 1
         ragged = ("input_ids", "token_type_ids", "offsets")
-        arrays = {name: Ragged.of(column) if name in ragged else np.array(column, np.int64) for name, column in columns.items()}
+        arrays = {
+            name: Ragged.of(column) if name in ragged else np.array(column, np.int64)
+            for name, column in columns.items()
+        }
         counts["tokens"] += len(arrays["input_ids"].values)
         return Encoded(arrays, np.array(places, np.int64), dropped, counts)
 
@@ -179,8 +193,14 @@ class WindowEncoder:
         offsets = np.where(in_context[:, None], np.array(encoding.offsets, np.int32).reshape(-1, 2), -1)
         cls = int(np.argmax(ids == self.cls_id)) if self.cls_id is not None else 0
         start, end = (NOT_SCORED, NOT_SCORED) if answer == "unknown" else _span(offsets, answer, cls)
-        return {"input_ids": ids, "token_type_ids": np.array(encoding.type_ids, np.int32), "offsets": offsets.ravel(),
-                "start_positions": start, "end_positions": end, "cls_position": cls}
+        return {
+            "input_ids": ids,
+            "token_type_ids": np.array(encoding.type_ids, np.int32),
+            "offsets": offsets.ravel(),
+            "start_positions": start,
+            "end_positions": end,
+            "cls_position": cls,
+        }
 
 
 def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:

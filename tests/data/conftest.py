@@ -26,8 +26,12 @@ def train_byte_level(specials: list[str], vocab_size: int = 500) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -36,10 +40,13 @@ def train_sentencepiece_like(vocab_size: int = 600) -> Tokenizer:
     """Llama's kind: spaces as ▁, one in front of every text, byte fallback, a begin token."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                           decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False, max_token_length=8)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, show_progress=False, max_token_length=8
+    )
     tokenizer.train_from_iterator([line.replace(" ", "▁") for line in CORPUS], trainer)
     # bytes are ordinary vocabulary, not special tokens
     state = json.loads(tokenizer.to_str())
@@ -54,8 +61,9 @@ def byte_level_folder(tmp_path_factory):
     """Byte-level tokenizer whose begin and end token are one, as GPT-2's."""
     folder = tmp_path_factory.mktemp("byte_level")
     backend = train_byte_level(["<|endoftext|>"])
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>",
-                            unk_token="<|endoftext|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -72,7 +80,9 @@ def chat_folder(tmp_path_factory):
     """Byte-level tokenizer with begin, end and turn tokens and a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     backend = train_byte_level(["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", pad_token="<pad>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -94,8 +104,11 @@ def alpaca_rows():
     """Rows of unequal length, with and without input."""
     rows = []
     for n in range(40):
-        row = {"instruction": "Add the numbers. " * (1 + n % 5), "input": f"{n} and {n * 7}" if n % 2 else "",
-               "output": f"The sum is {n * 8}." + " again" * (n % 11)}
+        row = {
+            "instruction": "Add the numbers. " * (1 + n % 5),
+            "input": f"{n} and {n * 7}" if n % 2 else "",
+            "output": f"The sum is {n * 8}." + " again" * (n % 11),
+        }
         rows.append(row)
     return rows
 

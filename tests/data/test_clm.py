@@ -71,7 +71,9 @@ def test_validation_blocks_come_from_other_documents(byte_level_folder, tmp_path
     (tmp_path / "a.txt").write_text("".join(f"number {n}\n" for n in range(50)))
     data = CLMData(str(tmp_path / "a.txt"), tokenizer=byte_level_folder, documents="line", val_size=0.2, max_length=16)
     data.setup("fit")
-    text = [data.tokenizer.decode([t for n in range(len(i)) for t in i[n]["input_ids"]])
-            for i in (data._items("train"), data._items("val"))]
+    text = [
+        data.tokenizer.decode([t for n in range(len(i)) for t in i[n]["input_ids"]])
+        for i in (data._items("train"), data._items("val"))
+    ]
     seen = [{line for line in part.split("<|endoftext|>") if line} for part in text]
     assert len(seen[1]) == 10 and not seen[0] & seen[1] and len(seen[0] | seen[1]) == 50

@@ -14,7 +14,10 @@ TWO_TURNS = [*EXCHANGE, ("user", "more"), ("assistant", "end")]
 TURNS = [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "reply"}]
 ROWS = {
     "alpaca": ({"instruction": "ask", "input": "", "output": "reply"}, EXCHANGE),
-    "messages": ({"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "reply"}]}, EXCHANGE),
+    "messages": (
+        {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "reply"}]},
+        EXCHANGE,
+    ),
     "sharegpt": ({"conversations": TURNS, "system": "sys"}, [("system", "sys"), *EXCHANGE]),
     "oasst1": ({"text": "### Human: ask ### Assistant: reply### Human: more### Assistant: end"}, TWO_TURNS),
     "chip2": ({"text": "<human>: ask\n<bot>: reply\n<human>: more\n<bot>: end", "metadata": {}}, TWO_TURNS),
@@ -28,11 +31,24 @@ ROWS = {
     "input-output": ({"input": "ask", "output": "reply", "source": "x"}, EXCHANGE),
     "text": ({"text": "reply"}, [("assistant", "reply")]),
     "self-instruct-nested": ({"instruction": "ask", "instances": [{"input": "", "output": "reply"}]}, EXCHANGE),
-    "unnatural-instructions": ({"instruction": "x", "instances": [{"instruction_with_input": "ask", "output": "reply"}],
-                                "reformulations": []}, EXCHANGE),
-    "oasst1-trees": ({"message_tree_id": "1", "prompt": {"text": "ask", "role": "prompter", "replies": [
-        {"text": "worse", "role": "assistant", "rank": 1, "replies": []},
-        {"text": "reply", "role": "assistant", "rank": 0, "replies": []}]}}, EXCHANGE),
+    "unnatural-instructions": (
+        {"instruction": "x", "instances": [{"instruction_with_input": "ask", "output": "reply"}], "reformulations": []},
+        EXCHANGE,
+    ),
+    "oasst1-trees": (
+        {
+            "message_tree_id": "1",
+            "prompt": {
+                "text": "ask",
+                "role": "prompter",
+                "replies": [
+                    {"text": "worse", "role": "assistant", "rank": 1, "replies": []},
+                    {"text": "reply", "role": "assistant", "rank": 0, "replies": []},
+                ],
+            },
+        },
+        EXCHANGE,
+    ),
 }
 
 
@@ -54,34 +70,59 @@ def test_every_layout_is_tested():
 
 
 def test_oasst_messages_follow_the_best_reply_and_keep_orphans():
-    rows = [{"message_id": "c", "parent_id": "b", "text": "more", "role": "prompter", "rank": None},
-            {"message_id": "x", "parent_id": "a", "text": "worse", "role": "assistant", "rank": 1},
-            {"message_id": "b", "parent_id": "a", "text": "reply", "role": "assistant", "rank": 0},
-            {"message_id": "a", "parent_id": None, "text": "ask", "role": "prompter", "rank": None},
-            {"message_id": "d", "parent_id": "c", "text": "end", "role": "assistant", "rank": 0},
-            {"message_id": "z", "parent_id": "lost", "text": "alone", "role": "prompter", "rank": 0}]
+    rows = [
+        {"message_id": "c", "parent_id": "b", "text": "more", "role": "prompter", "rank": None},
+        {"message_id": "x", "parent_id": "a", "text": "worse", "role": "assistant", "rank": 1},
+        {"message_id": "b", "parent_id": "a", "text": "reply", "role": "assistant", "rank": 0},
+        {"message_id": "a", "parent_id": None, "text": "ask", "role": "prompter", "rank": None},
+        {"message_id": "d", "parent_id": "c", "text": "end", "role": "assistant", "rank": 0},
+        {"message_id": "z", "parent_id": "lost", "text": "alone", "role": "prompter", "rank": 0},
+    ]
     assert detect_format(rows[0], "f:1") == "oasst1-messages"
     assert conversations("oasst1-messages", *rows) == [TWO_TURNS, [("user", "alone")]]
 
 
 def test_instances_and_reformulations_become_rows():
     item = {"instruction_with_input": "ask", "output": "reply"}
-    assert conversations("unnatural-instructions", {"instances": [item, item], "reformulations": [item]}) == [EXCHANGE] * 3
+    assert (
+        conversations("unnatural-instructions", {"instances": [item, item], "reformulations": [item]}) == [EXCHANGE] * 3
+    )
 
 
 def test_input_is_kept_apart_and_tools_are_text():
     convert = find_format("alpaca").convert
-    assert convert({"instruction": "a", "input": "b", "output": "c"}, {})[0] == {"role": "user", "content": "a", "input": "b"}
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
-                        {"role": "tool", "content": "7"}], "tools": [{"name": "f"}]}
+    assert convert({"instruction": "a", "input": "b", "output": "c"}, {})[0] == {
+        "role": "user",
+        "content": "a",
+        "input": "b",
+    }
+    row = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+            {"role": "tool", "content": "7"},
+        ],
+        "tools": [{"name": "f"}],
+    }
     assert [m["content"] for m in find_format("messages").convert(row, {})] == [
-        '[{"name": "f"}]', "a", '[{"name": "f"}]', "7"]
+        '[{"name": "f"}]',
+        "a",
+        '[{"name": "f"}]',
+        "7",
+    ]
 
 
-@pytest.mark.parametrize("turns,reason", [
-    ([{"role": "narrator", "content": "x"}], "unknown role 'narrator'"), (["x"], "not an object"), ([], "empty or missing"),
-    ([{"role": "user"}], "without role or content"), ([{"role": "user", "content": None}], "is null"), ({"a": 1}, "not a list"),
-])
+@pytest.mark.parametrize(
+    "turns,reason",
+    [
+        ([{"role": "narrator", "content": "x"}], "unknown role 'narrator'"),
+        (["x"], "not an object"),
+        ([], "empty or missing"),
+        ([{"role": "user"}], "without role or content"),
+        ([{"role": "user", "content": None}], "is null"),
+        ({"a": 1}, "not a list"),
+    ],
+)
 def test_damaged_turns_give_a_reason(turns, reason):
     with pytest.raises(RowProblem, match=reason):
         find_format("messages").convert({"messages": turns}, {})
@@ -95,7 +136,9 @@ def test_roles_can_be_named(spm_folder, write_jsonl):
 
 
 def test_unfitting_columns_are_listed(spm_folder, write_jsonl):
-    with pytest.raises(UserError, match=r"rows.jsonl:1: the columns a, b fit no known format .*alpaca: instruction, output"):
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:1: the columns a, b fit no known format .*alpaca: instruction, output"
+    ):
         SFTData(write_jsonl([{"a": 1, "b": 2}]), tokenizer=spm_folder).setup("fit")
 
 

@@ -44,7 +44,7 @@ def take(loader, count):
 
 def together(loaders, rounds):
     """Global batches in order, as ranks get them round by round."""
-    return [batch for round_ in zip(*(take(loader, rounds) for loader in loaders)) for batch in round_]
+    return [batch for round_ in zip(*(take(loader, rounds) for loader in loaders), strict=False) for batch in round_]
 
 
 @pytest.mark.parametrize("group", [False, True])

@@ -17,7 +17,10 @@ from lmmods.errors import UserError
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
 GOOD = {"instruction": "Add 1 and 2.", "output": "3"}
-PARAGRAPH = {"context": "The fox jumps.", "qas": [{"id": "1", "question": "who?", "answers": [{"text": "fox", "answer_start": 4}]}]}
+PARAGRAPH = {
+    "context": "The fox jumps.",
+    "qas": [{"id": "1", "question": "who?", "answers": [{"text": "fox", "answer_start": 4}]}],
+}
 
 
 def lines(*rows):
@@ -54,7 +57,12 @@ ERRORS = [
     ("sft", "o.jsonl", lines(GOOD) + b"\n\x00\x00\x00", r"o.jsonl:2: NUL byte"),
     ("sft", "p.jsonl", json.dumps(GOOD).encode("utf-16"), r"p.jsonl:1: (NUL byte|byte 0)"),
     ("sft", "q.jsonl", lines({"a": 1}), r"q.jsonl:1: the columns a fit no known format"),
-    ("sft", "r.jsonl", lines({"instruction": None, "output": "a"}), r"no usable row among 1 read: instruction is null \(1 rows, first .*:1"),
+    (
+        "sft",
+        "r.jsonl",
+        lines({"instruction": None, "output": "a"}),
+        r"no usable row among 1 read: instruction is null \(1 rows, first .*:1",
+    ),
     ("sft", "s.jsonl", lines({"instruction": "a", "output": ""}), "no usable row among 1 read: empty response"),
     ("sft", "a.csv", b"", "empty, no row"),
     ("sft", "b.csv", b"instruction,output\n", "empty, no row"),
@@ -86,29 +94,75 @@ ERRORS = [
 ]
 # task, file name, contents, rows kept, reasons of the others
 SKIPS = [
-    ("sft", "a.jsonl", lines(GOOD, {"instruction": "a"}, {"output": "b"}), 1, {"no response": 1, "instruction is missing": 1}),
+    (
+        "sft",
+        "a.jsonl",
+        lines(GOOD, {"instruction": "a"}, {"output": "b"}),
+        1,
+        {"no response": 1, "instruction is missing": 1},
+    ),
     ("sft", "b.jsonl", lines(GOOD, {"instruction": "a", "output": {"x": 1}}), 1, {"output is a dict, not text": 1}),
     ("sft", "c.jsonl", lines(GOOD, {"instruction": 5, "output": 1.5}, {"instruction": "a", "output": True}), 3, {}),
-    ("sft", "d.jsonl", lines(GOOD, '{"instruction": "a", "output": "\\ud83d"}'), 1, {"text with a lone surrogate (half of a character)": 1}),
+    (
+        "sft",
+        "d.jsonl",
+        lines(GOOD, '{"instruction": "a", "output": "\\ud83d"}'),
+        1,
+        {"text with a lone surrogate (half of a character)": 1},
+    ),
     ("sft", "e.jsonl", lines(GOOD, '{"instruction": "a\\u0000b", "output": "c"}'), 2, {}),
-    ("sft", "f.jsonl", lines(GOOD, {"instruction": "a" * 300_000, "output": "b" * 300_000}), 1, {"response longer than the limits": 1}),
+    (
+        "sft",
+        "f.jsonl",
+        lines(GOOD, {"instruction": "a" * 300_000, "output": "b" * 300_000}),
+        1,
+        {"response longer than the limits": 1},
+    ),
     ("sft", "g.jsonl", b"\xef\xbb\xbf" + lines(GOOD) + b"\r\n\r\n" + lines(GOOD) + b"\r\n", 2, {}),
-    ("sft", "h.jsonl", lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-                             {"messages": [{"role": "user", "content": "a"}]}, {"messages": None},
-                             {"messages": [{"role": "assistant", "content": "b"}]}), 1,
-     {"no response": 1, "messages is empty or missing": 1, "the conversation begins with the assistant": 1}),
+    (
+        "sft",
+        "h.jsonl",
+        lines(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {"messages": [{"role": "user", "content": "a"}]},
+            {"messages": None},
+            {"messages": [{"role": "assistant", "content": "b"}]},
+        ),
+        1,
+        {"no response": 1, "messages is empty or missing": 1, "the conversation begins with the assistant": 1},
+    ),
     ("sft", "i.csv", b'instruction,output\r\n"a\r\nb","say ""c"""\r\n,\r\n', 1, {"empty response": 1}),
     ("sft", "j.parquet", parquet([GOOD, {"instruction": "a", "output": None}]), 1, {"no response": 1}),
     ("sft", "k.json", json.dumps(GOOD).encode(), 1, {}),
-    ("sft", "l.jsonl", lines({"text": "### Human: a### Assistant: b"}, {"text": "nothing"}), 1,
-     {"text has no '### Human:' or '### Assistant:' in it": 1}),
-    ("clm", "m.jsonl", lines({"text": "a"}, {"text": None}, {"text": " "}, {}), 1,
-     {"text is null": 1, "empty text": 1, "text is missing": 1}),
+    (
+        "sft",
+        "l.jsonl",
+        lines({"text": "### Human: a### Assistant: b"}, {"text": "nothing"}),
+        1,
+        {"text has no '### Human:' or '### Assistant:' in it": 1},
+    ),
+    (
+        "clm",
+        "m.jsonl",
+        lines({"text": "a"}, {"text": None}, {"text": " "}, {}),
+        1,
+        {"text is null": 1, "empty text": 1, "text is missing": 1},
+    ),
     ("clm", "n.txt", b"\xef\xbb\xbfone\r\ntwo\r\n", 1, {}),
-    ("qa", "o.json", squad(PARAGRAPH, {"context": "x"}, {"context": " ", "qas": PARAGRAPH["qas"]}), 1,
-     {"question is null": 1, "empty context": 1}),
-    ("qa", "p.json", squad(PARAGRAPH, {**PARAGRAPH, "qas": [{"id": "2", "question": "q", "answers": [{"text": "fox"}]}]}), 1,
-     {"answers are not {text, answer_start}": 1}),
+    (
+        "qa",
+        "o.json",
+        squad(PARAGRAPH, {"context": "x"}, {"context": " ", "qas": PARAGRAPH["qas"]}),
+        1,
+        {"question is null": 1, "empty context": 1},
+    ),
+    (
+        "qa",
+        "p.json",
+        squad(PARAGRAPH, {**PARAGRAPH, "qas": [{"id": "2", "question": "q", "answers": [{"text": "fox"}]}]}),
+        1,
+        {"answers are not {text, answer_start}": 1},
+    ),
     ("qa", "q.json", squad(PARAGRAPH, {**PARAGRAPH, "qas": "none"}), 1, {"question is null": 1}),
 ]
 
@@ -128,14 +182,18 @@ def build(tmp_path, spm_folder, bert_folder):  # noqa: F811
     return build
 
 
-@pytest.mark.parametrize("task,name,contents,message", ERRORS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "task,name,contents,message", ERRORS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_error_says_what_and_where(task, name, contents, message, build):
     with pytest.raises(UserError, match=message) as error:
         build(task, name, contents)
     assert name in str(error.value) or "no usable row" in str(error.value)
 
 
-@pytest.mark.parametrize("task,name,contents,kept,reasons", SKIPS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "task,name,contents,kept,reasons", SKIPS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_odd_rows_are_counted(task, name, contents, kept, reasons, build):
     data = build(task, name, contents)
     source = next(iter(data.report["sources"].values()))

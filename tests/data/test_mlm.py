@@ -20,7 +20,9 @@ def bert_folder(tmp_path_factory):
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials, show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials, show_progress=False)
+    )
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     folder = tmp_path_factory.mktemp("bert")
@@ -30,8 +32,12 @@ def bert_folder(tmp_path_factory):
 
 def build(folder, tmp_path, **fields):
     (tmp_path / "a.txt").write_text(TEXT)
-    data = MLMData(str(tmp_path / "a.txt"), tokenizer=folder, documents="line",
-                   **{"max_length": 32, "batch_size": 4, "val_size": 0.2, **fields})
+    data = MLMData(
+        str(tmp_path / "a.txt"),
+        tokenizer=folder,
+        documents="line",
+        **{"max_length": 32, "batch_size": 4, "val_size": 0.2, **fields},
+    )
     data.setup("fit")
     return data
 
@@ -47,8 +53,11 @@ def test_shares_of_masks_within_three_sigma():
     masked, labels = masker(ids, np.random.default_rng(0))
     chosen = labels != -100
     count = chosen.sum()
-    for share, wanted, total in ((count, 0.15, len(ids)), ((masked[chosen] == 4).sum(), 0.8, count),
-                                 ((masked[chosen] == ids[chosen]).sum(), 0.1 + 0.1 / 995, count)):
+    for share, wanted, total in (
+        (count, 0.15, len(ids)),
+        ((masked[chosen] == 4).sum(), 0.8, count),
+        ((masked[chosen] == ids[chosen]).sum(), 0.1 + 0.1 / 995, count),
+    ):
         assert abs(share - wanted * total) < 3 * np.sqrt(total * wanted * (1 - wanted))
 
 
@@ -56,7 +65,10 @@ def test_shares_of_masks_within_three_sigma():
 def test_rows_are_wrapped_and_nothing_is_lost(join, bert_folder, tmp_path):
     data = build(bert_folder, tmp_path, join=join)
     items = data._items("train")
-    original = [np.where(row["labels"] != -100, row["labels"], row["input_ids"]) for row in map(items.__getitem__, range(len(items)))]
+    original = [
+        np.where(row["labels"] != -100, row["labels"], row["input_ids"])
+        for row in map(items.__getitem__, range(len(items)))
+    ]
     assert all(ids[0] == 2 and ids[-1] == 3 and len(ids) <= 32 for ids in original)
     text = data.tokenizer.decode(np.concatenate(original), skip_special_tokens=True).replace(" ", "")
     assert text == LINE.replace(" ", "").lower() * 24
@@ -75,8 +87,12 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_not(bert_folder, tmp_
 
 
 def test_masks_survive_a_resume(bert_folder, tmp_path):
-    whole = [b["input_ids"].tolist() for loader in [build(bert_folder, tmp_path).train_dataloader()]
-             for _ in range(2) for b in loader]
+    whole = [
+        b["input_ids"].tolist()
+        for loader in [build(bert_folder, tmp_path).train_dataloader()]
+        for _ in range(2)
+        for b in loader
+    ]
     half = build(bert_folder, tmp_path).train_dataloader()
     batches = iter(half)
     for _ in range(3):

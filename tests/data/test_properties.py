@@ -16,8 +16,22 @@ from lmmods.data.sampler import PADDING_ROW, deal, training_order
 from lmmods.data.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
 from lmmods.data.tokenizer import load_tokenizer
 
-SPECIAL = ["<s>", "</s>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "[INST]", "{{ x }}", "{% if %}", "{content}", "\n\n"]
-TEXT = st.lists(st.one_of(st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=12), st.sampled_from(SPECIAL)), max_size=5).map("".join)
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    "[INST]",
+    "{{ x }}",
+    "{% if %}",
+    "{content}",
+    "\n\n",
+]
+TEXT = st.lists(
+    st.one_of(st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=12), st.sampled_from(SPECIAL)),
+    max_size=5,
+).map("".join)
 RESPONSE = TEXT.filter(lambda text: text.strip())
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80).map(np.array)
@@ -26,8 +40,11 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80).map(np.array)
 def make_encoder(folder, template, **fields):
     tokenizer = load_tokenizer(folder).tokenizer
     text = TextEncoder(tokenizer)
-    renderer = ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token) if template is None else \
-        TemplateRenderer(template, text, tokenizer.eos_token, tokenizer.bos_token)
+    renderer = (
+        ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token)
+        if template is None
+        else TemplateRenderer(template, text, tokenizer.eos_token, tokenizer.bos_token)
+    )
     return tokenizer, SFTEncoder("messages", renderer, text, Limits(100_000, None, None, "error"), **fields)
 
 
@@ -47,8 +64,11 @@ def test_conversations(kind, template, request):
     def check(turns):
         if name == "plain":  # which has nothing of its own between one response and the next
             turns = [("x" + ask, reply) for ask, reply in turns]
-        messages = [message for ask, reply in turns
-                    for message in ({"role": "user", "content": ask}, {"role": "assistant", "content": reply})]
+        messages = [
+            message
+            for ask, reply in turns
+            for message in ({"role": "user", "content": ask}, {"role": "assistant", "content": reply})
+        ]
         columns = encoder([{"messages": messages}]).columns
         ids, labels = columns["input_ids"].values, columns["labels"].values
         scored = labels != NOT_SCORED
@@ -57,7 +77,7 @@ def test_conversations(kind, template, request):
         starts = np.flatnonzero(scored & ~np.r_[False, scored[:-1]])
         ends = np.flatnonzero(scored & ~np.r_[scored[1:], False])
         assert len(starts) == len(turns)
-        for start, end, (_, reply) in zip(starts, ends, turns):
+        for start, end, (_, reply) in zip(starts, ends, turns, strict=False):
             assert ids[end] in encoder.stop_token_ids
             assert not special & set(ids[start:end].tolist())
             text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
@@ -74,8 +94,9 @@ def test_conversations(kind, template, request):
 
 @pytest.mark.parametrize("kind", ["byte_level", "chat"])
 def test_prompt_is_what_others_would_tokenise(kind, request):
-    tokenizer, encoder = make_encoder(request.getfixturevalue(f"{kind}_folder"), "alpaca" if kind == "byte_level" else None,
-                                      prompts_only=True)
+    tokenizer, encoder = make_encoder(
+        request.getfixturevalue(f"{kind}_folder"), "alpaca" if kind == "byte_level" else None, prompts_only=True
+    )
     plain = AutoTokenizer.from_pretrained(request.getfixturevalue(f"{kind}_folder"))
 
     @QUICK
@@ -84,8 +105,11 @@ def test_prompt_is_what_others_would_tokenise(kind, request):
         messages = [{"role": "user", "content": ask}]
         ours = encoder([{"messages": messages}]).columns["input_ids"].values.tolist()
         segments = encoder.renderer.render(messages, open_response=True)
-        text = plain.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if kind == "chat" else \
-            "".join(segment.text for segment in segments)
+        text = (
+            plain.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            if kind == "chat"
+            else "".join(segment.text for segment in segments)
+        )
         assert ours == plain(text, add_special_tokens=False).input_ids
 
     check()
@@ -111,7 +135,9 @@ def test_packing_loses_and_mixes_nothing(lengths, capacity):
     for number in range(len(packed)):
         row = packed[number]
         firsts = row["position_ids"] == 0
-        assert (row["labels"][firsts] == NOT_SCORED).all() and (row["labels"][~firsts] == row["input_ids"][~firsts]).all()
+        assert (row["labels"][firsts] == NOT_SCORED).all() and (
+            row["labels"][~firsts] == row["input_ids"][~firsts]
+        ).all()
         for segment in np.unique(row["segment_ids"]):
             inside = row["segment_ids"] == segment
             ids = row["input_ids"][inside]
@@ -120,7 +146,9 @@ def test_packing_loses_and_mixes_nothing(lengths, capacity):
             seen.append(int(ids[0] // 1000))
     assert sorted(seen) == list(range(len(lengths)))
     again = PackedSet(Items(lengths), capacity, seed=1)
-    assert [again[n]["input_ids"].tolist() for n in range(len(again))] == [packed[n]["input_ids"].tolist() for n in range(len(packed))]
+    assert [again[n]["input_ids"].tolist() for n in range(len(again))] == [
+        packed[n]["input_ids"].tolist() for n in range(len(packed))
+    ]
 
 
 def test_packing_is_nearly_full_on_lengths_like_alpacas():
@@ -138,11 +166,15 @@ def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_siz
     rows = [row for batches in ranks for batch in batches for row in batch if row != PADDING_ROW]
     assert sorted(rows) == list(range(len(lengths)))
     # what a run sees does not depend on the number of ranks
-    dealt = [batch for round_ in zip(*ranks) for batch in round_ if batch != [PADDING_ROW]]
+    dealt = [batch for round_ in zip(*ranks, strict=False) for batch in round_ if batch != [PADDING_ROW]]
     assert dealt == [order[n] for n in range(len(order))]
     # starting later gives the rest
     start = min(world_size, len(order))
-    later = list(itertools.chain.from_iterable(zip(*(deal(order, start, rank, world_size) for rank in range(world_size)))))
+    later = list(
+        itertools.chain.from_iterable(
+            zip(*(deal(order, start, rank, world_size) for rank in range(world_size)), strict=False)
+        )
+    )
     assert [batch for batch in later if batch != [PADDING_ROW]] == dealt[start:]
 
 

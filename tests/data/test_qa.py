@@ -8,22 +8,36 @@ from lmmods.data.qa import QAData
 from lmmods.data.windows import locate
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
-CONTEXT = "The quick brown fox jumps over the lazy dog. " * 12 + "Größe 42 is the sum of 12 and 30. " + "The dog jumps again. " * 12
+CONTEXT = (
+    "The quick brown fox jumps over the lazy dog. " * 12
+    + "Größe 42 is the sum of 12 and 30. "
+    + "The dog jumps again. " * 12
+)
 ANSWERS = ["42", "12 and 30", "quick brown fox"]
 
 
 def squad(tmp_path, name="squad.json", **changes):
-    qas = [{"id": str(n), "question": "what is the sum?", "answers": [{"text": text, "answer_start": CONTEXT.index(text)}] * 2}
-           for n, text in enumerate(ANSWERS)]
+    qas = [
+        {
+            "id": str(n),
+            "question": "what is the sum?",
+            "answers": [{"text": text, "answer_start": CONTEXT.index(text)}] * 2,
+        }
+        for n, text in enumerate(ANSWERS)
+    ]
     qas.append({"id": "none", "question": "who?", "answers": [], "is_impossible": True})
     qas += changes.get("more", [])
     path = tmp_path / name
-    path.write_text(json.dumps({"version": "1", "data": [{"title": "t", "paragraphs": [{"context": CONTEXT, "qas": qas}]}]}))
+    path.write_text(
+        json.dumps({"version": "1", "data": [{"title": "t", "paragraphs": [{"context": CONTEXT, "qas": qas}]}]})
+    )
     return str(path)
 
 
 def build(path, folder, **fields):
-    data = QAData(path, tokenizer=folder, **{"max_length": 64, "stride": 16, "question_max_length": 16, "batch_size": 3, **fields})
+    data = QAData(
+        path, tokenizer=folder, **{"max_length": 64, "stride": 16, "question_max_length": 16, "batch_size": 3, **fields}
+    )
     data.setup("fit")
     return data
 
@@ -53,13 +67,15 @@ def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa:
     for spans in covered.values():  # windows overlap and reach from end to end
         spans.sort()
         assert spans[0][0] == 0 and spans[-1][1] == len(CONTEXT.rstrip())
-        assert all(later[0] < earlier[1] for earlier, later in zip(spans, spans[1:]))
+        assert all(later[0] < earlier[1] for earlier, later in zip(spans, spans[1:], strict=False))
 
 
 def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
     data = build(squad(tmp_path), bert_folder)
     data.tokenizer.padding_side = "left"
-    data = QAData(squad(tmp_path), tokenizer=bert_folder, max_length=64, stride=16, question_max_length=16, batch_size=3)
+    data = QAData(
+        squad(tmp_path), tokenizer=bert_folder, max_length=64, stride=16, question_max_length=16, batch_size=3
+    )
     data.tokenizer.padding_side = "left"
     data.setup("fit")
     checked = 0
@@ -73,34 +89,58 @@ def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
     assert checked >= 3
 
 
-@pytest.mark.parametrize("context,text,start,wanted", [
-    ("a fox jumps", "fox", 2, "fox"), ("a fox jumps", "fox", 3, "fox"), ("a fox  jumps", "fox jumps", 2, "fox  jumps"),
-    ("a fox jumps", "cat", 2, None), ("fox" + "x" * 99 + "fox", "fox", 100, "fox"), ("a fox", "", 1, None), ("a", "fox", -5, None),
-])
+@pytest.mark.parametrize(
+    "context,text,start,wanted",
+    [
+        ("a fox jumps", "fox", 2, "fox"),
+        ("a fox jumps", "fox", 3, "fox"),
+        ("a fox  jumps", "fox jumps", 2, "fox  jumps"),
+        ("a fox jumps", "cat", 2, None),
+        ("fox" + "x" * 99 + "fox", "fox", 100, "fox"),
+        ("a fox", "", 1, None),
+        ("a", "fox", -5, None),
+    ],
+)
 def test_locate(context, text, start, wanted):
     span = locate(context, text, start)
     assert (None if span is None else context[slice(*span)]) == wanted
 
 
 def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F811
-    more = [{"id": "moved", "question": "q", "answers": [{"text": "42", "answer_start": CONTEXT.index("42") + 3}]},
-            {"id": "lost", "question": "q", "answers": [{"text": "no such words", "answer_start": 3}]},
-            {"id": "broken", "question": "q", "answers": [{"text": "42"}]}, {"id": "none", "question": "q"}]
+    more = [
+        {"id": "moved", "question": "q", "answers": [{"text": "42", "answer_start": CONTEXT.index("42") + 3}]},
+        {"id": "lost", "question": "q", "answers": [{"text": "no such words", "answer_start": 3}]},
+        {"id": "broken", "question": "q", "answers": [{"text": "42"}]},
+        {"id": "none", "question": "q"},
+    ]
     path = squad(tmp_path, more=more)
     data = build(path, bert_folder)
     source = data.report["sources"][path]
     assert source["answers_moved_to_their_place"] == 1 and source["answers_not_in_context"] == 1
     assert source["questions_without_answer"] == 1 and source["questions"] == 6
     assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == {
-        "answers are not {text, answer_start}": 1, "answers is missing": 1}
+        "answers are not {text, answer_start}": 1,
+        "answers is missing": 1,
+    }
     lost = [row for row, window in windows_of(data) if data.question_row("train", window["question"])["id"] == "lost"]
     assert lost and all(int(row["start_positions"]) == -100 for row in lost)
 
 
 def test_flat_rows_and_predict_without_answers(bert_folder, write_jsonl):  # noqa: F811
-    rows = [{"id": "1", "title": "", "context": CONTEXT, "question": "q", "answers": {"text": ["42"], "answer_start": [CONTEXT.index("42")]}}]
-    data = build(write_jsonl(rows), bert_folder,
-                 predict_source=write_jsonl([{"context": CONTEXT, "question": "q [SEP] [MASK]"}], "ask.jsonl"))
+    rows = [
+        {
+            "id": "1",
+            "title": "",
+            "context": CONTEXT,
+            "question": "q",
+            "answers": {"text": ["42"], "answer_start": [CONTEXT.index("42")]},
+        }
+    ]
+    data = build(
+        write_jsonl(rows),
+        bert_folder,
+        predict_source=write_jsonl([{"context": CONTEXT, "question": "q [SEP] [MASK]"}], "ask.jsonl"),
+    )
     assert any(int(row["start_positions"]) > 0 for row, _ in windows_of(data))
     batch = next(iter(data.predict_dataloader()))
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
@@ -109,7 +149,9 @@ def test_flat_rows_and_predict_without_answers(bert_folder, write_jsonl):  # noq
 
 
 def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F811
-    more = [{"id": "long", "question": "the fox " * 40, "answers": [{"text": "42", "answer_start": CONTEXT.index("42")}]}]
+    more = [
+        {"id": "long", "question": "the fox " * 40, "answers": [{"text": "42", "answer_start": CONTEXT.index("42")}]}
+    ]
     path = squad(tmp_path, more=more)
     data = build(path, bert_folder)
     assert data.report["sources"][path]["questions_cut"] == 1 and data._rows("train").lengths.max() <= 64

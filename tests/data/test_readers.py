@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -43,7 +45,7 @@ def test_damage_is_told_with_its_place(name, tmp_path):
         list(read_file(str(tmp_path / name)))
 
 
-ROWS = [{"a": "Größe\r\nzwei", "b": "x, \"y\"\n"}, {"a": "東京 \u2028", "b": "\U0001f600"}]
+ROWS = [{"a": "Größe\r\nzwei", "b": 'x, "y"\n'}, {"a": "東京 \u2028", "b": "\U0001f600"}]
 
 
 def write(path):
@@ -105,6 +107,58 @@ def test_fingerprint_follows_contents_and_settings(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}')
     first = SourceReader(Source(str(path))).fingerprint()
-    assert first == SourceReader(Source(str(path))).fingerprint() != SourceReader(Source(str(path), limit=3)).fingerprint()
+    assert (
+        first == SourceReader(Source(str(path))).fingerprint() != SourceReader(Source(str(path), limit=3)).fingerprint()
+    )
     path.write_text('{"a": 2}')
     assert first != SourceReader(Source(str(path))).fingerprint()
+
+
+def test_urls_and_saved_data_sets(tmp_path):
+    rows = [{"a": "1"}, {"a": "2"}]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fsspec.filesystem("memory").pipe({"/box/a.jsonl": (tmp_path / "a.jsonl").read_bytes()})
+    for path in (
+        tmp_path / "saved",
+        f"file://{tmp_path}/a.jsonl",
+        "memory://box/a.jsonl",
+        "memory://box",
+        "memory://box/*.jsonl",
+    ):
+        reader = SourceReader(Source(str(path)))
+        assert [row.values for row in reader] == rows, path
+        assert reader.fingerprint() == SourceReader(Source(str(path))).fingerprint()
+    with pytest.raises(UserError, match="box/b.jsonl: cannot be read"):
+        list(SourceReader(Source("memory://box/b.jsonl")))
+    with pytest.raises(UserError, match="nonsense://x"):
+        SourceReader(Source("nonsense://x"))
+
+
+def test_hub_sets_are_asked_for_by_name_split_and_revision(monkeypatch):
+    asked = []
+
+    def load(*args, **options):
+        asked.append((*args, options))
+        return datasets.Dataset.from_list([{"a": "1"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    reader = SourceReader(Source("org/set", name="de", split="train[:10%]", revision="v2"))
+    assert [row.line for row in reader] == [1]
+    SourceReader(Source("alpaca"), streaming=True)
+    assert asked[0] == (
+        "org/set",
+        "de",
+        {"data_files": None, "split": "train[:10%]", "revision": "v2", "streaming": False},
+    )
+    assert asked[1][0] == "tatsu-lab/alpaca" and asked[1][2]["split"] == "train" and asked[1][2]["streaming"]
+
+
+def test_options_that_a_path_cannot_honour_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="split is for hub data sets"):
+        SourceReader(Source(str(tmp_path / "a.jsonl"), split="train"))
+    with pytest.raises(UserError, match="limit is 0"):
+        Source("x", limit=0)
+    with pytest.raises(UserError, match="weight is 0"):
+        Source("x", weight=0)

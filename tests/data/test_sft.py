@@ -1,18 +1,25 @@
 """SFTData end to end on tiny tokenizers: labels, prompts, terminators, limits, split, scores."""
 
+import lightning
 import numpy as np
 import pytest
+import torch
 
 from lmmods.data.sft import SFTData
 from lmmods.data.templates import TEMPLATES
 from lmmods.errors import UserError
 
 CHAT = [
-    {"messages": [
-        {"role": "system", "content": "The assistant adds numbers."},
-        {"role": "user", "content": f"hello {n}"}, {"role": "assistant", "content": f"hello, how are you {n}?"},
-        {"role": "user", "content": "again"}, {"role": "assistant", "content": "The sum is 42."},
-    ]} for n in range(8)
+    {
+        "messages": [
+            {"role": "system", "content": "The assistant adds numbers."},
+            {"role": "user", "content": f"hello {n}"},
+            {"role": "assistant", "content": f"hello, how are you {n}?"},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": "The sum is 42."},
+        ]
+    }
+    for n in range(8)
 ]
 
 
@@ -44,11 +51,19 @@ def test_prompt_at_inference_is_a_prefix_of_the_training_row(template, rows, any
     rows = CHAT if rows == "chat" else alpaca_rows
     train = build(write_jsonl(rows), any_folder, template=template)
     asked = [{**row, "output": None} if "output" in row else {"messages": row["messages"][:-1]} for row in rows]
-    data = SFTData(write_jsonl(asked, "asked.jsonl"), predict_source=write_jsonl(asked, "asked.jsonl"),
-                   tokenizer=any_folder, template=template, max_length=512)
+    data = SFTData(
+        write_jsonl(asked, "asked.jsonl"),
+        predict_source=write_jsonl(asked, "asked.jsonl"),
+        tokenizer=any_folder,
+        template=template,
+        max_length=512,
+    )
     data.setup("predict")
-    prompts = {int(index): ids[mask.bool()].tolist() for batch in data.predict_dataloader()
-               for index, ids, mask in zip(batch["index"], batch["input_ids"], batch["attention_mask"])}
+    prompts = {
+        int(index): ids[mask.bool()].tolist()
+        for batch in data.predict_dataloader()
+        for index, ids, mask in zip(batch["index"], batch["input_ids"], batch["attention_mask"], strict=False)
+    }
     assert len(prompts) == len(rows)
     for row in train.rows_for_inspection(len(rows)):
         prompt = prompts[row["index"]]
@@ -63,7 +78,10 @@ def test_at_most_one_begin_token(any_folder, write_jsonl, alpaca_rows):
         has_own = tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.eos_token_id
         for row in data.rows_for_inspection(5):
             if has_own:
-                assert row["input_ids"].count(tokenizer.bos_token_id) == 1 and row["input_ids"][0] == tokenizer.bos_token_id
+                assert (
+                    row["input_ids"].count(tokenizer.bos_token_id) == 1
+                    and row["input_ids"][0] == tokenizer.bos_token_id
+                )
 
 
 @pytest.mark.parametrize("last_only", [False, True])
@@ -109,8 +127,11 @@ def test_padding_token_is_added_and_needs_no_training(spm_folder, write_jsonl, a
 
 
 class TestLimits:
-    rows = [{"instruction": "Add the numbers. " * 30, "output": "The sum is 42. " * 3},
-            {"instruction": "Add.", "output": "The sum is 42. " * 60}, {"instruction": "Add.", "output": "42"}]
+    rows = [
+        {"instruction": "Add the numbers. " * 30, "output": "The sum is 42. " * 3},
+        {"instruction": "Add.", "output": "The sum is 42. " * 60},
+        {"instruction": "Add.", "output": "42"},
+    ]
 
     def test_error_names_the_row(self, spm_folder, write_jsonl):
         with pytest.raises(UserError, match=r"rows.jsonl:1: .*max_length"):
@@ -131,8 +152,14 @@ class TestLimits:
         assert source["rows_cut"] == 1 and source["dropped"]["response longer than the limits"]["rows"] == 1
 
     def test_truncate_leaves_no_false_end(self, spm_folder, write_jsonl):
-        data = build(write_jsonl(self.rows), spm_folder, max_length=120, on_overflow="truncate", template="plain",
-                     source_max_length=60)
+        data = build(
+            write_jsonl(self.rows),
+            spm_folder,
+            max_length=120,
+            on_overflow="truncate",
+            template="plain",
+            source_max_length=60,
+        )
         rows = data.rows_for_inspection(3)
         assert [len(row["input_ids"]) <= 120 for row in rows] == [True] * 3
         ends = [labelled(row)[-1] == data.tokenizer.eos_token_id for row in rows]
@@ -174,7 +201,9 @@ def test_predict_gives_prompts_references_and_scores(spm_folder, write_jsonl, al
 
 
 def test_batch_lengths_are_multiples_and_report_adds_up(spm_folder, write_jsonl, alpaca_rows):
-    data = build(write_jsonl(alpaca_rows), spm_folder, batch_size=4, pad_to_multiple_of=16, group_by_length=True, val_size=8)
+    data = build(
+        write_jsonl(alpaca_rows), spm_folder, batch_size=4, pad_to_multiple_of=16, group_by_length=True, val_size=8
+    )
     tokens = padded = 0
     for batch in data.train_dataloader():
         assert batch["input_ids"].shape[1] % 16 == 0 and batch["input_ids"].dtype.is_signed
@@ -187,7 +216,9 @@ def test_batch_lengths_are_multiples_and_report_adds_up(spm_folder, write_jsonl,
 
 
 def test_empty_outputs_are_counted(spm_folder, write_jsonl):
-    rows = [{"instruction": "Add.", "output": text} for text in ("42", "", "  ", None, 42, ["x"])] + [{"instruction": "x"}]
+    rows = [{"instruction": "Add.", "output": text} for text in ("42", "", "  ", None, 42, ["x"])] + [
+        {"instruction": "x"}
+    ]
     source = next(iter(build(write_jsonl(rows), spm_folder).report["sources"].values()))
     assert source["rows_kept"] == 2
     reasons = {reason: entry["rows"] for reason, entry in source["dropped"].items()}
@@ -202,11 +233,18 @@ def test_columns_are_mapped(spm_folder, write_jsonl):
         build(path, spm_folder, columns={"question": "instruction"})
 
 
-@pytest.mark.parametrize("fields,message", [
-    ({"batch_size": 0}, "batch_size is 0"), ({"template": "alpacca"}, "template 'alpacca' is unknown"),
-    ({"dataset_format": "x"}, "dataset_format 'x' is unknown"), ({"max_length": 1}, "max_length is 1"),
-    ({"val_size": 40}, "val_size is 40"), ({"val_size": 1.0}, "val_size is 1.0"), ({"source_max_length": 0}, "source_max_length"),
-])
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"template": "alpacca"}, "template 'alpacca' is unknown"),
+        ({"dataset_format": "x"}, "dataset_format 'x' is unknown"),
+        ({"max_length": 1}, "max_length is 1"),
+        ({"val_size": 40}, "val_size is 40"),
+        ({"val_size": 1.0}, "val_size is 1.0"),
+        ({"source_max_length": 0}, "source_max_length"),
+    ],
+)
 def test_wrong_settings_are_told(fields, message, spm_folder, write_jsonl, alpaca_rows):
     with pytest.raises(UserError, match=message):
         build(write_jsonl(alpaca_rows), spm_folder, **fields)
@@ -228,3 +266,76 @@ def test_a_folder_without_tokenizer_is_told(tmp_path, write_jsonl, alpaca_rows):
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no tokenizer"):
         build(write_jsonl(alpaca_rows), str(tmp_path / "model"))
+
+
+def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_rows):
+    path = write_jsonl(alpaca_rows)
+    plain = build(path, any_folder, template="alpaca")
+    packed = build(path, any_folder, template="alpaca", packing=True, batch_size=2, val_size=0)
+    scored = sum(len(labelled(row)) for row in plain.rows_for_inspection(99))
+    seen = 0
+    for batch in packed.train_dataloader():
+        assert set(batch) == {"input_ids", "attention_mask", "labels", "position_ids", "segment_ids"}
+        assert torch.equal(batch["attention_mask"] == 0, batch["segment_ids"] == 0)
+        firsts = (batch["position_ids"] == 0) & (batch["attention_mask"] == 1)
+        assert (batch["labels"][firsts] == -100).all() and firsts.sum() == batch["segment_ids"].max(1).values.sum()
+        seen += int((batch["labels"] != -100).sum())
+    assert seen == scored
+    padding = packed._collator(packed._item_keys())([None])
+    assert padding["segment_ids"].sum() == 1 == padding["attention_mask"].sum()
+
+
+def test_inspection_orders(spm_folder, write_jsonl, alpaca_rows):
+    rows = [*alpaca_rows, {"instruction": "Add the numbers. " * 40, "output": "42"}]
+    data = build(write_jsonl(rows), spm_folder, max_length=200)
+    assert data.rows_for_inspection(1, "most_cut")[0]["index"] == 40
+    lengths = [len(row["input_ids"]) for row in data.rows_for_inspection(3, "longest")]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == 200
+    assert [row["index"] for row in data.rows_for_inspection(9, [3, 1])] == [3, 1]
+    assert len(data.rows_for_inspection(2, "most_unknown")) == 2
+    with pytest.raises(UserError, match="row 99 does not exist"):
+        data.rows_for_inspection(1, [99])
+
+
+def test_lightning_resumes_in_the_middle(spm_folder, write_jsonl, alpaca_rows, tmp_path):
+    path = write_jsonl(alpaca_rows)
+
+    def run(steps, checkpoint=None):
+        module = Sums()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            logger=False,
+            enable_progress_bar=False,
+            barebones=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+        )
+        data = SFTData(path, tokenizer=spm_folder, batch_size=3, val_size=7, group_by_length=True, max_length=512)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        return module.seen
+
+    whole = run(25)
+    for stop in (3, 11, 17):  # inside, at the end, and in the second epoch of 11 batches
+        assert run(stop) + run(25, tmp_path / "a.ckpt") == whole
+
+
+class Sums(lightning.LightningModule):
+    """Learns nothing and writes down what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.seen.append(batch["input_ids"].tolist())
+        return self.weight.sum()
+
+    def validation_step(self, batch, index):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)

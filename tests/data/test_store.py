@@ -35,15 +35,24 @@ def build(path, folder, **fields):
 def test_second_run_reads_the_cache(spm_folder, write_jsonl, alpaca_rows, tmp_path, monkeypatch):
     path = write_jsonl(alpaca_rows)
     first = build(path, spm_folder).rows_for_inspection(99)
-    monkeypatch.setattr("lmmods.data.base.build_store", lambda *args, **kwargs: pytest.fail("encoded again"))
+    monkeypatch.setattr("lmmods.data.cache.build_store", lambda *args, **kwargs: pytest.fail("encoded again"))
     assert build(path, spm_folder, batch_size=7, val_size=3, seed=9).rows_for_inspection(1)
     assert build(path, spm_folder).rows_for_inspection(99) == first
 
 
-@pytest.mark.parametrize("fields", [
-    {"template": "chatml"}, {"max_length": 64}, {"train_on_prompt": True}, {"train_on_last": True}, {"on_overflow": "skip"},
-    {"add_tokens": ["<x>"]}, {"target_max_length": 9}, {"roles": {"a": "user"}},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"template": "chatml"},
+        {"max_length": 64},
+        {"train_on_prompt": True},
+        {"train_on_last": True},
+        {"on_overflow": "skip"},
+        {"add_tokens": ["<x>"]},
+        {"target_max_length": 9},
+        {"roles": {"a": "user"}},
+    ],
+)
 def test_what_matters_makes_a_new_store(fields, spm_folder, write_jsonl, alpaca_rows, tmp_path):
     path = write_jsonl(alpaca_rows)
     build(path, spm_folder)

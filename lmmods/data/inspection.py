@@ -1,0 +1,46 @@
+"""Single training rows as the model sees them: the first, the worst, or chosen ones."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from lmmods.data.rows import RowSet
+from lmmods.errors import UserError
+
+Which = Literal["first", "longest", "most_cut", "most_unknown"]
+
+
+def choose_rows(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
+    """Places of rows in a data set with `lengths` and `cut`.
+
+    Args:
+        items: The data set.
+        num_rows: How many.
+        which: `first`, `longest`, `most_cut` (tokens cut off), `most_unknown` (tokens the vocabulary lacks), or places.
+        unknown_id: Id of the unknown token.
+
+    Raises:
+        UserError: A place does not exist.
+    """
+    if isinstance(which, list):
+        wrong = [place for place in which if not 0 <= place < len(items)]
+        if wrong:
+            raise UserError(f"row {wrong[0]} does not exist; the training set has rows 0 to {len(items) - 1}")
+        return which
+    if which == "first":
+        return list(range(min(num_rows, len(items))))
+    if which == "most_unknown":
+        measure = np.array([(items[place]["input_ids"] == unknown_id).sum() for place in range(len(items))])
+    else:
+        measure = items.lengths if which == "longest" else items.cut
+    return np.argsort(-measure, kind="stable")[:num_rows].tolist()
+
+
+def shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
+    """{index, input_ids, labels, location} of an item of a data set made of `rows`, as plain lists."""
+    return {
+        "index": int(row["index"]),
+        "input_ids": row["input_ids"].tolist(),
+        "labels": row["labels"].tolist() if "labels" in row else [-100] * len(row["input_ids"]),
+        "location": rows.location(int(row["index"])),
+    }
