@@ -86,7 +86,8 @@ def _known_names(parser: LightningArgumentParser) -> set[str]:
                 classes += [kind, *kind.__subclasses__()] if isinstance(kind, type) else []
     for kind in classes:
         names.add(kind.__name__)
-        names |= {name for base in kind.__mro__[:2] for name in inspect.signature(base.__init__).parameters}
+        names |= {name for base in kind.__mro__ if base.__module__.startswith("lmmods")
+                  for name in inspect.signature(base.__init__).parameters}
     return names - {"self", "kwargs", "args", "common"}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from lmmods.data.cache import Cache
 from lmmods.data.checks import check_least
 from lmmods.data.collate import Collator
+from lmmods.data.encoded import Encoder
 from lmmods.data.inspection import Which, choose_rows, shown_row
 from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
 from lmmods.data.packing import PackedSet
@@ -19,7 +20,7 @@ from lmmods.data.report import describe_rows, describe_source, render_table
 from lmmods.data.rows import PromptSet, RowSet, split, weighted
 from lmmods.data.sampler import BatchOrder, evaluation_order, training_order
 from lmmods.data.sources import Source, SourceReader, as_sources
-from lmmods.data.store import Encoder, Store
+from lmmods.data.store import Store
 from lmmods.data.stream import StreamLoader, StreamSource, encode_window, mixed_windows
 from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
 from lmmods.errors import UserError
@@ -148,7 +149,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         self._sets: dict[Role, RowSet] = {}
         self._arranged: dict[Role, Any] = {}
         self._streams: list[StreamSource] | None = None
-        self._cache = Cache(cache_dir, num_proc, rebuild_cache)
+        self.rebuild_cache = rebuild_cache
+        self._cache = Cache(cache_dir, num_proc)
         self._loader: StatefulLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
 
@@ -296,13 +298,13 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _open(self, role: Role) -> None:
         origin = self._origin(role)
-        if origin not in self._sources or (origin == "train" and "train" in self._sets):
-            return
         if role == "predict" and origin != "predict":
             needed: Role = "test" if "test" in self._sources else "val"
             self.setup({"test": "test", "val": "validate"}[needed])
             if needed in self._sets:
                 self._sets[role] = self._sets[needed]
+            return
+        if origin not in self._sources or (origin == "train" and "train" in self._sets):
             return
         if origin == "train" and self.streaming:
             if role == "train":
@@ -329,7 +331,8 @@ class DataModule(lightning.LightningDataModule, ABC):
             "chat_template": tokenizer.chat_template,
             "special": tokenizer.special_tokens_map,
         }
-        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only))
+        rebuild = self.rebuild_cache and self._share().rank == 0  # the other processes read what the first one wrote
+        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only), rebuild)
 
     def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lmmods.data.building import build_store, fingerprint
+from lmmods.data.encoded import Encoder
 from lmmods.data.readers import Row
 from lmmods.data.sources import SourceReader
-from lmmods.data.store import Encoder, Store, build_store, fingerprint
+from lmmods.data.store import Store
 from lmmods.errors import UserError
 
 BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
@@ -23,12 +25,10 @@ class Cache:
     Args:
         folder: Where; None is $LMMODS_CACHE, or lmmods in the user's cache folder.
         num_proc: Processes that tokenise; None decides by the size of the source.
-        rebuild: Build each store anew, once in the life of this object.
     """
 
     folder: str | None
     num_proc: int | None
-    rebuild: bool
     _built: set[Path] = field(default_factory=set)
 
     def store(
@@ -36,6 +36,7 @@ class Cache:
         reader: SourceReader,
         settings: dict[str, Any],
         prepare: Callable[[], tuple[Iterable[Row], Encoder, dict[str, Any]]],
+        rebuild: bool = False,
     ) -> Store:
         """The store of a source.
 
@@ -43,13 +44,14 @@ class Cache:
             reader: The source.
             settings: Everything besides its contents that a token could depend on; `task` names the store.
             prepare: Gives rows, encoder and info of a store that must be built.
+            rebuild: Build the store anew, once in the life of this object.
 
         Raises:
             UserError: The source is damaged or holds no usable row, or the cache cannot be written.
         """
         key = fingerprint({**settings, "source": reader.fingerprint()})
         folder = self._path() / f"{settings['task'].lower()}-{key}"
-        if self.rebuild and folder not in self._built:
+        if rebuild and folder not in self._built:
             _remove(folder)
         if not (folder / "info.json").is_file():
             rows, encoder, info = prepare()

@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 from lmmods.data.base import DataModule
 from lmmods.data.blocks import BlockSet
+from lmmods.data.encoded import Encoder
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source, SourceReader
-from lmmods.data.store import Encoder
 from lmmods.data.texts import TextRowEncoder
 from lmmods.errors import UserError
 
@@ -20,9 +20,11 @@ class CLMData(DataModule):
         source: Where the training texts come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
             revision, columns, limit, weight}, or a list of these. Text files, or files with a text column.
         text_column: Column that holds the text.
-        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or `line`.
+        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or
+            each `line`.
         join: Lay the documents end to end before cutting, so that every block but the last is full. Otherwise each
-            document fills blocks of its own, padded or, with `packing`, put together whole. null joins unless `packing`.
+            document fills blocks of its own, padded or, with `packing`, put together whole. null joins unless
+            `packing` is set.
         **common: Fields of every data module.
     """
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lmmods.data.encoded import Encoded, Ragged, RowError
 from lmmods.data.encoding import NOT_SCORED, Run, TextEncoder
 from lmmods.data.formats import Roles, RowProblem, check_unicode, find_format
-from lmmods.data.store import Encoded, Ragged, RowError
 from lmmods.data.templates import Renderer
 
 Overflow = Literal["error", "skip", "truncate_prompt", "truncate"]

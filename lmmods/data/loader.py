@@ -67,8 +67,8 @@ class EvaluationLoader:
 class StatefulLoader:
     """Training batches without end: each pass finishes the current epoch, the next begins a new one.
 
-    `len` is the number of micro-batches of a whole epoch on this rank. Iteration starts where the position stands at the
-    first `next`, so several calls of `iter` change nothing.
+    `len` is the number of micro-batches of a whole epoch on this rank. Iteration starts where the position stands at
+    the first `next`, so several calls of `iter` change nothing.
 
     Args:
         rows: Map-style rows; number -1 is a padding row.
@@ -106,7 +106,7 @@ class StatefulLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, global micro-batches of it that were handed out, and what they were cut from."""
+        """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were cut from."""
         return {"epoch": self._epoch, "batches": self._handed_out, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,12 +4,12 @@ from typing import Any, Literal
 
 from lmmods.data.base import DataModule
 from lmmods.data.blocks import BlockSet
+from lmmods.data.encoded import Encoder
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.masking import MaskedSet, Masker, tokens_around, vocabulary_flags
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source, SourceReader
-from lmmods.data.store import Encoder
 from lmmods.data.texts import TextRowEncoder
 from lmmods.errors import UserError
 
@@ -23,8 +23,10 @@ class MLMData(DataModule):
         source: Where the training texts come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
             revision, columns, limit, weight}, or a list of these. Text files, or files with a text column.
         text_column: Column that holds the text.
-        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or `line`.
-        join: Lay the documents end to end before cutting, a separator between them. Otherwise each fills rows of its own.
+        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or
+            each `line`.
+        join: Lay the documents end to end before cutting, a separator between them. Otherwise each fills rows of its
+            own.
         mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
         whole_word_masking: Choose whole words instead of tokens.
         **common: Fields of every data module.

@@ -7,11 +7,11 @@ import numpy as np
 
 from lmmods.data.base import DataModule, Role
 from lmmods.data.checks import check_least
+from lmmods.data.encoded import Encoder
 from lmmods.data.formats import RowProblem
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source
-from lmmods.data.store import Encoder
 from lmmods.data.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.errors import UserError
 
@@ -24,7 +24,8 @@ class QAData(DataModule):
 
     Args:
         source: Where the training questions come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context, answers}.
+            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context,
+            answers}.
         stride: Tokens that neighbouring windows of a context share.
         question_max_length: Longest question in tokens; longer ones are cut and counted.
         **common: Fields of every data module.
@@ -53,8 +54,8 @@ class QAData(DataModule):
             index: Number of the window.
 
         Returns:
-            `question`: number of the question, as `question_row` takes it; `offsets` [T, 2]: first and last character of
-            each token in the context, -1 outside it; `cls_position`.
+            `question`: number of the question, as `question_row` takes it; `offsets` [T, 2]: first and last character
+            of each token in the context, -1 outside it; `cls_position`.
         """
         rows = self._rows(role)
         row = rows[index]

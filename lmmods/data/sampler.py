@@ -52,8 +52,8 @@ def training_order(
         batch_size: Rows per micro-batch.
         seed: Seed of the run, epoch, and whatever else the order depends on.
         shuffle: Draw an order; otherwise rows come as they are stored.
-        group_by_length: Put rows of similar length into a batch: sort within random stretches of the shuffled rows, then
-            shuffle the batches.
+        group_by_length: Put rows of similar length into a batch: sort within random stretches of the shuffled rows,
+            then shuffle the batches.
     """
     num_rows = len(lengths)
     batches = np.arange(-(-num_rows // batch_size))

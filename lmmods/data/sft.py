@@ -6,11 +6,11 @@ from typing import Any
 from lmmods.data.base import DataModule
 from lmmods.data.checks import check_least
 from lmmods.data.conversations import Limits, Overflow, SFTEncoder
+from lmmods.data.encoded import Encoder
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.formats import RowProblem, detect_format, find_format
 from lmmods.data.readers import Row
 from lmmods.data.sources import Source
-from lmmods.data.store import Encoder
 from lmmods.data.templates import ChatTemplateRenderer, TemplateRenderer
 from lmmods.errors import UserError
 
@@ -21,17 +21,17 @@ class SFTData(DataModule):
     Args:
         source: Where the training rows come from: file, folder, glob, URL, hub id, a set of qlora's by name, a mapping
             {path, name, split, revision, columns, limit, weight, format}, or a list of these.
-        template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr or plain.
-            null takes the tokenizer's chat template if it has one, else alpaca.
+        template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr or
+            plain. null takes the tokenizer's chat template if it has one, else alpaca.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
         roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
         train_on_prompt: Score every token, not only responses.
         train_on_last: Score only the last response of a conversation.
         source_max_length: Longest prompt (all before the last response) in tokens.
         target_max_length: Longest last response in tokens.
-        on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_prompt` cuts the oldest
-            part of the prompt and drops rows whose response alone is too long; `truncate` cuts the end of the response,
-            which then has no end token. All of it is counted in the report.
+        on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_prompt` cuts the
+            oldest part of the prompt and drops rows whose response alone is too long; `truncate` cuts the end of the
+            response, which then has no end token. All of it is counted in the report.
         **common: Fields of every data module.
     """
 

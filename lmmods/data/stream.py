@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.data.building import encode_batches
+from lmmods.data.encoded import Encoded, Encoder
 from lmmods.data.loader import Batch, Share
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sampler import BatchOrder, deal
-from lmmods.data.store import Encoded, Encoder, MemoryStore, encode_batches
+from lmmods.data.store import MemoryStore
 from lmmods.errors import UserError
 
 ENDLESS = 10**12  # length of a loader that never ends; sized, so that nobody fetches ahead to find its end

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.data.encoded import Encoded, Ragged
 from lmmods.data.encoding import Run, TextEncoder
 from lmmods.data.formats import RowProblem, as_text, check_unicode
-from lmmods.data.store import Encoded, Ragged
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from lmmods.data.encoded import Encoded, Ragged
 from lmmods.data.encoding import NOT_SCORED
 from lmmods.data.formats import RowProblem, as_text, check_unicode
 from lmmods.data.readers import Row
-from lmmods.data.store import Encoded, Ragged
 
 NEARBY = 32  # characters around a wrong offset in which the answer is looked for
 Answer = tuple[int, int]  # characters of the context: [start, end)
@@ -119,8 +119,8 @@ class WindowEncoder:
         )
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside the
-        context), `start_positions`, `end_positions`, `cls_position`; one entry per window."""
+        """Columns `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside
+        the context), `start_positions`, `end_positions`, `cls_position`; one entry per window."""
         kept, dropped = [], []
         counts: Counter = Counter()
         for place, row in enumerate(rows):

@@ -4,7 +4,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -23,6 +23,9 @@ class TaskModule(L.LightningModule, ABC):
 
     Args:
         pretrained: Model to start from: a folder or a hub id.
+        config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
+            of a configuration. The vocabulary size defaults to the tokenizer's.
+        config_overrides: Fields changed in the configuration that `config` names.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Run Python code that comes with the model.
         quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
@@ -43,6 +46,8 @@ class TaskModule(L.LightningModule, ABC):
     def __init__(
         self,
         pretrained: str | None = None,
+        config: str | dict[str, Any] | None = None,
+        config_overrides: dict[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         quantize: loading.Quantize | None = None,
@@ -59,6 +64,10 @@ class TaskModule(L.LightningModule, ABC):
         if quantize and not (lora or adapter):
             raise UserError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
                             "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+        if (config is None) == (pretrained is None):
+            raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
+                            "configuration to start from random weights.")
+        self.config, self.config_overrides = config, config_overrides or {}
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
         self.lora, self.adapter = lora, adapter
@@ -73,9 +82,10 @@ class TaskModule(L.LightningModule, ABC):
 
     def max_positions(self) -> int | None:
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
-        if self.pretrained is None:
-            return None
-        config = loading.load_config(self.pretrained, self.revision, self.trust_remote_code).get_text_config()
+        name = self.pretrained or (self.config if isinstance(self.config, str) else None)
+        if name is None:
+            return self.config.get("max_position_embeddings", self.config.get("n_positions"))
+        config = loading.load_config(name, self.revision, self.trust_remote_code).get_text_config()
         return getattr(config, "max_position_embeddings", None)
 
     # The network -----------------------------------------------------------------------------------------------------
@@ -106,10 +116,14 @@ class TaskModule(L.LightningModule, ABC):
 
     def load_base(self, precision: str) -> nn.Module:
         """The network without adapter, in training mode."""
-        if self.pretrained is None:
-            raise UserError("model.pretrained is missing: name the folder or hub id of the model to start from.")
         import transformers
 
+        if self.config is not None:
+            config = loading.scratch_config(self.config, self.config_overrides, self.trainer.datamodule.tokenizer,
+                                            self.revision, self.trust_remote_code)
+            dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+            return getattr(transformers, self.auto_class).from_config(
+                config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)
         return loading.load_pretrained(
             getattr(transformers, self.auto_class),
             self.pretrained,

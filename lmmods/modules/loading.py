@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -81,6 +81,42 @@ def load_config(pretrained: str, revision: str | None, trust_remote_code: bool):
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.pretrained: there is no folder {pretrained!r}, and as a hub id it cannot be loaded: "
                         f"{_first_line(error)}") from error
+
+
+def scratch_config(config: str | dict[str, Any], overrides: dict[str, Any], tokenizer: Any, revision: str | None,
+                   trust_remote_code: bool) -> Any:
+    """Configuration of a model with random weights.
+
+    Args:
+        config: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id of a configuration.
+        overrides: Fields changed in it.
+        tokenizer: Gives the vocabulary size and special tokens that a mapping leaves out.
+
+    Raises:
+        UserError: Unknown type or field.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if isinstance(config, str):
+        named = load_config(config, revision, trust_remote_code)
+        _check_fields(named, overrides)
+        for name, value in overrides.items():
+            setattr(named, name, value)
+        return named
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    fields = {"vocab_size": len(tokenizer), **special, **config, **overrides}
+    model_type = fields.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
+                        "Examples: gpt2, llama, bert.")
+    _check_fields(CONFIG_MAPPING[model_type](), fields)
+    return CONFIG_MAPPING[model_type](**fields)  # not set one by one: sizes of heads follow from the others
+
+
+def _check_fields(config: Any, fields: dict[str, Any]) -> None:
+    for name in fields:
+        if not hasattr(config, name):
+            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
 
 
 def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype):

@@ -88,7 +88,7 @@ def test_lines_of_records(tmp_path):
 
 def test_folder_glob_limit_and_missing(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "notes.md", ".hidden.jsonl"):
-        (tmp_path / name).write_text('{"n": "%s"}\n' % name)
+        (tmp_path / name).write_text(json.dumps({"n": name}) + "\n")
     names = [[row.values["n"] for row in SourceReader(Source(str(path)))] for path in (tmp_path, tmp_path / "*.jsonl")]
     assert names == [["a.jsonl", "b.jsonl"]] * 2
     assert len(list(SourceReader(Source(str(tmp_path), limit=1)))) == 1

@@ -186,9 +186,10 @@ def test_padding_rows_count_nothing_and_attend_to_one_token(spm_folder, write_js
     assert batch["labels"].eq(-100).all() and batch["attention_mask"].sum() == 1
 
 
-def test_predict_gives_prompts_references_and_scores(spm_folder, write_jsonl, alpaca_rows):
+@pytest.mark.parametrize("stage", ["predict", None])
+def test_predict_gives_prompts_references_and_scores(stage, spm_folder, write_jsonl, alpaca_rows):
     data = SFTData(write_jsonl(alpaca_rows), tokenizer=spm_folder, val_size=6, max_length=512, eval_batch_size=4)
-    data.setup("predict")
+    data.setup(stage)
     seen = {}
     for batch in data.predict_dataloader():
         assert set(batch) == {"input_ids", "attention_mask", "index"}

@@ -50,8 +50,8 @@ def test_a_model_from_scratch_learns_and_loads(clm, tmp_path, config):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model__init_args__config": {**LLAMA, "model_type": "lama"}}, "model_type is 'lama'"),
     ({"model__init_args__config": {**LLAMA, "hidden_sice": 3}}, "no field 'hidden_sice'"),
-    ({"model__init_args__config": None}, "exclude each other"),
-    ({"model__init_args__pretrained": "x"}, "exclude each other"),
+    ({"model__init_args__config": None}, "set one of them"),
+    ({"model__init_args__pretrained": "x"}, "set one of them"),
 ])
 def test_wrong_configurations_are_told(clm, capsys, changes, message):
     assert main(["fit", *clm(**changes)]) == 2

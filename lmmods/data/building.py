@@ -1,0 +1,203 @@
+"""Writes a store: rows are encoded in parallel and appended batch by batch, so that memory stays flat."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from lmmods.data.encoded import Encoded, Encoder, RowError, Tally, arrow_column
+from lmmods.data.readers import Row
+from lmmods.errors import UserError
+
+ROWS_PER_BATCH = 1000
+CHARACTERS_PER_BATCH = 1 << 20
+
+
+def fingerprint(settings: dict[str, Any]) -> str:
+    """Hash (32 hex digits) of settings and of the code of this package."""
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def build_store(
+    folder: Path,
+    rows: Iterable[Row],
+    encoder: Encoder,
+    num_proc: int = 1,
+    info: dict[str, Any] | None = None,
+) -> None:
+    """Encode `rows` and write the store `folder`, or leave the one that another process finished first.
+
+    Args:
+        folder: Where the store is to be. Until it is complete it has another name.
+        rows: What to encode; read once, never held as a whole.
+        encoder: Rows to ids.
+        num_proc: Processes that encode; 1 works in this process.
+        info: Goes into info.json.
+
+    Raises:
+        UserError: A row is broken, or the cache cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    except OSError as error:
+        raise UserError(
+            f"{folder.parent}: the cache cannot be written ({error}); set data.cache_dir or LMMODS_CACHE "
+            "to a folder that can"
+        ) from error
+    try:
+        # a bar on terminals only, and only where there is something to wait for
+        with (
+            _Writer(temporary) as writer,
+            tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar,
+        ):
+            for batch, encoded in encode_batches(rows, encoder, num_proc):
+                writer.add(batch, encoded)
+                bar.update(len(batch))
+        (temporary / "info.json").write_text(json.dumps({**(info or {}), **writer.summary()}))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not (folder / "info.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Batches of about equal text, so that one with long documents takes no more memory than others."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(value) for value in row.values.values() if isinstance(value, str))
+        if len(batch) >= ROWS_PER_BATCH or size >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
+    """Batches of rows and what the encoder makes of them, in order; a few are under way at a time.
+
+    Raises:
+        UserError: The encoder refuses a row.
+    """
+    batches = _batches(rows)
+    with _executor(encoder, num_proc) as (pool, encode):
+        waiting: deque = deque()
+        try:
+            while batch := next(batches, None):
+                waiting.append((batch, pool.submit(encode, [row.values for row in batch])))
+                if len(waiting) > 2 * num_proc:
+                    yield _result(*waiting.popleft())
+            while waiting:
+                yield _result(*waiting.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Callable]]:
+    """Where encoding runs. One process has two threads: one's Python works while the other's tokenizer does."""
+    if num_proc == 1:
+        with ThreadPoolExecutor(2) as threads:
+            yield threads, encoder
+        return
+    # Not forked: this process may hold JAX's threads. Each worker has one core, so the tokenizer's own threads are off.
+    with ProcessPoolExecutor(num_proc, get_context("forkserver"), _start_worker, (encoder,)) as processes:
+        yield processes, _encode_in_worker
+
+
+def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
+    try:
+        return batch, future.result()
+    except RowError as error:
+        place, message = error.args
+        raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error
+
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_encoder = encoder
+
+
+def _encode_in_worker(rows: list[dict[str, Any]]) -> Encoded:
+    assert _worker_encoder is not None
+    return _worker_encoder(rows)
+
+
+class _Writer:
+    """Writes the two tables batch by batch and adds up the counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._encoded: pa.RecordBatchStreamWriter | None = None
+        self._rows: pa.RecordBatchStreamWriter | None = None
+        self._files: dict[str, int] = {}
+        self._num_rows = self._num_kept = 0
+        self.tally = Tally()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for writer in (self._encoded, self._rows):
+            if writer is not None:
+                writer.close()
+
+    def add(self, batch: list[Row], encoded: Encoded) -> None:
+        """Append a batch of rows and what became of them."""
+        self._rows = self._write(
+            self._rows,
+            "rows.arrow",
+            {
+                "row": pa.array(
+                    [json.dumps(row.values, default=str) for row in batch],
+                    pa.large_string(),
+                ),
+                "file": np.array([self._files.setdefault(row.file, len(self._files)) for row in batch], np.int32),
+                "line": np.array([row.line for row in batch], np.int64),
+            },
+        )
+        columns = {name: arrow_column(column) for name, column in encoded.columns.items()}
+        columns["index"] = pa.array(encoded.positions.astype(np.int64) + self._num_rows)
+        self._encoded = self._write(self._encoded, "encoded.arrow", columns)
+        self.tally.add(batch, encoded)
+        self._num_rows += len(batch)
+        self._num_kept += len(encoded.positions)
+
+    def _write(self, writer, name: str, columns: dict):  # noqa: ANN001, ANN202 - pyarrow's writer
+        table = pa.record_batch(columns)
+        writer = writer or pa.ipc.new_stream(str(self._folder / name), table.schema)
+        writer.write_batch(table)
+        return writer
+
+    def summary(self) -> dict[str, Any]:
+        """Counts of all batches, plain JSON."""
+        return {
+            "files": list(self._files),
+            "rows_read": self._num_rows,
+            "rows_kept": self._num_kept,
+            **self.tally.summary(),
+        }

@@ -1,0 +1,56 @@
+"""Causal LMs in training and in use: what the tasks on them share."""
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from lmmods.modules.base import TaskModule, base_seed
+from lmmods.modules.causal import CausalHead, causal_loss
+from lmmods.modules.loss import LossSums
+from lmmods.modules.window import seed_step
+from lmmods.settings import Generation
+
+
+class CausalModule(TaskModule):
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself.
+
+    Args:
+        generation: How predict generates.
+    """
+
+    auto_class = "AutoModelForCausalLM"
+    task_type = "CAUSAL_LM"
+
+    def __init__(self, generation: Generation = Generation(), **kwargs):
+        super().__init__(**kwargs)
+        self.generation = generation
+        self.head: CausalHead | None = None
+
+    def on_model_ready(self) -> None:
+        self.head = CausalHead.of(self.model)
+
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        return causal_loss(self.model, self.head, batch, count_correct)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """New tokens [B, T_new] after left-padded prompts [B, T], padded at the end; draws depend on seed and batch."""
+        from lmmods.modules.decoding import generate
+
+        seed_step(base_seed(), batch_idx)
+        data = self.trainer.datamodule
+        config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
+        tokens = generate(self.model, batch["input_ids"], batch["attention_mask"], config)
+        return tokens[:, batch["input_ids"].shape[1] :]
+
+
+def generation_config(settings: Generation, tokenizer: Any, stop_token_ids: list[int]) -> Any:
+    """transformers' GenerationConfig of our settings and the tokens that end an answer."""
+    from transformers import GenerationConfig
+
+    options = asdict(settings)
+    if not settings.do_sample:  # transformers warns of options that greedy and beam search do not use
+        for name in ("temperature", "top_p", "typical_p") + (() if settings.penalty_alpha else ("top_k",)):
+            del options[name]
+    return GenerationConfig(**options, pad_token_id=tokenizer.pad_token_id, eos_token_id=stop_token_ids,
+                            bos_token_id=tokenizer.bos_token_id)

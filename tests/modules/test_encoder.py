@@ -1,0 +1,49 @@
+"""Masked-position loss and gradients against transformers' own loss over full logits, architecture by architecture."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
+
+from lmmods.modules import loss as loss_module
+from lmmods.modules.encoder import TokenHead, masked_loss
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0}
+ARCHITECTURES = {
+    "bert": SMALL, "roberta": SMALL, "albert": {**SMALL, "embedding_size": 16}, "electra": {**SMALL,
+                                                                                        "embedding_size": 16},
+    "deberta-v2": {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "distilbert": {"vocab_size": 61, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0,
+                   "attention_dropout": 0.0, "max_position_embeddings": 40},
+}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 2)  # two positions a chunk
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_config(CONFIG_MAPPING[name](**ARCHITECTURES[name], pad_token_id=1)).train()
+    ids = torch.randint(5, 61, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 8:], ids[1, 8:] = 0, 1
+    labels = torch.full_like(ids, -100)
+    labels[0, [1, 5, 7]], labels[1, [0, 2]] = ids[0, [1, 5, 7]], ids[1, [0, 2]]
+    labels[0, 1] = 0  # token 0 is a token like any other
+    expected_loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss * 5
+    expected_loss.backward()
+    expected = gradients(model)
+    sums = masked_loss(TokenHead(model), {"input_ids": ids, "attention_mask": mask, "labels": labels}, True)
+    sums.total.backward()
+    assert sums.weight.item() == 5 and 0 <= sums.correct.item() <= 5
+    torch.testing.assert_close(sums.total, expected_loss, rtol=1e-5, atol=0)
+    actual = gradients(model)
+    assert actual.keys() == expected.keys()
+    for key, grad in expected.items():
+        torch.testing.assert_close(actual[key], grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
