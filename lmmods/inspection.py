@@ -14,7 +14,7 @@ def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str) -> N
     Args:
         trainer: Trainer with `recipe` set; nothing of it runs.
         rows: How many rows to show.
-        which: `first`, `longest` or `most_cut`.
+        which: `first`, `longest`, `most_cut` or `most_unknown`.
     """
     print(trainer.recipe)
     print(datamodule.report_table())

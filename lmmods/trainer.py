@@ -135,7 +135,7 @@ class Trainer(L.Trainer):
                         ckpt_path=self._checkpoint(ckpt_path))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
-                which: Literal["first", "longest", "most_cut"] = "first") -> None:
+                which: Literal["first", "longest", "most_cut", "most_unknown"] = "first") -> None:
         """Show what would be trained on, and train nothing.
 
         Args:

@@ -504,6 +504,11 @@ class DataModule(lightning.LightningDataModule, ABC):
         """The row as read behind `index` of a predict batch."""
         return self._rows("predict").source_row(index)
 
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens on which generation must stop."""
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
     def reference(self, index: int) -> str | None:
         """The text that the data give as the right answer, where there is one."""
         return None

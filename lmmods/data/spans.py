@@ -1,0 +1,106 @@
+"""From start and end logits of all windows of a question to its answer."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class WindowLogits(NamedTuple):
+    """What the network says of one window.
+
+    Args:
+        start: [T] logits.
+        end: [T] logits.
+        offsets: [T, 2] first character of each token and the one behind its last, in the context; -1 outside it.
+        cls_position: Token that stands for no answer.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    offsets: np.ndarray
+    cls_position: int
+
+
+@dataclass
+class SpanSettings:
+    """How answers are chosen.
+
+    Args:
+        n_best_size: Candidates kept per window and in nbest_predictions.json.
+        max_answer_length: Longest answer in tokens.
+        null_score_diff_threshold: No answer is given where its score is above that of the best answer by more.
+        version_2_with_negative: Whether questions may have no answer.
+    """
+
+    n_best_size: int = 20
+    max_answer_length: int = 30
+    null_score_diff_threshold: float = 0.0
+    version_2_with_negative: bool = False
+
+
+@dataclass
+class Answers:
+    """Answers by question id, as the three files hold them."""
+
+    predictions: dict[str, str] = field(default_factory=dict)
+    nbest: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    null_odds: dict[str, float] = field(default_factory=dict)
+    best_non_null: dict[str, str] = field(default_factory=dict)
+
+
+def choose_answer(
+    context: str, windows: list[WindowLogits], settings: SpanSettings
+) -> tuple[str, list[dict[str, Any]], float, str]:
+    """Answer, n-best list, no-answer odds, and best non-empty answer of one question over all its windows.
+
+    A span's score is start plus end logit; the score of no answer is the smallest over the windows, since one window
+    that holds the answer is enough (Devlin et al. 2018).
+    """
+    candidates = [candidate for window in windows for candidate in _candidates(window, settings)]
+    null = min(
+        ((window.start[window.cls_position] + window.end[window.cls_position], window) for window in windows),
+        key=lambda pair: pair[0],
+    )
+    null_score = float(null[0])
+    candidates.sort(key=lambda candidate: -candidate[0])
+    nbest = [
+        {"text": context[first:last], "score": float(score), "start_logit": float(start), "end_logit": float(end)}
+        for score, start, end, first, last in candidates[: settings.n_best_size]
+    ]
+    if settings.version_2_with_negative:
+        window = null[1]
+        nbest.append(
+            {
+                "text": "",
+                "score": null_score,
+                "start_logit": float(window.start[window.cls_position]),
+                "end_logit": float(window.end[window.cls_position]),
+            }
+        )
+        nbest.sort(key=lambda entry: -entry["score"])
+    if not nbest:
+        nbest = [{"text": "", "score": 0.0, "start_logit": 0.0, "end_logit": 0.0}]
+    scores = np.array([entry.pop("score") for entry in nbest])
+    shares = np.exp(scores - scores.max())
+    for entry, share in zip(nbest, shares / shares.sum(), strict=True):
+        entry["probability"] = float(share)
+    best = next((place for place, entry in enumerate(nbest) if entry["text"]), None)
+    best_text = nbest[best]["text"] if best is not None else ""
+    odds = null_score - (float(scores[best]) if best is not None else 0.0)
+    if settings.version_2_with_negative and odds > settings.null_score_diff_threshold:
+        return "", nbest, odds, best_text
+    return best_text, nbest, odds, best_text
+
+
+def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[float, float, float, int, int]]:
+    """(score, start, end, first character, character behind the last) of the best spans of a window."""
+    starts = np.argsort(-window.start, kind="stable")[: settings.n_best_size]
+    ends = np.argsort(-window.end, kind="stable")[: settings.n_best_size]
+    length = ends[None, :] - starts[:, None] + 1
+    inside = (window.offsets[starts, 0] >= 0)[:, None] & (window.offsets[ends, 0] >= 0)[None, :]
+    found = []
+    for i, j in zip(*np.nonzero(inside & (length >= 1) & (length <= settings.max_answer_length)), strict=True):
+        start, end = window.start[starts[i]], window.end[ends[j]]
+        found.append((start + end, start, end, int(window.offsets[starts[i], 0]), int(window.offsets[ends[j], 1])))
+    return found

@@ -1,0 +1,84 @@
+"""Scores of text against text; numpy and the standard library, the same code for both engines."""
+
+import collections
+import re
+import string
+from collections.abc import Callable, Sequence
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case without punctuation, articles and extra spaces, as SQuAD's evaluation defines it."""
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_match(prediction: str, gold: str) -> float:
+    """1 if both are the same after normalisation."""
+    return float(normalize_answer(prediction) == normalize_answer(gold))
+
+
+def token_f1(prediction: str, gold: str) -> float:
+    """Harmonic mean of precision and recall over normalised words; an empty side is right only if both are."""
+    words, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    if not words or not wanted:
+        return float(words == wanted)
+    common = sum((collections.Counter(words) & collections.Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted))
+
+
+def best_over_golds(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
+    """The best score over several right answers; a question without any is rightly answered by "".
+
+    SQuAD v2.0's evaluation leaves out golds that normalise to nothing, such as "The".
+    """
+    return max(score(prediction, gold) for gold in [g for g in golds if normalize_answer(g)] or [""])
+
+
+def _version_1(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
+    """v1.1's evaluation keeps such golds, and finds no word in common with one, so its F1 is 0."""
+    if score is token_f1 and not normalize_answer(prediction):
+        return 0.0
+    return max(score(prediction, gold) for gold in golds)
+
+
+def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], version_2: bool) -> dict[str, float]:
+    """Exact match and F1 in percent, as the evaluation of SQuAD v1.1 or v2.0 defines them.
+
+    For v2.0 also `HasAns_*` and `NoAns_*`, over the questions with and without an answer.
+
+    Args:
+        predictions: Question id -> text; a missing one counts as the empty answer.
+        golds: Question id -> right answers, none for an unanswerable question (v2.0).
+        version_2: Which evaluation.
+    """
+    best = best_over_golds if version_2 else _version_1
+    scored = {name: {key: best(score, predictions.get(key, ""), texts) for key, texts in golds.items()}
+              for name, score in (("exact_match", exact_match), ("f1", token_f1))}
+    answerable = {key for key, texts in golds.items() if texts}
+    parts = {"": set(golds)}
+    if version_2:
+        parts |= {"HasAns_": answerable, "NoAns_": set(golds) - answerable}
+    return {f"{part}{name}": 100 * sum(values[key] for key in keys) / len(keys)
+            for part, keys in parts.items() if keys for name, values in scored.items()}
+
+
+def best_threshold(predictions: dict[str, str], golds: dict[str, Sequence[str]], null_odds: dict[str, float],
+                   score: Callable[[str, str], float]) -> tuple[float, float]:
+    """The threshold on the no-answer odds that gives the best score, and that score in percent.
+
+    Args:
+        predictions: Best non-empty answers.
+        golds: Right answers, none for an unanswerable question.
+        null_odds: Score of no answer minus that of the best answer; above the threshold the answer is "".
+        score: `exact_match` or `token_f1`.
+    """
+    current = sum(not texts for texts in golds.values())  # what answering nothing gets right
+    best, threshold = float(current), 0.0
+    for key in sorted(golds, key=lambda key: null_odds[key]):
+        if golds[key]:
+            current += best_over_golds(score, predictions[key], golds[key])
+        else:
+            current -= bool(predictions[key])
+        if current > best:
+            best, threshold = float(current), null_odds[key]
+    return threshold, 100 * best / len(golds)
