@@ -6,13 +6,17 @@ Loads the run as any user of transformers and PEFT would.
 import argparse
 import json
 import logging
+import os
 import warnings
 from pathlib import Path
 
-import torch
-import yaml
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for kernels from a hub at import
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from peft import PeftModel  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig  # noqa: E402
 
 HERE = Path(__file__).parent
 PROMPT = ("Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
@@ -44,7 +48,6 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=8, help="how many rows to print")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     recipe = yaml.safe_load((options.run / "config.yaml").read_text())["model"]["init_args"]
     rows = [json.loads(line) for line in (HERE / "instructions_heldout.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(options.run / "model")

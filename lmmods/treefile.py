@@ -67,11 +67,12 @@ def check_manifest(folder: Path) -> None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one.") from error
+        raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
+                        ) from error
     for name, stamp in manifest.items():
         if not (folder / name).is_file() or _stamp(folder / name) != stamp:
-            raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another one, "
-                            f"for example --ckpt_path {folder.parent}/step=N.")
+            raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another "
+                            f"one, for example --ckpt_path {folder.parent}/step=N.")
 
 
 def _stamp(path: Path) -> list[int]:

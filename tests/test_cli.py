@@ -127,7 +127,8 @@ def test_an_adapter_goes_on_in_another_run(recipe, folder, tmp_path):
     second = recipe("second.yaml", model__init_args__lora=None, model__init_args__adapter=str(folder.model),
                     trainer__default_root_dir=str(tmp_path / "second"))
     assert main(["fit", *second]) == 0
-    losses = [json.loads((root / "metrics.json").read_text())["val/loss"] for root in (folder.root, tmp_path / "second")]
+    losses = [json.loads((root / "metrics.json").read_text())["val/loss"]
+              for root in (folder.root, tmp_path / "second")]
     assert losses[1] < losses[0]
 
 

@@ -34,7 +34,8 @@ class PredictionWriter(L.Callback):
             records = {index: record for part in parts for index, record in part.items()}
         if trainer.is_global_zero:
             path = trainer.run_folder.predictions
-            write_text(path, "".join(json.dumps(records[index], ensure_ascii=False) + "\n" for index in sorted(records)))
+            lines = [json.dumps(records[index], ensure_ascii=False) + "\n" for index in sorted(records)]
+            write_text(path, "".join(lines))
             scores = trainer.datamodule.score({index: record["prediction"] for index, record in records.items()})
             scores = {f"predict/{name}": value for name, value in scores.items()}
             trainer.run_folder.merge_metrics(scores)
