@@ -8,16 +8,17 @@ from lmmods.modules.summary import available_bytes
 SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
 
 
-def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str) -> None:
+def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str | list[int]) -> None:
     """Print the resolved recipe, the data report, rows with their loss mask, sizes and memory.
 
     Args:
         trainer: Trainer with `recipe` set; nothing of it runs.
         rows: How many rows to show.
-        which: `first`, `longest`, `most_cut` or `most_unknown`.
+        which: `first`, `longest`, `most_cut`, `most_unknown` or numbers of rows.
     """
     print(trainer.recipe)
     print(datamodule.report_table())
+    print(f"\n{histogram(datamodule.report['splits']['train']['length_histogram'])}")
     print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
     for row in datamodule.rows_for_inspection(rows, which):
         scored = sum(label != -100 for label in row["labels"])
@@ -26,6 +27,18 @@ def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str) -> N
     needed, available = module.memory_estimate(), available_bytes(module.device)
     print(f"\n{module.describe()}")
     print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
+
+
+def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
+    """Rows by length, a bar a bin.
+
+    Args:
+        counts: `edges` [n + 1] in tokens and `rows` [n].
+    """
+    most = max(counts["rows"], default=0) or 1
+    bins = zip(counts["edges"], counts["edges"][1:], counts["rows"])
+    lines = [f"{low:>6} to {high:<6} {number:>8}  {'#' * round(width * number / most)}" for low, high, number in bins]
+    return "\n".join(["training rows by length in tokens", *lines])
 
 
 def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int]) -> str:

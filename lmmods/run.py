@@ -22,6 +22,7 @@ class RunFolder:
     """
 
     OWN_FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "predictions.jsonl", "loss.png",
+                 "predictions.json", "nbest_predictions.json", "null_odds.json",
                  "samples.jsonl", "completed")
     OWN_FOLDERS = ("checkpoints", "model", "wandb")
 

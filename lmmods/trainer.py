@@ -135,12 +135,12 @@ class Trainer(L.Trainer):
                         ckpt_path=self._checkpoint(ckpt_path))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
-                which: Literal["first", "longest", "most_cut", "most_unknown"] = "first") -> None:
+                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
         """Show what would be trained on, and train nothing.
 
         Args:
             rows: How many rows to show with their loss mask.
-            which: Which rows.
+            which: Which rows: the first, the worst by a measure, or these numbers of training rows.
         """
         model.trainer = datamodule.trainer = self
         datamodule.prepare_data()

@@ -162,7 +162,12 @@ def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys)
     said = capsys.readouterr().out
     assert said.count("--- row") == 2 and "[[" in said and "</s>]]" in said
     assert "Parameters:" in said and "Memory: about" in said and "quantize: nf4" in said
-    assert not folder.root.exists()
+    assert "training rows by length" in said and not folder.root.exists()
+    assert main(["inspect", *recipe(), "--which", "[7, 2]"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- row") == 2
+    assert main(["inspect", *recipe(), "--which", "[99]"]) == 2
+    assert "row 99 does not exist" in capsys.readouterr().err
 
 
 def test_print_config_is_a_recipe(recipe, capsys):

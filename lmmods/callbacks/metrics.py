@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from lmmods.run import write_json
+
 # Peak dense bf16 FLOP/s of one device, from the vendors' data sheets; other devices get no train/mfu.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12,
               "4090": 165e12, "3090": 71e12, "V100": 125e12, "T4": 65e12}
@@ -107,9 +109,13 @@ class Metrics(L.Callback):
         self._evaluated(trainer, module, "test")
 
     def _evaluated(self, trainer: L.Trainer, module: L.LightningModule, prefix: str) -> None:
-        results = {f"{prefix}/{name}": value for name, value in module.eval_results().items()}
+        found, files = module.eval_results(prefix)
         if trainer.sanity_checking:
             return
+        results = {f"{prefix}/{name}": value for name, value in found.items()}
+        if trainer.is_global_zero:
+            for name, content in files.items():
+                write_json(trainer.run_folder.root / name, content)
         self._log(trainer, module, results)
         if trainer.state.fn != "fit" and trainer.is_global_zero:
             trainer.run_folder.merge_metrics(results)

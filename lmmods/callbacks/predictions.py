@@ -1,4 +1,4 @@
-"""predictions.jsonl: what predict found, row by row."""
+"""predictions.jsonl and its companions: what predict found, row by row."""
 
 import json
 from typing import Any
@@ -7,37 +7,32 @@ import lightning as L
 import torch
 
 from lmmods.console import say
-from lmmods.run import write_text
+from lmmods.modules.window import gather
+from lmmods.run import write_json, write_text
 
 
 class PredictionWriter(L.Callback):
-    """Write the row, `prediction_with_input` and `prediction` of every predicted row, in the order of the data."""
+    """Hand the outputs of predict to the data, which turn them into rows, and write these in the order of the data."""
 
     def __init__(self) -> None:
-        self._records: dict[int, dict[str, Any]] = {}
+        self._outputs: dict[int, Any] = {}
 
-    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: torch.Tensor,
+    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any,
                              batch: dict[str, torch.Tensor], *_: Any) -> None:
-        data = trainer.datamodule
-        prompts = data.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
-        answers = data.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        for index, prompt, answer in zip(batch["index"].tolist(), prompts, answers, strict=True):
-            if index >= 0:  # the rest are rows that only even out the processes
-                self._records[index] = {**data.example(index), "prediction_with_input": prompt + answer,
-                                        "prediction": answer.strip()}
+        self._outputs |= trainer.datamodule.outputs_by_index(batch, outputs)
 
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        records = self._records
-        if trainer.world_size > 1:
-            parts: list = [None] * trainer.world_size
-            torch.distributed.all_gather_object(parts, records)
-            records = {index: record for part in parts for index, record in part.items()}
-        if trainer.is_global_zero:
-            path = trainer.run_folder.predictions
-            lines = [json.dumps(records[index], ensure_ascii=False) + "\n" for index in sorted(records)]
-            write_text(path, "".join(lines))
-            scores = trainer.datamodule.score({index: record["prediction"] for index, record in records.items()})
-            scores = {f"predict/{name}": value for name, value in scores.items()}
-            trainer.run_folder.merge_metrics(scores)
-            say(f"Wrote {len(records)} rows to {path}. "
-                           + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+        outputs = gather(self._outputs, trainer.world_size)
+        if not trainer.is_global_zero:
+            return
+        found = trainer.datamodule.predictions(outputs)
+        folder = trainer.run_folder
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
+        write_text(folder.predictions, "".join(lines))
+        for name, content in found.files.items():
+            write_json(folder.root / name, content)
+        scores = {f"predict/{name}": value for name, value in found.scores.items()}
+        folder.merge_metrics(scores)
+        say(f"Wrote {len(lines)} rows to {folder.predictions}. "
+            + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+

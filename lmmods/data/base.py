@@ -15,6 +15,7 @@ from lmmods.data.encoded import Encoder
 from lmmods.data.inspection import Which, choose_rows, shown_row
 from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
 from lmmods.data.packing import PackedSet
+from lmmods.data.predictions import Predictions
 from lmmods.data.readers import Row
 from lmmods.data.report import describe_rows, describe_source, render_table
 from lmmods.data.rows import PromptSet, RowSet, split, weighted
@@ -512,6 +513,25 @@ class DataModule(lightning.LightningDataModule, ABC):
     def reference(self, index: int) -> str | None:
         """The text that the data give as the right answer, where there is one."""
         return None
+
+    def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
+        """Outputs of a predict batch by its `index`, without padding rows: here (prompt, generated text).
+
+        Args:
+            batch: The batch, with `input_ids` [B, T].
+            outputs: Generated tokens [B, T_new].
+        """
+        prompts = self.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return {index: pair for index, *pair in zip(batch["index"].tolist(), prompts, texts) if index >= 0}
+
+    def predictions(self, outputs: dict[int, Any]) -> Predictions:
+        """Rows, scores and files of all outputs of predict, by index."""
+        rows = [
+            {**self.example(index), "prediction_with_input": prompt + text, "prediction": text.strip()}
+            for index, (prompt, text) in sorted(outputs.items())
+        ]
+        return Predictions(rows, self.score({index: text for index, (_, text) in outputs.items()}), {})
 
     def score(self, predictions: dict[int, str]) -> dict[str, float]:
         """Metrics of generated texts by `index`; empty where the data hold no answers."""

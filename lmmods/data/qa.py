@@ -9,11 +9,14 @@ from lmmods.data.base import DataModule, Role
 from lmmods.data.checks import check_least
 from lmmods.data.encoded import Encoder
 from lmmods.data.formats import RowProblem
+from lmmods.data.predictions import Predictions
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source
+from lmmods.data.spans import Answers, SpanSettings, WindowLogits, choose_answer
 from lmmods.data.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.errors import UserError
+from lmmods.metrics import best_threshold, exact_match, squad_scores, token_f1
 
 
 class QAData(DataModule):
@@ -28,6 +31,11 @@ class QAData(DataModule):
             answers}.
         stride: Tokens that neighbouring windows of a context share.
         question_max_length: Longest question in tokens; longer ones are cut and counted.
+        version_2_with_negative: Questions may have no answer (SQuAD v2.0): "" is then an answer, scored as v2.0 does.
+        n_best_size: Candidates kept of a window, and of a question in nbest_predictions.json.
+        max_answer_length: Longest answer in tokens.
+        null_score_diff_threshold: With version_2_with_negative, no answer is given where its score is above that of the
+            best answer by more than this.
         **common: Fields of every data module.
     """
 
@@ -37,13 +45,19 @@ class QAData(DataModule):
         *,
         stride: int = 128,
         question_max_length: int = 64,
+        version_2_with_negative: bool = False,
+        n_best_size: int = 20,
+        max_answer_length: int = 30,
+        null_score_diff_threshold: float = 0.0,
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
         if self.packing:
             raise UserError("data.packing is not for question answering: a window is a row of its own")
-        check_least(stride=(stride, 0), question_max_length=(question_max_length, 1))
+        check_least(stride=(stride, 0), question_max_length=(question_max_length, 1), n_best_size=(n_best_size, 1),
+                    max_answer_length=(max_answer_length, 1))
         self.stride = stride
+        self.spans = SpanSettings(n_best_size, max_answer_length, null_score_diff_threshold, version_2_with_negative)
         self.question_max_length = question_max_length
 
     def window(self, role: Role, index: int) -> dict[str, Any]:
@@ -76,6 +90,64 @@ class QAData(DataModule):
             return [text for text, _ in gold_answers(self.question_row(role, question))]
         except RowProblem:
             return []
+
+    def is_labelled(self, role: Role, question: int) -> bool:
+        """Whether the data say what the right answer is, or that there is none."""
+        row = self.question_row(role, question)
+        return row.get("answers") is not None or bool(row.get("is_impossible"))
+
+    def answer(self, role: Role, logits: dict[int, tuple[np.ndarray, np.ndarray]]) -> Predictions:
+        """Answers, scores and files of an evaluation or of predict.
+
+        Args:
+            role: Set the windows are of.
+            logits: Start and end logits [T] by window. Questions without any window here are left out.
+
+        Returns:
+            Scores in percent, by the evaluation of SQuAD v1.1 or, with version_2_with_negative, v2.0 with the best
+            thresholds; none unless all questions are labelled. Files: predictions.json, nbest_predictions.json,
+            null_odds.json.
+        """
+        windows: dict[int, list[WindowLogits]] = {}
+        for index, (start, end) in sorted(logits.items()):
+            behind = self.window(role, index)
+            length = len(behind["offsets"])
+            inside = slice(len(start) - length, None) if self._side() == "left" else slice(length)
+            found = WindowLogits(start[inside], end[inside], behind["offsets"], behind["cls_position"])
+            windows.setdefault(behind["question"], []).append(found)
+        rows, chosen = [], Answers()
+        for question, parts in sorted(windows.items()):
+            row = self.question_row(role, question)
+            key = str(row.get("id", question))
+            chosen.add(key, *choose_answer(row["context"], parts, self.spans))
+            rows.append({**row, "prediction": chosen.predictions[key]})
+        scores = {}
+        if windows and all(self.is_labelled(role, question) for question in windows):
+            keys = [str(self.question_row(role, question).get("id", question)) for question in sorted(windows)]
+            golds = {key: self.answers(role, question) for key, question in zip(keys, sorted(windows))}
+            scores = self._scores(chosen, golds)
+        files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
+        if self.spans.version_2_with_negative:
+            files["null_odds.json"] = chosen.null_odds
+        return Predictions(rows, scores, files)
+
+    def _scores(self, chosen: Answers, golds: dict[str, list[str]]) -> dict[str, float]:
+        if not self.spans.version_2_with_negative:
+            golds = {key: texts for key, texts in golds.items() if texts}  # v1.1 knows no question without an answer
+            return squad_scores(chosen.predictions, golds, version_2=False) if golds else {}
+        scores = squad_scores(chosen.predictions, golds, version_2=True)
+        for name, score in (("exact_match", exact_match), ("f1", token_f1)):
+            threshold, best = best_threshold(chosen.best_non_null, golds, chosen.null_odds, score)
+            scores |= {f"best_{name}": best, f"best_{name}_threshold": threshold}
+        return scores
+
+    def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
+        """Start and end logits [T] of each window; the network tells them by window already."""
+        return outputs
+
+    def predictions(self, outputs: dict[int, Any]) -> Predictions:
+        """Answers to all questions of predict, from the logits of their windows."""
+        return self.answer("predict", outputs)
 
     def example(self, index: int) -> dict[str, Any]:
         """The question behind `index` of a predict batch."""

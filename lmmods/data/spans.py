@@ -48,6 +48,11 @@ class Answers:
     null_odds: dict[str, float] = field(default_factory=dict)
     best_non_null: dict[str, str] = field(default_factory=dict)
 
+    def add(self, key: str, answer: str, nbest: list[dict[str, Any]], odds: float, best_non_null: str) -> None:
+        """Note what `choose_answer` says of a question."""
+        self.predictions[key], self.nbest[key] = answer, nbest
+        self.null_odds[key], self.best_non_null[key] = odds, best_non_null
+
 
 def choose_answer(
     context: str, windows: list[WindowLogits], settings: SpanSettings

@@ -214,13 +214,17 @@ class TaskModule(L.LightningModule, ABC):
 
     test_step = validation_step
 
-    def eval_results(self) -> dict[str, float]:
-        """Metrics of the evaluation that ends, over all ranks; the sums start anew."""
+    def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics of the evaluation that ends, over all ranks, and JSON files it leaves; the sums start anew.
+
+        Args:
+            role: `val` or `test`.
+        """
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
         results["perplexity"] = math.exp(min(results["loss"], 700))  # float64 ends near exp(709)
         for metric in self.eval_metrics.values():
             metric.reset()
-        return results
+        return results, {}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A window is the micro-batches of one optimiser step. Sums are added over it and divided once."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,3 +105,11 @@ def seed_step(seed: int, position: int) -> None:
     torch.manual_seed(mixed)
     np.random.seed(mixed)
     random.seed(mixed)
+
+def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
+    """The parts of all processes in one mapping, on every process."""
+    if world_size == 1:
+        return parts
+    everywhere: list = [None] * world_size
+    torch.distributed.all_gather_object(everywhere, parts)
+    return {key: value for part in everywhere for key, value in part.items()}
