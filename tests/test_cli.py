@@ -318,3 +318,16 @@ def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folde
     assert merged.get_input_embeddings().weight.shape[0] > new
     original = AutoModelForCausalLM.from_pretrained(llama_folder).get_input_embeddings().weight
     torch.testing.assert_close(merged.get_input_embeddings().weight[:320], original)
+
+
+def test_packing_changes_no_loss(recipe, folder):
+    """Packed and padded rows hold the same tokens, so evaluation says the same."""
+    assert main(["fit", *recipe(trainer__max_steps=2, trainer__val_check_interval=2, data__init_args__val_size=12)]) == 0
+    losses = []
+    for packing in ("false", "true"):
+        assert main(["validate", "--config", str(folder.config), "--ckpt_path", "last", "--data.packing", packing]) == 0
+        losses.append(json.loads(folder.metrics_json.read_text())["val/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    packed = RunFolder(folder.root.parent / "packed")
+    assert main(["fit", *recipe(data__init_args__packing=True, trainer__default_root_dir=str(packed.root))]) == 0
+    assert packed.completed.exists()

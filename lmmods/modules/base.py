@@ -36,7 +36,7 @@ class TaskModule(L.LightningModule, ABC):
         adapter: Folder of an adapter to go on from; its own shape counts, so `lora` may stay null.
         optimizer: Update rule and schedule.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
-        attention: Attention implementation of transformers.
+        attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
     """
 
@@ -57,7 +57,7 @@ class TaskModule(L.LightningModule, ABC):
         adapter: str | None = None,
         optimizer: Optimizer = Optimizer(),
         gradient_checkpointing: bool = False,
-        attention: str = "sdpa",
+        attention: str | None = None,
         save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     ):
         super().__init__()

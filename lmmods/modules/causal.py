@@ -81,6 +81,29 @@ def causal_loss(model: nn.Module, head: CausalHead | None, batch: dict[str, Tens
     return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct)
 
 
+def keeps_packed_apart(model: nn.Module) -> bool:
+    """Whether documents packed into one row with restarting `position_ids` do not see each other.
+
+    Tried, since it depends on the architecture: one without `position_ids` (OPT) lets them leak.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(12, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    other = ids.clone()
+    other[:, :6] = ids[:, :6].flip(1)
+    positions = torch.arange(6, device=device).repeat(2).unsqueeze(0)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            first, second = (model(input_ids=row, position_ids=positions, use_cache=False).logits[:, 6:].float()
+                             for row in (ids, other))
+    except TypeError:  # the architecture takes no position_ids
+        return False
+    finally:
+        model.train(was_training)
+    return bool((first - second).abs().max() <= 1e-3 * first.abs().max())
+
+
 @contextmanager
 def _capture(layer: nn.Module, keep: bool = False) -> Iterator[list[Tensor]]:
     """Collect what reaches `layer`; unless `keep`, the layer itself is handed no position at all."""

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lmmods.errors import UserError
 from lmmods.modules.base import TaskModule, base_seed
-from lmmods.modules.causal import CausalHead, causal_loss
+from lmmods.modules.causal import CausalHead, causal_loss, keeps_packed_apart
 from lmmods.modules.loss import LossSums
 from lmmods.modules.window import seed_step
 from lmmods.settings import Generation
@@ -29,6 +30,9 @@ class CausalModule(TaskModule):
 
     def on_model_ready(self) -> None:
         self.head = CausalHead.of(self.model)
+        if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):
+            raise UserError("data.packing: in this architecture documents packed into one row see each other. Set "
+                            "data.packing to false; data.group_by_length saves most of the padding too.")
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         return causal_loss(self.model, self.head, batch, count_correct)

@@ -27,7 +27,7 @@ def load_pretrained(
     quant_storage: str = "uint8",
     precision: str = "32-true",
     frozen: bool = False,
-    attention: str = "sdpa",
+    attention: str | None = None,
     device: torch.device | None = None,
 ) -> nn.Module:
     """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.

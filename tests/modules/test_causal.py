@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lmmods.modules import loss as loss_module
-from lmmods.modules.causal import CausalHead, causal_loss
+from lmmods.modules.causal import CausalHead, causal_loss, keeps_packed_apart
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -134,3 +134,25 @@ def test_bf16_model_has_a_float32_loss():
     sums = causal_loss(model, CausalHead.of(model), data)
     assert sums.total.dtype == torch.float32
     assert abs(sums.total.item() - expected.item()) / sums.weight.item() < 2e-3
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_are_kept_apart_or_found_leaking(name, attention):
+    model = make(name)
+    if (name, attention) != ("gemma2", "sdpa"):  # which has no sdpa: its scores are soft-capped
+        model.set_attn_implementation(attention)
+    assert keeps_packed_apart(model) is (name != "opt")
+    assert model.training
+    if name == "opt":
+        return
+    data = batch()
+    lengths = data["attention_mask"].sum(1).tolist()
+    packed = {key: torch.cat([data[key][row, :length] for row, length in enumerate(lengths)]).unsqueeze(0)
+              for key in ("input_ids", "labels")}
+    packed["labels"][0, lengths[0]] = -100  # the first token of a document is nobody's target
+    packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    head = CausalHead.of(model)
+    apart, together = causal_loss(model, head, data), causal_loss(model, head, packed)
+    assert apart.weight == together.weight
+    torch.testing.assert_close(together.total, apart.total, rtol=1e-5, atol=0)
