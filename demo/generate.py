@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import string
+from collections import Counter
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -13,7 +15,7 @@ from random import Random
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from skills import ARITHMETIC, CONVERSIONS, FORMATS, LISTS, SKILLS, STRINGS, Skill, is_held_out, operands_held_out
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from villages import squad, village_article
 from world import FACTS, NAMES, FactTable
@@ -172,6 +174,35 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
+def make_wordpiece(text: str) -> PreTrainedTokenizerFast:
+    """A BERT-like tokenizer for the encoder tasks: all characters, then the most frequent words.
+
+    Counted here: the library's WordPiece trainer gives another vocabulary each time.
+    """
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    splitter = pre_tokenizers.Sequence(
+        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    counts = Counter(word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+    characters = sorted(set("".join(counts)) | set(string.ascii_lowercase + string.digits + string.punctuation))
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    entries = special + characters + [f"##{character}" for character in characters]
+    words = sorted((word for word in counts if len(word) > 1), key=lambda word: (-counts[word], word))
+    entries += words[: VOCABULARY - len(entries)]
+    tokenizer = Tokenizer(models.WordPiece({entry: n for n, entry in enumerate(entries)}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", model_max_length=512, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
 # ---- files ----
 
 def write_text(path: Path, text: str) -> None:
@@ -195,6 +226,7 @@ def main(out: Path) -> None:
         layout = squad(part, passages, long_passages, random_stream("squad", part))
         write_text(out / f"squad/{part}.json", json.dumps(layout, indent=1) + "\n")
     train_tokenizer([train_text, *map(alpaca_text, rows)]).save_pretrained(out / "llama")
+    make_wordpiece(train_text).save_pretrained(out / "bert")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Trainer(L.Trainer):
     Args:
         logger: Loggers beside metrics.csv, which is always written. True or false add none.
         precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
+        strategy: One process per device with `ddp`; `auto` takes it when there are several devices.
         default_root_dir: The run folder.
         check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
             whole run, whatever this says.
@@ -42,6 +43,7 @@ class Trainer(L.Trainer):
         logger: Logger | list[Logger] | bool | None = None,
         callbacks: L.Callback | list[L.Callback] | None = None,
         precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true",
+        strategy: Literal["auto", "ddp"] = "auto",
         default_root_dir: str = "runs/default",
         val_check_interval: int | float | None = None,
         check_val_every_n_epoch: int | None = 1,
@@ -69,6 +71,7 @@ class Trainer(L.Trainer):
             logger=False,
             callbacks=callbacks,
             precision=precision,
+            strategy=strategy,
             default_root_dir=default_root_dir,
             val_check_interval=val_check_interval,
             check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,

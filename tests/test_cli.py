@@ -268,7 +268,8 @@ def test_damaged_checkpoint(recipe, folder, capsys):
 
 def test_checkpoint_of_another_model(recipe, folder, capsys):
     assert main(["fit", *recipe(trainer__max_steps=2)]) == 0
-    assert main(["fit", *recipe(model__init_args__lora={"rank": 4, "targets": ["q_proj"]}), "--ckpt_path", "last"]) == 2
+    other = recipe(model__init_args__lora={"rank": 4, "targets": ["q_proj"]})
+    assert main(["fit", *other, "--ckpt_path", "last"]) == 2
     assert "of another model" in capsys.readouterr().err
 
 

@@ -179,7 +179,9 @@ class TaskModule(L.LightningModule, ABC):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         sums = self.batch_loss(batch)
-        self.window.add(sums, num_tokens=batch["attention_mask"].sum(), num_rows=self.num_scored_rows(batch))
+        scored = self.scored_rows(batch)  # a row without labels only evens out the processes
+        num_tokens = (batch["attention_mask"] * scored.unsqueeze(1)).sum()
+        self.window.add(sums, num_tokens=num_tokens, num_rows=scored.sum())
         return sums.total / Window.GRADIENT_SCALE
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
@@ -201,9 +203,9 @@ class TaskModule(L.LightningModule, ABC):
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def num_scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many rows of the batch carry a label."""
-        return (batch["labels"] != IGNORED).any(dim=1).sum()
+    def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
+        """[B] bool: which rows carry a label."""
+        return (batch["labels"] != IGNORED).any(dim=1)
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ class QA(TaskModule):
         output = self.model(**inputs)
         return output.start_logits, output.end_logits
 
-    def num_scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["start_positions"] != IGNORED).sum()
+    def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["start_positions"] != IGNORED
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         start, end = self._forward(batch)
