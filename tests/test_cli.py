@@ -323,7 +323,8 @@ def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folde
 
 def test_packing_changes_no_loss(recipe, folder):
     """Packed and padded rows hold the same tokens, so evaluation says the same."""
-    assert main(["fit", *recipe(trainer__max_steps=2, trainer__val_check_interval=2, data__init_args__val_size=12)]) == 0
+    changes = {"trainer__max_steps": 2, "trainer__val_check_interval": 2, "data__init_args__val_size": 12}
+    assert main(["fit", *recipe(**changes)]) == 0
     losses = []
     for packing in ("false", "true"):
         assert main(["validate", "--config", str(folder.config), "--ckpt_path", "last", "--data.packing", packing]) == 0

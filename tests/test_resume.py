@@ -74,12 +74,17 @@ EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val
     pytest.param({**EVERYWHERE, "model__init_args__optimizer": {"name": "adamw_8bit", "lr": 0.01},
                   "data__init_args__num_workers": 1, "trainer__limit_val_batches": 0}, id="8bit_workers",
                  marks=pytest.mark.slow),
+    pytest.param({**EVERYWHERE, "data__init_args__streaming": True, "data__init_args__stream_window": 16,
+                  "data__init_args__val_size": 0, "trainer__limit_val_batches": 0}, id="streaming",
+                 marks=pytest.mark.slow),
+    pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0}, id="packing",
+                 marks=pytest.mark.slow),
 ])
 def test_interrupted_at_every_micro_batch(recipe, tmp_path, stop_at, changes):
     straight = RunFolder(tmp_path / "straight")
     assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
-    num_batches = 16 if "num_workers" not in str(changes) else 4
-    for batch in range(1, num_batches):
+    special = any(word in str(changes) for word in ("num_workers", "streaming", "packing"))
+    for batch in (1, 5, 8, 11) if special else range(1, 16):
         broken = RunFolder(tmp_path / f"broken{batch}")
         arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
         stop_at(batch)
@@ -90,13 +95,16 @@ def test_interrupted_at_every_micro_batch(recipe, tmp_path, stop_at, changes):
         assert_same_run(straight, broken)
 
 
-def test_resumed_twice(recipe, tmp_path, stop_at):
+@pytest.mark.parametrize("stops", [(5, 6), (8, 3), (8, 8)])
+def test_resumed_twice(recipe, tmp_path, stop_at, stops):
+    """In the middle of an epoch, and at its end, which is where Lightning's own bookkeeping is weakest."""
     straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
-    assert main(["fit", *recipe(**EVERYWHERE, trainer__default_root_dir=str(straight.root))]) == 0
-    arguments = recipe(**EVERYWHERE, trainer__default_root_dir=str(broken.root))
-    stop_at(5)
+    changes = {**EVERYWHERE, "trainer__max_steps": -1, "trainer__max_epochs": 3, "trainer__limit_val_batches": 0}
+    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
+    stop_at(stops[0])
     assert main(["fit", *arguments]) == 130
-    stop_at(6)
+    stop_at(stops[1])
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130
     stop_at(0)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0

@@ -80,6 +80,7 @@ class Checkpoint(L.Callback):
         self.every_n_steps, self.keep_last, self.keep_best = every_n_steps, keep_last, keep_best
         self.monitor, self.mode = monitor, mode
         self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first
+        self._inside_epoch = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": [list(pair) for pair in self.best]}
@@ -106,7 +107,19 @@ class Checkpoint(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
         if not self._path(trainer).is_dir():  # stopped by a callback rather than by max_steps or max_epochs
+            self._inside_epoch = False
             self.save(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Set Lightning's count of epochs right.
+
+        After a resume from the end of an epoch it counts neither the end of that one nor the start of the next; a run
+        stopped so twice would train an epoch more than max_epochs.
+        """
+        if self._inside_epoch:
+            for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+                counts["processed"] = counts["completed"]
+                counts["ready"] = counts["started"] = counts["completed"] + 1
 
     # How -------------------------------------------------------------------------------------------------------------
 

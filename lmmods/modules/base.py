@@ -173,9 +173,10 @@ class TaskModule(L.LightningModule, ABC):
         """Summed loss and weight of a micro-batch."""
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        # Dropout of a micro-batch depends on seed and position alone: no evaluation, no resume can shift it.
-        batches_seen = self.trainer.fit_loop.epoch_loop.total_batch_idx
-        seed_step(base_seed(), batches_seen * self.trainer.world_size + self.trainer.global_rank)
+        # Dropout of a micro-batch depends on seed and position alone: no evaluation, no resume, no number of processes
+        # can shift it.
+        place = batch_idx * self.trainer.world_size + self.trainer.global_rank
+        seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         sums = self.batch_loss(batch)

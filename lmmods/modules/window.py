@@ -99,9 +99,9 @@ class WeightedMean(torchmetrics.Metric):
         return self.total / self.weight
 
 
-def seed_step(seed: int, position: int) -> None:
-    """Seed torch, numpy and python from (seed, position), so that no generator state has to be kept."""
-    mixed = np.random.SeedSequence([seed, position]).generate_state(1, np.uint32)[0].item()
+def seed_step(*position: int) -> None:
+    """Seed torch, numpy and python from the seed of the run and a place in it: no generator state has to be kept."""
+    mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
     torch.manual_seed(mixed)
     np.random.seed(mixed)
     random.seed(mixed)
