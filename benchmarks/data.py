@@ -6,10 +6,7 @@
 Tokenising is compared with `encode_batch` of the raw tokenizers library on the same rendered texts and cores; both run
 three times in turn and the best of each counts, as other work on the machine disturbs single runs.
 
-Measured on 2 shared cores (load 3), Mistral's tokenizer, 20,000 to 30,000 generated rows: raw 1.1 to 1.2M tokens/s;
-reading + encoding + storing + packing 89 to 94 % of that; packs of 1024 99.3 % full (99.2 % on 8,000 rows of alpaca);
-batches from the cache 11 to 14M tokens/s. A text of 100 MiB (GPT-2's tokenizer): 22 s, memory 624 MiB before and
-636 MiB at the peak; of 1000 MiB, beside a running test suite: 578 s, 642 MiB before and 869 MiB at the peak.
+README.md beside this file has the last figures.
 """
 
 import argparse
