@@ -93,7 +93,10 @@ class _Recipe:
             plain = (folder.model / "config.json").is_file()
             raise UserError(f"--run {run}: " + (f"{folder.model} is a plain model already." if plain else
                             f"there is no adapter in {folder.model}; the run must have finished."))
-        options = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["model"]["init_args"]
+        model = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["model"]
+        if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM"):
+            raise UserError(f"--run {run}: merge takes runs of SFT and CLM, this one is of {model['class_path']}.")
+        options = model["init_args"]
         return cls(folder.root, options["pretrained"], options.get("revision"), bool(options.get("trust_remote_code")),
                    options.get("quantize"), bool(options.get("double_quant", True)))
 

@@ -151,7 +151,6 @@ class EngineCLI(LightningCLI):
             trust_remote_code=self.model.trust_remote_code,
             seed=self.recipe.seed_everything,
             max_positions=self.model.max_positions(),
-            run_dir=self.recipe.trainer.default_root_dir,
         )
 
 

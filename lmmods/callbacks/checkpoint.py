@@ -95,7 +95,9 @@ class Checkpoint(L.Callback):
             return  # saved after it: a run resumed from before would skip it
         step_done = not module.window.is_open
         due = step_done and self.every_n_steps and trainer.global_step % self.every_n_steps == 0
-        if due or trainer.interrupt_requested() or trainer.is_last_batch_of_run():
+        # Several processes agree on an interruption once a step: asking each other makes them wait.
+        may_stop = (step_done or trainer.world_size == 1) and trainer.interrupt_requested()
+        if due or may_stop or trainer.is_last_batch_of_run():
             self.save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:

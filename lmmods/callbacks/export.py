@@ -21,8 +21,8 @@ class Export(L.Callback):
             shutil.rmtree(temporary, ignore_errors=True)
             module.export(temporary)
             trainer.datamodule.tokenizer.save_pretrained(temporary)
-            (temporary / "README.md").write_text(model_card(folder, module.pretrained, module.trains_adapter),
-                                                 encoding="utf-8")
+            card = model_card(folder, module.pretrained, module.trains_adapter, module.auto_class)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
             commit_folder(temporary, folder.model)
             draw_curves(folder.metrics_csv, folder.loss_png)
             folder.completed.touch()

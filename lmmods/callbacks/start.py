@@ -1,6 +1,5 @@
 """The start of a run: what is trained is told, the run folder is taken, the loggers are attached."""
 
-
 import lightning as L
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -40,10 +39,8 @@ class StartReport(L.Callback):
         text = f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device."
         if needed > available:
             warn(f"{text} It will probably not fit: lower data.batch_size or data.max_length, or set "
-                           "model.gradient_checkpointing to true.")
+                 "model.gradient_checkpointing to true.")
         else:
             say(text)
         if trainer.resumed_from:
             say(f"Resumed at step {trainer.global_step} from {trainer.resumed_from}.")
-
-

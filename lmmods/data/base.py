@@ -211,7 +211,6 @@ class DataModule(lightning.LightningDataModule, ABC):
         trust_remote_code: bool = False,
         seed: int | None = None,
         max_positions: int | None = None,
-        run_dir: str | None = None,
     ) -> None:
         """Fill in what the user left unset with what the model and the run know.
 
@@ -221,7 +220,6 @@ class DataModule(lightning.LightningDataModule, ABC):
             trust_remote_code: Whether code of the repository may run.
             seed: Seed of the run.
             max_positions: Longest row the model can take.
-            run_dir: Folder of the run.
 
         Raises:
             UserError: `max_length` is more than the model can take.

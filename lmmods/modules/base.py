@@ -33,7 +33,7 @@ class TaskModule(L.LightningModule, ABC):
         double_quant: Quantise the 4-bit scales too.
         quant_storage: Type in which packed 4-bit weights are kept; FSDP1 needs a float type.
         lora: Train an adapter instead of the model itself; null is full tuning.
-        adapter: Folder of an adapter to go on from; its own shape counts, so `lora` may stay null.
+        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
         optimizer: Update rule and schedule.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
         attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice.
@@ -67,6 +67,12 @@ class TaskModule(L.LightningModule, ABC):
         if (config is None) == (pretrained is None):
             raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
                             "configuration to start from random weights.")
+        if config is not None and (lora or adapter):
+            raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
+                            "and model.adapter to null, or name a model in model.pretrained.")
+        if lora and adapter:
+            raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
+                            "targets. Keep one of them.")
         self.config, self.config_overrides = config, config_overrides or {}
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
@@ -151,11 +157,7 @@ class TaskModule(L.LightningModule, ABC):
     def _with_adapter(self, model: nn.Module, trainable_tokens: list[int], dtype: torch.dtype) -> nn.Module:
         if self.adapter is None:
             return loading.add_lora(model, self.lora, trainable_tokens, dtype, self.task_type)
-        wrapped = loading.continue_adapter(model, self.adapter, dtype)
-        if self.lora and (rank := wrapped.peft_config["default"].r) != self.lora.rank:
-            raise UserError(f"lora.rank is {self.lora.rank}, but the adapter in {self.adapter} has rank {rank}. "
-                            "Leave model.lora out to go on with the adapter as it is.")
-        return wrapped
+        return loading.continue_adapter(model, self.adapter, dtype)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; a tied parameter appears once."""
@@ -238,8 +240,11 @@ class TaskModule(L.LightningModule, ABC):
         checkpoint["state_dict"] = {name: state[name] for name in trainable}
         checkpoint["param_names"] = list(trainable)
         checkpoint["window"] = self.window.state_dict()
-        if self.window.is_open:
-            checkpoint["window"]["gradients"] = {name: p.grad for name, p in trainable.items() if p.grad is not None}
+        if self.window.is_open:  # each process has summed its own micro-batches so far; the file holds all of them
+            total = self.trainer.strategy.reduce
+            checkpoint["window"]["sums"] = total(self.window.sums().clone(), reduce_op="sum")
+            checkpoint["window"]["gradients"] = {name: total(p.grad.clone(), reduce_op="sum")
+                                                 for name, p in trainable.items() if p.grad is not None}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         saved, wanted = set(checkpoint["state_dict"]), set(self.trainable())
@@ -250,8 +255,12 @@ class TaskModule(L.LightningModule, ABC):
                 + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
                             for names, what in ((missing, "are missing from it"), (extra, "are unknown here")) if names)
                 + ". Resume with the recipe the run was started with (config.yaml in its folder).")
-        self._open_gradients = checkpoint["window"].pop("gradients", {})
-        self.window.load_state_dict(checkpoint["window"])
+        window = dict(checkpoint["window"])
+        gradients = window.pop("gradients", {})
+        if window and self.trainer.global_rank:  # the first process takes up what all had summed
+            window["sums"], gradients = torch.zeros_like(window["sums"]), {}
+        self._open_gradients = gradients
+        self.window.load_state_dict(window)
 
     def on_train_start(self) -> None:
         params = dict(self.named_parameters())

@@ -45,6 +45,7 @@ def test_a_model_learns_its_answers_and_writes_the_three_files(qa, tmp_path):
     arguments = qa()
     assert main(["fit", *arguments]) == 0
     run = tmp_path / "run"
+    assert "AutoModelForQuestionAnswering.from_pretrained" in (run / "model" / "README.md").read_text()
     metrics = json.loads((run / "metrics.json").read_text())
     assert {"val/loss", "val/exact_match", "val/f1", "val/HasAns_f1", "val/NoAns_f1", "val/best_f1",
             "val/best_f1_threshold"} <= set(metrics)
