@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes them from the command line.
     """
     from lmmods.console import quiet_libraries
-    from lmmods.trainer import Interrupted
+    from lmmods.interruption import Interrupted
 
     quiet_libraries()
 
@@ -64,12 +64,10 @@ def run_engine(arguments: list[str], argv: list[str] | None) -> None:
     engine = peek_engine(arguments)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lmmods.parser import EngineCLI, torch_engine
+    from lmmods.parser import EngineCLI, jax_engine, torch_engine
 
-    if engine == "jax":
-        raise UserError("engine jax: this version has the torch engine only. Use --engine torch.")
     try:
-        EngineCLI(torch_engine(), engine, args=argv)
+        EngineCLI(jax_engine() if engine == "jax" else torch_engine(), engine, args=argv)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
 

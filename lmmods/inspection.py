@@ -3,8 +3,6 @@
 import sys
 from typing import Any
 
-from lmmods.modules.summary import available_bytes
-
 SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
 
 
@@ -16,7 +14,17 @@ def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str | lis
         rows: How many rows to show.
         which: `first`, `longest`, `most_cut`, `most_unknown` or numbers of rows.
     """
-    print(trainer.recipe)
+    from lmmods.modules.summary import available_bytes
+
+    show_data(trainer.recipe, datamodule, rows, which)
+    needed, available = module.memory_estimate(), available_bytes(module.device)
+    print(f"\n{module.describe()}")
+    print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
+
+
+def show_data(recipe: str, datamodule: Any, rows: int, which: str | list[int]) -> None:
+    """Print the resolved recipe, the data report and rows with their loss mask."""
+    print(recipe)
     print(datamodule.report_table())
     print(f"\n{histogram(datamodule.report['splits']['train']['length_histogram'])}")
     print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
@@ -24,9 +32,6 @@ def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str | lis
         scored = sum(label != -100 for label in row["labels"])
         print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored")
         print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
-    needed, available = module.memory_estimate(), available_bytes(module.device)
-    print(f"\n{module.describe()}")
-    print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
 
 
 def histogram(counts: dict[str, list[int]], width: int = 40) -> str:

@@ -1,6 +1,7 @@
 """LightningCLI for either engine: which classes a recipe may name, and how its mistakes are told."""
 
 import difflib
+import importlib
 import inspect
 import os
 import re
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import yaml
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lmmods.cli import import_all
+from lmmods.cli import ENGINES, import_all
 from lmmods.run import RunFolder
 from lmmods.settings import Generation, LoRA, Optimizer
 
@@ -25,17 +27,27 @@ class Engine:
     module: type
     data: type
     checkpoint: type
+    publish: type | None = None
 
 
 def torch_engine() -> Engine:
     from lmmods.callbacks.checkpoint import Checkpoint
+    from lmmods.callbacks.publish import Publish
     from lmmods.data.base import DataModule
     from lmmods.modules.base import TaskModule
     from lmmods.trainer import Trainer
 
     import_all("lmmods.modules")
     import_all("lmmods.data")
-    return Engine(Trainer, TaskModule, DataModule, Checkpoint)
+    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Publish)
+
+
+def jax_engine() -> Engine:
+    from lmmods.data.base import DataModule
+
+    trainer, task, rules = importlib.import_module("jax_engine.engine").load()
+    import_all("lmmods.data")
+    return Engine(trainer, task, DataModule, rules)
 
 
 class Parser(LightningArgumentParser):
@@ -53,8 +65,16 @@ class Parser(LightningArgumentParser):
         subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
         return subcommands
 
-    def add_lightning_class_args(self, *args: Any, **kwargs: Any) -> list[str]:
-        added = super().add_lightning_class_args(*args, **kwargs)
+    def add_lightning_class_args(self, lightning_class: type, nested_key: str, subclass_mode: bool = False,
+                                 required: bool = True) -> list[str]:
+        """As Lightning's, for classes of either engine."""
+        if issubclass(lightning_class, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            added = self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
+        else:  # trainers are made later, when their callbacks have been
+            added = self.add_class_arguments(lightning_class, nested_key, fail_untyped=False, sub_configs=True,
+                                             instantiate=nested_key != "trainer")
         for action in self._actions:
             # Otherwise a string that happens to be a file, like `source: rows.jsonl`, is read as a configuration.
             if getattr(action, "_enable_path", False):
@@ -128,9 +148,11 @@ class EngineCLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--engine", type=Literal[self.engine_name], default=self.engine_name,
+        parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
                             help="torch (Lightning) or jax (Flax)")
         parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
+        if self.engine.publish is not None:
+            parser.add_lightning_class_args(self.engine.publish, "publish")
 
     def before_instantiate_classes(self) -> None:
         self.recipe = self.config[self.subcommand]
@@ -144,6 +166,8 @@ class EngineCLI(LightningCLI):
         recipe = yaml.safe_load(dump)
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
+        if not issubclass(self.engine.checkpoint, Callback):  # else it is among the trainer's callbacks
+            self.trainer.checkpoint = self.config_init[self.subcommand].checkpoint
         self.trainer.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         self.datamodule.connect(
             pretrained=self.model.pretrained,

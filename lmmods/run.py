@@ -150,6 +150,18 @@ class RunFolder:
         write_json(self.metrics_json, {**known, **metrics})
 
 
+    def write_predictions(self, found: Any) -> str:
+        """Write `rows`, `files` and `scores` of predict; returns what to say of it."""
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
+        write_text(self.predictions, "".join(lines))
+        for name, content in found.files.items():
+            write_json(self.root / name, content)
+        scores = {f"predict/{name}": value for name, value in found.scores.items()}
+        self.merge_metrics(scores)
+        return (f"Wrote {len(lines)} rows to {self.predictions}. "
+                + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+
+
 def checkpoint_name(step: int, open_batches: int = 0) -> str:
     """`step=50`, or `step=50+3` where 3 micro-batches of the next step are done."""
     return f"{CHECKPOINT_PREFIX}{step}" + (f"+{open_batches}" if open_batches else "")

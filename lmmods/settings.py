@@ -164,6 +164,23 @@ class Generation:
                     f"{neutral} while generation.do_sample is false, as only sampling uses it")
 
 
+def check_start(pretrained: str | None, config: object, quantize: str | None, lora: LoRA | None, adapter: str | None
+                ) -> None:
+    """Raise UserError unless the fields of a model say clearly what it starts from."""
+    if quantize and not (lora or adapter):
+        raise UserError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
+                        "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+    if (config is None) == (pretrained is None):
+        raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
+                        "configuration to start from random weights.")
+    if config is not None and (lora or adapter):
+        raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
+                        "and model.adapter to null, or name a model in model.pretrained.")
+    if lora and adapter:
+        raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
+                        "targets. Keep one of them.")
+
+
 def require(holds: bool, key: str, value: object, wanted: str) -> None:
     """Raise a UserError that names key, value and remedy, unless the condition holds."""
     if not holds:

@@ -1,12 +1,13 @@
 """Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
 
-import signal
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import Strategy
 
 from lmmods.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
 from lmmods.callbacks.export import Export
@@ -14,15 +15,13 @@ from lmmods.callbacks.metrics import Metrics
 from lmmods.callbacks.predictions import PredictionWriter
 from lmmods.callbacks.progress import Progress
 from lmmods.callbacks.start import StartReport
-from lmmods.console import say
+from lmmods.callbacks.stopping import Stopping
 from lmmods.errors import UserError
 from lmmods.inspection import show
+from lmmods.interruption import Interruption
 from lmmods.loggers import MetricsCSV
 from lmmods.run import RunFolder
-
-
-class Interrupted(BaseException):
-    """Ctrl+C or SIGTERM. The message says what was saved."""
+from lmmods.strategies import FSDP2
 
 
 class Trainer(L.Trainer):
@@ -31,7 +30,9 @@ class Trainer(L.Trainer):
     Args:
         logger: Loggers beside metrics.csv, which is always written. True or false add none.
         precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
-        strategy: One process per device with `ddp`; `auto` takes it when there are several devices.
+        strategy: One process per device, each with the whole network (`ddp`) or with parameters, gradients and
+            optimiser state cut over all of them (`fsdp`); `auto` takes ddp when there are several devices. As a
+            class: lmmods.strategies.FSDP2 or one of Lightning's.
         default_root_dir: The run folder.
         check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
             whole run, whatever this says.
@@ -43,7 +44,7 @@ class Trainer(L.Trainer):
         logger: Logger | list[Logger] | bool | None = None,
         callbacks: L.Callback | list[L.Callback] | None = None,
         precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true",
-        strategy: Literal["auto", "ddp"] = "auto",
+        strategy: Literal["auto", "ddp", "fsdp"] | Strategy = "auto",
         default_root_dir: str = "runs/default",
         val_check_interval: int | float | None = None,
         check_val_every_n_epoch: int | None = 1,
@@ -64,14 +65,17 @@ class Trainer(L.Trainer):
         # Metrics counts a step before Checkpoint stores the count, and a run is complete when its last one is stored.
         metrics = Metrics()
         callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
-        callbacks = [StartReport(), metrics, *callbacks, PredictionWriter(), Export()]
+        callbacks = [StartReport(), metrics, Stopping(), *callbacks, PredictionWriter(), Export()]
         callbacks += [Progress()] if enable_progress_bar else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
+        if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+            # Lightning's requeueing writes a checkpoint of its own, which later starts would load instead of ours.
+            plugins.append(SLURMEnvironment(auto_requeue=False))
         super().__init__(
             logger=False,
             callbacks=callbacks,
             precision=precision,
-            strategy=strategy,
+            strategy=FSDP2() if strategy == "fsdp" else strategy,
             default_root_dir=default_root_dir,
             val_check_interval=val_check_interval,
             check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
@@ -92,7 +96,7 @@ class Trainer(L.Trainer):
         self.run_loggers: list[Logger] = [MetricsCSV(self.run_folder.metrics_csv), *extra]
         self.resumed_from: Path | None = None
         self.recipe: str | None = None  # YAML of everything, written as config.yaml
-        self._signal: int | None = None
+        self.interruption = Interruption()
 
     # Commands --------------------------------------------------------------------------------------------------------
 
@@ -159,27 +163,12 @@ class Trainer(L.Trainer):
 
     # Interruption ----------------------------------------------------------------------------------------------------
 
-    def catch_signals(self) -> None:
-        """From now on Ctrl+C and SIGTERM ask for a checkpoint and an end; a second one ends at once."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        if self._signal is not None:
-            raise Interrupted("Stopped at once; the last checkpoint is the one to resume from.")
-        self._signal = number
-        say("\nInterrupted: saving a checkpoint, then stopping. Once more stops at once, without saving.")
-
     def interrupt_requested(self) -> bool:
         """Whether any process has been asked to stop. All processes must call this at the same place."""
         if self.world_size == 1:
-            return self._signal is not None
-        asked = torch.tensor(float(self._signal is not None), device=self.strategy.root_device)
+            return self.interruption.requested
+        asked = torch.tensor(float(self.interruption.requested), device=self.strategy.root_device)
         return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
-
-    def stop_interrupted(self, checkpoint: Path) -> None:
-        """End the run after `checkpoint` was written."""
-        raise Interrupted(f"Interrupted at step {self.global_step}. Saved {checkpoint}; go on with --ckpt_path last.")
 
     # Position --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
-"""Two processes (gloo, CPU) against one on the same rows."""
+"""Two processes (gloo, CPU) against one on the same rows: every task, replicated and sharded."""
 
 import csv
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,16 @@ from safetensors.torch import load_file
 
 from lmmods.cli import main
 from lmmods.run import RunFolder
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import squad
 
 CUT = {"train/tokens_per_second", "train/epoch"}  # what depends on the number of processes
 ROOT = Path(__file__).parent.parent
+FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
+BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 64}
+ALBERT = {**BERT, "model_type": "albert", "embedding_size": 24, "hidden_dropout_prob": 0.1}
+GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 
 def figures(folder: RunFolder) -> list[dict[str, float]]:
@@ -22,50 +31,135 @@ def figures(folder: RunFolder) -> list[dict[str, float]]:
                 for row in csv.DictReader(file)]
 
 
-def fit_with_two(arguments: list[str]) -> str:
-    done = subprocess.run([sys.executable, "train.py", "fit", *arguments], cwd=ROOT, capture_output=True, text=True,
+def with_two(arguments: list[str], command: str = "fit", status: int = 0) -> str:
+    done = subprocess.run([sys.executable, "train.py", command, *arguments], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stdout + done.stderr
+
+
+def same_figures(folder: RunFolder, other: RunFolder, rel: float) -> None:
+    rows, expected = figures(folder), figures(other)
+    assert len(rows) == len(expected)
+    for row, wanted in zip(rows, expected):
+        assert row == pytest.approx(wanted, rel=rel), row
+
+
+def same_weights(path: Path, other: Path) -> None:
+    weights, expected = load_file(path), load_file(other)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        if not name.endswith("key.bias"):  # attention does not depend on it: Adam moves it by rounding errors alone
+            torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def task(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
+    """A function that writes the recipe of a task by name, into a run folder of its own."""
+    text = tmp_path / "texts.txt"
+    text.write_text("\n\n".join(f"the quick brown fox jumps over {n} lazy dogs" * (1 + n % 3) for n in range(40)))
+    source = squad(tmp_path)
+    texts = {"source": str(text), "documents": "paragraph", "val_size": 0.2, "max_length": 48}
+    optimizer = {"lr": 0.003}
+    tasks = {
+        "qlora": {}, "full": FULL,
+        "clm": {"model": {"class_path": "CLM", "init_args": {"config": GPT2, "optimizer": optimizer}},
+                "data": {"class_path": "CLMData", "init_args": {"tokenizer": str(tokenizer_folder), **texts}}},
+        "mlm": {"model": {"class_path": "MLM", "init_args": {"config": BERT, "optimizer": optimizer}},
+                "data": {"class_path": "MLMData", "init_args": {"tokenizer": str(bert_folder), **texts}}},
+        "albert": {"model": {"class_path": "MLM", "init_args": {"config": ALBERT, "optimizer": optimizer}},
+                   "data": {"class_path": "MLMData", "init_args": {"tokenizer": str(bert_folder), **texts}}},
+        "qa": {"model": {"class_path": "QA", "init_args": {"config": BERT, "optimizer": optimizer}},
+               "data": {"class_path": "QAData", "init_args": {
+                   "tokenizer": str(bert_folder), "source": source, "val_source": source, "max_length": 48,
+                   "stride": 16, "question_max_length": 16}}},
+    }
+
+    def write(name: str, folder: str, processes: int = 1, strategy: str | dict = "ddp", window: int = 2, **changes):
+        run = RunFolder(tmp_path / folder)
+        return run, recipe(f"{folder}.yaml", **{
+            **tasks[name], "data__init_args__batch_size": 3, "trainer__max_steps": 6,
+            "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": 6 * window // processes,
+            "trainer__accumulate_grad_batches": window // processes, "trainer__devices": processes,
+            "trainer__default_root_dir": str(run.root), **({"trainer__strategy": strategy} if processes > 1 else {}),
+            **changes})
+
+    return write
 
 
 @pytest.mark.slow
-def test_two_processes_resume_inside_a_window(recipe, tmp_path):
-    """A validation falls inside a window of three micro-batches; its checkpoint holds what both had summed."""
-    folder = RunFolder(tmp_path / "run")
-    arguments = recipe(data__init_args__batch_size=2, trainer__accumulate_grad_batches=3, trainer__max_steps=4,
-                       trainer__val_check_interval=4, trainer__devices=2, trainer__strategy="ddp",
-                       checkpoint={"every_n_steps": None, "keep_last": 9})
-    fit_with_two(arguments)
-    assert "step=1+1" in folder.names()
-    expected = load_file(folder.resolve("last") / "model.safetensors")
-    before = figures(folder)
-    fit_with_two([*arguments, "--ckpt_path", str(folder.checkpoint("step=1+1")), "--overwrite", "true"])
-    assert figures(folder) == [pytest.approx(row, rel=1e-5) for row in before]
-    for name, weight in load_file(folder.resolve("last") / "model.safetensors").items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"model__init_args__quantize": None, "model__init_args__lora": None}],
-                         ids=["qlora", "full"])
-def test_two_processes_take_the_steps_of_one(recipe, tmp_path, changes):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["qlora", "full", "clm", "mlm", "qa"])
+def test_two_processes_take_the_steps_of_one(task, name, strategy):
     """One process with windows of two micro-batches, two processes with one each: the same rows a step.
 
-    32 training rows in batches of 3 are 11 micro-batches, so the last round leaves one process without rows.
+    The epochs end in a round that leaves one process without rows.
     """
-    one, two = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
-    common = {"data__init_args__batch_size": 3, "trainer__max_steps": 8, "trainer__gradient_clip_val": 0.5,
-              "model__init_args__lora": {"rank": 4}, **changes}
-    assert main(["fit", *recipe(**common, trainer__default_root_dir=str(one.root), trainer__val_check_interval=8,
-                                trainer__accumulate_grad_batches=2)]) == 0
-    arguments = recipe("two.yaml", **common, trainer__default_root_dir=str(two.root), trainer__devices=2,
-                       trainer__strategy="ddp")
-    assert fit_with_two(arguments).count("Parameters:") == 1  # told once
-    alone, together = figures(one), figures(two)
-    assert len(alone) == len(together)
-    for row, expected in zip(together, alone):
-        assert row == pytest.approx(expected, rel=1e-4), row
-    weights, expected = (load_file(folder.resolve("last") / "model.safetensors") for folder in (two, one))
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+    one, arguments = task(name, "one")
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task(name, "two", 2, strategy)
+    assert with_two(arguments).count("Parameters:") == 1  # told once
+    same_figures(two, one, rel=1e-4)
+    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+    exported, = one.model.glob("*.safetensors")
+    same_weights(two.model / exported.name, exported)
+
+
+@pytest.mark.slow
+def test_layers_that_share_weights_are_sharded_exactly(task):
+    one, arguments = task("albert", "one")
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("albert", "two", 2, "fsdp")
+    with_two(arguments)
+    same_figures(two, one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_resume_inside_a_window(task, tmp_path, strategy):
+    """A validation falls inside a window of three micro-batches; its checkpoint holds what both had summed."""
+    run, arguments = task("qlora", "run", 2, strategy, data__init_args__batch_size=2, trainer__max_steps=4,
+                          trainer__accumulate_grad_batches=3, trainer__val_check_interval=4,
+                          checkpoint={"every_n_steps": None, "keep_last": 9})
+    with_two(arguments)
+    assert "step=1+1" in run.names()
+    kept = tmp_path / "kept.safetensors"
+    shutil.copy(run.resolve("last") / "model.safetensors", kept)
+    before = figures(run)
+    with_two([*arguments, "--ckpt_path", str(run.checkpoint("step=1+1")), "--overwrite", "true"])
+    assert figures(run) == [pytest.approx(row, rel=1e-5) for row in before]
+    same_weights(run.resolve("last") / "model.safetensors", kept)
+
+
+SHARDED = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"sharded_checkpoints": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [
+    ((1, "ddp"), (2, "ddp")), ((2, "ddp"), (1, "ddp")), ((2, SHARDED), (1, "ddp")), ((1, "ddp"), (2, SHARDED)),
+], ids=["1 to 2", "2 to 1", "sharded to 1", "1 to sharded"])
+def test_a_run_goes_on_with_another_number_of_processes(task, first, then):
+    """Stopped at step 4 of 8 and taken up by others, in the second epoch: the numbers of a straight run."""
+    common = {"trainer__max_steps": 8, "trainer__val_check_interval": 1.0, "checkpoint": {"every_n_steps": 4,
+              "keep_last": 9, "monitor": "val/loss"}}
+    straight, arguments = task("clm", "straight", **common)
+    assert main(["fit", *arguments]) == 0
+    run, arguments = task("clm", "run", *first, **common)
+    with_two(arguments) if first[0] == 2 else main(["fit", *arguments])
+    parts = [path.name for path in run.checkpoint("step=4").glob("model*")]
+    assert len(parts) == (2 if first[1] == SHARDED else 1)
+    _, arguments = task("clm", "run", *then, **common)
+    arguments += ["--ckpt_path", "4", "--overwrite", "true"]
+    with_two(arguments) if then[0] == 2 else main(["fit", *arguments])
+    same_figures(run, straight, rel=1e-4)
+    assert json.loads(run.metrics_json.read_text())["trainer/global_step"] == 8
+
+
+@pytest.mark.slow
+def test_predictions_of_shards_are_those_of_one_process(task, tmp_path):
+    changes = {"model__init_args__generation": {"max_new_tokens": 6}}
+    one, arguments = task("full", "one", **changes)
+    assert main(["fit", *arguments]) == 0 and main(["predict", *arguments, "--ckpt_path", "last"]) == 0
+    two, arguments = task("full", "two", 2, "fsdp", **changes)
+    with_two([*arguments, "--ckpt_path", str(one.resolve("last"))], "predict")
+    assert two.predictions.read_text() == one.predictions.read_text()

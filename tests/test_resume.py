@@ -55,7 +55,7 @@ def stop_at(monkeypatch):
     def on_train_batch_start(callback, trainer, *_):
         left["batches"] -= 1
         if left["batches"] == 0:
-            trainer._on_signal(signal.SIGINT, None)
+            trainer.interruption.requested = True
 
     monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
     return lambda batches: left.update(batches=batches)

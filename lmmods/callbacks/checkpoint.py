@@ -1,92 +1,109 @@
 """Checkpoints: when they are written, which are kept, and how they lie on disk."""
 
 import json
-import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lmmods import treefile
+from lmmods.callbacks.publish import Publish
 from lmmods.errors import UserError
-from lmmods.run import checkpoint_name, checkpoint_position, commit_folder, write_json
-from lmmods.settings import require
+from lmmods.interruption import stop
+from lmmods.keep import KeepRules
+from lmmods.run import checkpoint_name, commit_folder, write_json
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """A checkpoint as a folder: `model.safetensors`, `optimizer.safetensors` and `state.json`.
+    """A checkpoint as a folder: `model.safetensors`, `optimizer.safetensors`, `state.safetensors` and `state.json`.
 
-    The folder appears under its name only when all of it is on disk. Reading checks every file first.
+    Of sharded parameters each process may write its own part, `model-00000-of-00002.safetensors` and so on, which
+    joined along their first dimension are the whole. The folder appears under its name only when all of it is on disk.
+    Reading checks every file first.
     """
 
-    FILES = {"state_dict": "model.safetensors", "optimizer_states": "optimizer.safetensors"}
-    REST = "state.safetensors"
+    FILES = {"state_dict": "model", "optimizer_states": "optimizer"}
+    REST = "state"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any = None) -> None:
-        from safetensors.torch import save_file
+        self.save_part(checkpoint, Path(path), 0, 1, lambda: None)
 
-        path = Path(path)
+    def save_part(self, checkpoint: dict[str, Any], path: Path, rank: int, world_size: int,
+                  barrier: Callable[[], None]) -> None:
+        """Write one process's part of a checkpoint; all processes must call this.
+
+        Args:
+            checkpoint: Parameters and optimiser state cut along their first dimension, all else whole.
+            path: Folder on a file system that the processes share.
+            rank: This process.
+            world_size: Number of processes.
+            barrier: Waits for all processes.
+        """
+        temporary = path.with_name(f".{path.name}")
         tree, tensors = treefile.split(checkpoint, torch.is_tensor)
-        temporary = path.with_name(f".{path.name}-{os.getpid()}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        barrier()
+        part = f"-{rank:05d}-of-{world_size:05d}" if world_size > 1 else ""
+        for file, content in self._by_file(tensors).items():
+            if rank == 0 and file == self.REST:
+                _save(content, temporary / f"{file}.safetensors")
+            elif file != self.REST:  # a single number is not cut
+                _save({name: tensor for name, tensor in content.items() if rank == 0 or tensor.ndim},
+                      temporary / f"{file}{part}.safetensors")
+        barrier()
+        if rank == 0:
+            write_json(temporary / "state.json", tree)
+            treefile.write_manifest(temporary)
+            commit_folder(temporary, path)
+
+    def _by_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
         by_file: dict[str, dict] = {}
         for name, tensor in tensors.items():
             top, _, rest = name.partition("/")
-            by_file.setdefault(self.FILES.get(top, self.REST), {})[
-                rest if top in self.FILES else name] = tensor.detach().contiguous()
-        for file, content in by_file.items():
-            save_file(content, temporary / file, metadata={"format": "pt"})
-        write_json(temporary / "state.json", tree)
-        treefile.write_manifest(temporary)
-        commit_folder(temporary, path)
+            file = self.FILES.get(top, self.REST)
+            by_file.setdefault(file, {})[name if file == self.REST else rest] = tensor
+        return by_file
 
     def load_checkpoint(self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
                         ) -> dict[str, Any]:
-        from safetensors.torch import load_file
-
         path = Path(path)
         treefile.check_manifest(path)
         tensors = {}
         for top, file in (*self.FILES.items(), ("", self.REST)):
-            if (path / file).exists():
-                tensors |= {f"{top}/{name}".lstrip("/"): tensor for name, tensor in load_file(path / file).items()}
+            tensors |= {f"{top}/{name}".lstrip("/"): tensor for name, tensor in _load(path, file).items()}
         return treefile.join(json.loads((path / "state.json").read_text()), tensors)
 
     def remove_checkpoint(self, path: str | os.PathLike) -> None:
         shutil.rmtree(path)
 
 
-class Checkpoint(L.Callback):
-    """Save what a run needs to go on exactly, every so many steps, after validation, at the end and when interrupted.
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
 
-    Args:
-        every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
-        keep_last: How many of the newest to keep.
-        keep_best: How many of the best by `monitor` to keep beside them.
-        monitor: Metric that says which is best.
-        mode: Whether the smaller or the larger value is better.
-    """
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path,
+              metadata={"format": "pt"})
 
-    def __init__(self, every_n_steps: int | None = 250, keep_last: int = 2, keep_best: int = 1,
-                 monitor: str = "val/loss", mode: Literal["min", "max"] = "min"):
-        require(every_n_steps is None or every_n_steps >= 1, "checkpoint.every_n_steps", every_n_steps, "1 or more")
-        require(keep_last >= 1, "checkpoint.keep_last", keep_last, "1 or more")
-        require(keep_best >= 0, "checkpoint.keep_best", keep_best, "0 or more")
-        self.every_n_steps, self.keep_last, self.keep_best = every_n_steps, keep_last, keep_best
-        self.monitor, self.mode = monitor, mode
-        self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first
-        self._inside_epoch = True
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": [list(pair) for pair in self.best]}
+def _load(folder: Path, file: str) -> dict[str, torch.Tensor]:
+    """Tensors of `file`, whole or in parts; none where there is no such file."""
+    from safetensors.torch import load_file
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = [(value, name) for value, name in state["best"]]
+    parts = [load_file(path) for path in sorted(folder.glob(f"{file}*.safetensors"))]
+    return {name: torch.cat([part[name] for part in parts]) if len(parts) > 1 and tensor.ndim else tensor
+            for name, tensor in parts[0].items()} if parts else {}
+
+
+class Checkpoint(KeepRules, L.Callback):
+    """Save what a run needs to go on exactly: by the rules, after validation, at the end and when interrupted."""
+
+    _inside_epoch = True
 
     # When ------------------------------------------------------------------------------------------------------------
 
@@ -94,7 +111,7 @@ class Checkpoint(L.Callback):
         if trainer.validation_is_due():
             return  # saved after it: a run resumed from before would skip it
         step_done = not module.window.is_open
-        due = step_done and self.every_n_steps and trainer.global_step % self.every_n_steps == 0
+        due = step_done and self.is_due(trainer.global_step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
         may_stop = (step_done or trainer.world_size == 1) and trainer.interrupt_requested()
         if due or may_stop or trainer.is_last_batch_of_run():
@@ -103,8 +120,7 @@ class Checkpoint(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        if self.keep_best:
-            self._rank(trainer)
+        self.rank({name: value.item() for name, value in trainer.callback_metrics.items()}, self._path(trainer).name)
         self.save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -113,15 +129,37 @@ class Checkpoint(L.Callback):
             self.save(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Set Lightning's count of epochs right.
+        """Note the number of processes, and set Lightning's count of epochs right.
 
         After a resume from the end of an epoch it counts neither the end of that one nor the start of the next; a run
         stopped so twice would train an epoch more than max_epochs.
         """
+        checkpoint["world_size"] = trainer.world_size
         if self._inside_epoch:
             for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
                 counts["processed"] = counts["completed"]
                 counts["ready"] = counts["started"] = counts["completed"] + 1
+
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Recount micro-batches where the run goes on with another number of processes."""
+        before, now = checkpoint.get("world_size", 1), trainer.world_size
+        if before == now or trainer.state.fn != "fit":
+            return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        position = checkpoint[type(trainer.datamodule).__qualname__]
+        everywhere, earlier, in_epoch = progress["current"]["ready"] * before, 0, None
+        if "num_rows" in position:  # a stream is one endless epoch
+            in_epoch = -(-position["num_rows"] // position["batch_size"])
+            everywhere, earlier = position["batches"], position["epoch"] * -(-in_epoch // now)
+        if everywhere % now and everywhere != in_epoch:
+            raise UserError(f"This checkpoint of {before} processes cannot go on with {now}: it stands at micro-batch "
+                            f"{everywhere}, which {now} processes do not share evenly. Resume from one at another "
+                            "step, or with as many processes as before.")
+        current = -(-everywhere // now)
+        for counts, ready in ((progress["current"], current), (progress["total"], earlier + current)):
+            shift = ready - counts["ready"]
+            for name in counts:  # the batch under way may not be completed yet
+                counts[name] += shift
 
     # How -------------------------------------------------------------------------------------------------------------
 
@@ -132,28 +170,16 @@ class Checkpoint(L.Callback):
         with trainer.stopwatch.paused():
             trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            folder = trainer.run_folder
-            folder.point("last", path)
-            if self.best and folder.checkpoint(self.best[0][1]).is_dir():
-                folder.point("best", folder.checkpoint(self.best[0][1]))
-            for name in set(folder.names()) - set(folder.names()[-self.keep_last :]) - {n for _, n in self.best}:
-                shutil.rmtree(folder.checkpoint(name))
+            self.settle(trainer.run_folder, path)
         trainer.strategy.barrier("checkpoint")
         if trainer.interrupt_requested():
-            trainer.stop_interrupted(path)
+            stop(trainer.global_step, path)
+        for callback in trainer.callbacks:
+            if isinstance(callback, Publish):
+                with trainer.stopwatch.paused():
+                    callback.on_checkpoint_saved(trainer, trainer.lightning_module)
 
     @staticmethod
     def _path(trainer: L.Trainer) -> Path:
         window = trainer.lightning_module.window
         return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step, window.num_batches))
-
-    def _rank(self, trainer: L.Trainer) -> None:
-        """Note the checkpoint about to be written among the best, if it is."""
-        if self.monitor not in trainer.callback_metrics:
-            known = ", ".join(sorted(trainer.callback_metrics))
-            raise UserError(f"checkpoint.monitor is {self.monitor!r}, which this run does not log ({known}).")
-        value = trainer.callback_metrics[self.monitor].item()
-        self.best.append((math.inf if math.isnan(value) and self.mode == "min" else value, self._path(trainer).name))
-        sign = 1 if self.mode == "min" else -1
-        self.best.sort(key=lambda pair: (sign * pair[0], checkpoint_position(pair[1])))
-        self.best = self.best[: self.keep_best]

@@ -1,6 +1,5 @@
 """What a finished run leaves: the model folder with its card, and the curves as a picture."""
 
-import csv
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import lightning as L
 
 from lmmods.card import model_card
 from lmmods.console import say
+from lmmods.curves import draw_curves
 from lmmods.run import commit_folder
 
 
@@ -17,12 +17,8 @@ class Export(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         folder = trainer.run_folder
         temporary = folder.root / ".model"
+        write_model(trainer, module, temporary)
         if trainer.is_global_zero:
-            shutil.rmtree(temporary, ignore_errors=True)
-            module.export(temporary)
-            trainer.datamodule.tokenizer.save_pretrained(temporary)
-            card = model_card(folder, module.pretrained, module.trains_adapter, module.auto_class)
-            (temporary / "README.md").write_text(card, encoding="utf-8")
             commit_folder(temporary, folder.model)
             draw_curves(folder.metrics_csv, folder.loss_png)
             folder.completed.touch()
@@ -30,22 +26,15 @@ class Export(L.Callback):
         trainer.strategy.barrier("export")
 
 
-def draw_curves(metrics_csv: Path, picture: Path) -> None:
-    """Draw training and validation loss over the steps; nothing where no step was logged."""
-    if not metrics_csv.exists():
-        return
-    with open(metrics_csv, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, style in (("train/loss", {"linewidth": 1.2}), ("val/loss", {"marker": "o", "markersize": 4})):
-        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=name, **style)
-    axes.set_xlabel("optimiser step")
-    axes.set_ylabel("loss (nats per token)")
-    if axes.lines:
-        axes.legend()
-    figure.savefig(picture, dpi=120)
+def write_model(trainer: L.Trainer, module: L.LightningModule, folder: Path) -> None:
+    """Write model or adapter, tokenizer and card; what `folder` held before is gone. All processes must call this."""
+    if trainer.is_global_zero:
+        shutil.rmtree(folder, ignore_errors=True)
+    trained = [(param, param.data) for param in module.trainable().values()]
+    module.export(folder)  # sharded parameters are gathered by all processes
+    for param, data in trained:  # model.save_dtype has rounded them, and training may go on
+        param.data = data
+    if trainer.is_global_zero:
+        trainer.datamodule.tokenizer.save_pretrained(folder)
+        card = model_card(trainer.run_folder, module.pretrained, module.trains_adapter, module.auto_class)
+        (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,47 +1,12 @@
 """What is measured while training: one place that feeds every logger, the progress bar and metrics.json."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
 
 from lmmods.run import write_json
-
-# Peak dense bf16 FLOP/s of one device, from the vendors' data sheets; other devices get no train/mfu.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12,
-              "4090": 165e12, "3090": 71e12, "V100": 125e12, "T4": 65e12}
-
-
-class Stopwatch:
-    """Seconds of training proper: evaluation and saving are left out."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        self.stop()
-        seconds, self._seconds = self._seconds, 0.0
-        self.start()
-        return seconds
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.stop()
-        yield
-        self.start()
+from lmmods.throughput import Stopwatch, peak_flops
 
 
 class Metrics(L.Callback):
@@ -77,7 +42,8 @@ class Metrics(L.Callback):
         figures["epoch"] = trainer.current_epoch + (batch_idx + 1) / trainer.num_training_batches
         figures["tokens"] = self.num_tokens
         figures["tokens_per_second"] = self._lap_tokens / seconds
-        if (peak := peak_flops(module.device)) is not None:
+        device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
+        if (peak := peak_flops(device)) is not None:
             flops = module.flops_per_token() * figures["tokens_per_second"]
             figures["mfu"] = flops / (peak * trainer.world_size)
         self._lap_tokens = 0
@@ -133,11 +99,3 @@ class Metrics(L.Callback):
         if trainer.is_global_zero:
             trainer.run_folder.merge_metrics({**self.latest, "train/tokens": self.num_tokens,
                                               "train/rows": self.num_rows, "trainer/global_step": trainer.global_step})
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a known GPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)

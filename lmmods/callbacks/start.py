@@ -16,7 +16,7 @@ class StartReport(L.Callback):
     """
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.catch_signals()
+        trainer.interruption.listen()
         if trainer.is_global_zero:
             trainer.run_folder.begin(trainer.resumed_from)
             if trainer.recipe:

@@ -7,6 +7,7 @@ from lmmods.data.blocks import BlockSet
 from lmmods.data.encoded import Encoder
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.masking import MaskedSet, Masker, tokens_around, vocabulary_flags
+from lmmods.data.predictions import Predictions
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
 from lmmods.data.sources import Source, SourceReader
@@ -102,3 +103,35 @@ class MLMData(DataModule):
 
     def _prompt_side(self) -> str:
         return "right"
+
+    def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
+        """(text with each gap filled by its most likely token, candidates of each gap) of a predict batch by `index`.
+
+        Args:
+            batch: The batch, with `input_ids` [B, T].
+            outputs: Candidates [G, K] and their probabilities [G, K]: of all gaps of the batch, row by row.
+        """
+        tokens, probabilities = (part.tolist() for part in outputs)
+        ids, fills, gap = batch["input_ids"].tolist(), [], 0
+        for row in ids:
+            fills.append([])
+            for place in [place for place, token in enumerate(row) if token == self.tokenizer.mask_token_id]:
+                row[place] = tokens[gap][0]
+                fills[-1].append([{"token": self.tokenizer.decode([token]), "probability": probability}
+                                  for token, probability in zip(tokens[gap], probabilities[gap])])
+                gap += 1
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return {index: pair for index, *pair in zip(batch["index"].tolist(), texts, fills) if index >= 0}
+
+    def predictions(self, outputs: dict[int, Any]) -> Predictions:
+        """Rows with `prediction`, the text filled in, and `fills`, for each gap its candidates, the likeliest first.
+
+        Raises:
+            UserError: No text has a gap.
+        """
+        if not any(fills for _, fills in outputs.values()):
+            raise UserError(f"predict fills the gaps that the mask token {self.tokenizer.mask_token} leaves in the "
+                            "texts of data.predict_source, but no text has one")
+        rows = [{**self.example(index), "prediction": text, "fills": fills}
+                for index, (text, fills) in sorted(outputs.items())]
+        return Predictions(rows, {}, {})

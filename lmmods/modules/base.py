@@ -3,19 +3,22 @@
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lmmods.architectures import position_limit
 from lmmods.errors import UserError
-from lmmods.modules import loading, summary
+from lmmods.modules import loading, sharding, summary
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule
 from lmmods.modules.window import WeightedMean, Window, seed_step
-from lmmods.settings import LoRA, Optimizer
+from lmmods.settings import LoRA, Optimizer, check_start, require
 
 
 class TaskModule(L.LightningModule, ABC):
@@ -31,11 +34,12 @@ class TaskModule(L.LightningModule, ABC):
         quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
             et al. 2023) is `lora` plus this field.
         double_quant: Quantise the 4-bit scales too.
-        quant_storage: Type in which packed 4-bit weights are kept; FSDP1 needs a float type.
+        quant_storage: Type in which packed 4-bit weights are kept; null is uint8.
         lora: Train an adapter instead of the model itself; null is full tuning.
         adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
         optimizer: Update rule and schedule.
-        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
+            third more time); minimal, which keeps the products of weights, is the JAX engine's.
         attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
     """
@@ -52,27 +56,18 @@ class TaskModule(L.LightningModule, ABC):
         trust_remote_code: bool = False,
         quantize: loading.Quantize | None = None,
         double_quant: bool = True,
-        quant_storage: str = "uint8",
+        quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None,
         lora: LoRA | None = None,
         adapter: str | None = None,
         optimizer: Optimizer = Optimizer(),
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["minimal"] = False,
         attention: str | None = None,
         save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     ):
         super().__init__()
-        if quantize and not (lora or adapter):
-            raise UserError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
-                            "set model.lora (QLoRA), or model.quantize to null for full tuning.")
-        if (config is None) == (pretrained is None):
-            raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
-                            "configuration to start from random weights.")
-        if config is not None and (lora or adapter):
-            raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
-                            "and model.adapter to null, or name a model in model.pretrained.")
-        if lora and adapter:
-            raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
-                            "targets. Keep one of them.")
+        require(gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
+                "true or false in the torch engine")
+        check_start(pretrained, config, quantize, lora, adapter)
         self.config, self.config_overrides = config, config_overrides or {}
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
@@ -90,9 +85,12 @@ class TaskModule(L.LightningModule, ABC):
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
         name = self.pretrained or (self.config if isinstance(self.config, str) else None)
         if name is None:
-            return self.config.get("max_position_embeddings", self.config.get("n_positions"))
-        config = loading.load_config(name, self.revision, self.trust_remote_code).get_text_config()
-        return getattr(config, "max_position_embeddings", None)
+            fields = {**self.config, **self.config_overrides}
+        else:
+            config = loading.load_config(name, self.revision, self.trust_remote_code).get_text_config()
+            names = ("model_type", "max_position_embeddings", "pad_token_id")
+            fields = {field: getattr(config, field, None) for field in names} | self.config_overrides
+        return position_limit(fields)
 
     # The network -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +117,12 @@ class TaskModule(L.LightningModule, ABC):
         self.model = model.train()
         with self.trainer.precision_plugin.forward_context():
             self.on_model_ready()
+        if self.device_mesh is not None:
+            sharding.shard(self, self.model, self.device_mesh["data_parallel"])
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function that uses the network. Sharded parameters are whole only while this runs."""
+        return function(*args)
 
     def load_base(self, precision: str) -> nn.Module:
         """The network without adapter, in training mode."""
@@ -181,7 +185,7 @@ class TaskModule(L.LightningModule, ABC):
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        sums = self.batch_loss(batch)
+        sums = self(self.batch_loss, batch)
         scored = self.scored_rows(batch)  # a row without labels only evens out the processes
         num_tokens = (batch["attention_mask"] * scored.unsqueeze(1)).sum()
         self.window.add(sums, num_tokens=num_tokens, num_rows=scored.sum())
@@ -195,7 +199,8 @@ class TaskModule(L.LightningModule, ABC):
         sums = self.trainer.strategy.reduce(self.window.sums(), reduce_op="sum")
         averaged = self.trainer.accumulate_grad_batches * self.trainer.world_size
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(grads, Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1))
+        torch._foreach_mul_([sharding.local(grad) for grad in grads],
+                            Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1))
         norm = torch.nn.utils.get_total_norm(grads)
         self.window.close(sums, norm, optimizer.param_groups[0]["lr"])
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
@@ -213,7 +218,7 @@ class TaskModule(L.LightningModule, ABC):
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        sums = self.batch_loss(batch, count_correct=True)
+        sums = self(self.batch_loss, batch, True)
         self.eval_metrics["loss"].update(sums.total, sums.weight)
         self.eval_metrics["accuracy"].update(sums.correct, sums.weight)
 
@@ -241,10 +246,19 @@ class TaskModule(L.LightningModule, ABC):
         checkpoint["param_names"] = list(trainable)
         checkpoint["window"] = self.window.state_dict()
         if self.window.is_open:  # each process has summed its own micro-batches so far; the file holds all of them
-            total = self.trainer.strategy.reduce
-            checkpoint["window"]["sums"] = total(self.window.sums().clone(), reduce_op="sum")
-            checkpoint["window"]["gradients"] = {name: total(p.grad.clone(), reduce_op="sum")
+            checkpoint["window"]["sums"] = self.trainer.strategy.reduce(self.window.sums().clone(), reduce_op="sum")
+            checkpoint["window"]["divisor"] = self._divisor()
+            checkpoint["window"]["gradients"] = {name: self._summed_over_processes(p.grad)
                                                  for name, p in trainable.items() if p.grad is not None}
+
+    def _divisor(self) -> float:
+        """What the gradients of an open window have been divided by: `training_step` and Lightning both do."""
+        return Window.GRADIENT_SCALE * self.trainer.accumulate_grad_batches
+
+    def _summed_over_processes(self, grad: Tensor) -> Tensor:
+        if isinstance(grad, DTensor):  # averaged over the processes already
+            return sharding.whole(grad) * self.trainer.world_size
+        return self.trainer.strategy.reduce(grad.clone(), reduce_op="sum")
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         saved, wanted = set(checkpoint["state_dict"]), set(self.trainable())
@@ -256,16 +270,22 @@ class TaskModule(L.LightningModule, ABC):
                             for names, what in ((missing, "are missing from it"), (extra, "are unknown here")) if names)
                 + ". Resume with the recipe the run was started with (config.yaml in its folder).")
         window = dict(checkpoint["window"])
-        gradients = window.pop("gradients", {})
+        factor = window.pop("divisor", self._divisor()) / self._divisor()
+        gradients = {name: grad * factor for name, grad in window.pop("gradients", {}).items()}
         if window and self.trainer.global_rank:  # the first process takes up what all had summed
-            window["sums"], gradients = torch.zeros_like(window["sums"]), {}
+            window["sums"] = torch.zeros_like(window["sums"])
         self._open_gradients = gradients
         self.window.load_state_dict(window)
 
     def on_train_start(self) -> None:
-        params = dict(self.named_parameters())
-        for name, grad in self._open_gradients.items():
-            params[name].grad = grad.to(params[name].device)
+        for name, param in self.trainable().items():
+            if name not in self._open_gradients:
+                continue
+            grad = sharding.placed_like(self._open_gradients[name], param)
+            if isinstance(param, DTensor):
+                param.grad = grad / self.trainer.world_size
+            elif self.trainer.global_rank == 0:  # which takes up what all had summed
+                param.grad = grad
         self._open_gradients = {}
 
     # Sizes -----------------------------------------------------------------------------------------------------------
@@ -291,13 +311,31 @@ class TaskModule(L.LightningModule, ABC):
     # Export ----------------------------------------------------------------------------------------------------------
 
     def export(self, folder: Path) -> None:
-        """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads."""
+        """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
+
+        All processes must call this; the first one writes.
+        """
         # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
         options = {"save_embedding_layers": False} if self.trains_adapter else {}
-        if self.save_dtype:  # training is over; the checkpoints keep the weights as they trained
-            for param in self.trainable().values():
+        if self.device_mesh is not None:
+            options["state_dict"] = self._whole_state()
+        trained = {} if self.device_mesh is not None else {p: p.data for p in self.trainable().values()}
+        if self.save_dtype:
+            for param in trained:
                 param.data = param.data.to(self.save_dtype)
-        self.model.save_pretrained(folder, **options)
+        if self.trainer.is_global_zero:
+            self.model.save_pretrained(folder, **options)
+        for param, data in trained.items():  # training may go on, in the type it has
+            param.data = data
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """What goes into model/, gathered from all processes; a tied parameter appears once."""
+        wanted = {name: param.detach() for name, param in self.model.named_parameters()
+                  if param.requires_grad or not self.trains_adapter}
+        buffers = set(self.model.state_dict()) & {name for name, _ in self.model.named_buffers()}
+        if not self.trains_adapter:
+            wanted |= {name: self.model.get_buffer(name) for name in sorted(buffers)}
+        return {name: sharding.whole(tensor).to(self.save_dtype or tensor.dtype) for name, tensor in wanted.items()}
 
 
 def base_seed() -> int:

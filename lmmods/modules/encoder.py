@@ -26,7 +26,10 @@ class TokenHead:
         self.vocab_size = network.config.vocab_size
         inside = {id(p) for p in self.encoder.parameters()}
         tied = {id(p) for p in network.get_output_embeddings().parameters()}
-        self._params = [p for p in network.parameters() if id(p) not in inside or id(p) in tied]
+        # Where the parameters lie rather than themselves: a sharding strategy puts others in their place.
+        places = {id(p): (module, name) for module in network.modules()
+                  for name, p in module.named_parameters(recurse=False) if id(p) not in inside or id(p) in tied}
+        self._places = list(places.values())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
@@ -36,7 +39,8 @@ class TokenHead:
 
     def params(self) -> list[Tensor]:
         """Trainable parameters of the head, tied ones included."""
-        return [p for p in self._params if p.requires_grad]
+        found = [getattr(module, name) for module, name in self._places]
+        return [p for p in found if p.requires_grad]
 
 
 def masked_loss(head: TokenHead, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:

@@ -44,7 +44,7 @@ class CausalModule(TaskModule):
         seed_step(base_seed(), batch_idx)
         data = self.trainer.datamodule
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
-        tokens = generate(self.model, batch["input_ids"], batch["attention_mask"], config)
+        tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config)
         return tokens[:, batch["input_ids"].shape[1] :]
 
 

@@ -24,7 +24,7 @@ def load_pretrained(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
     double_quant: bool = True,
-    quant_storage: str = "uint8",
+    quant_storage: str | None = None,
     precision: str = "32-true",
     frozen: bool = False,
     attention: str | None = None,
@@ -51,7 +51,9 @@ def load_pretrained(
     stored = compute if frozen or precision.endswith("true") else torch.float32
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
-    options = {"quantization_config": _quantization(quantize, double_quant, quant_storage, compute),
+    # The span head is new to the model and trains in full; transformers itself spares only vocabulary heads.
+    skip = ["qa_outputs"] if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
+    options = {"quantization_config": _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip),
                "device_map": {"": device or "cpu"}} if quantize else {}
     config = load_config(pretrained, revision, trust_remote_code)
     try:
@@ -119,17 +121,19 @@ def _check_fields(config: Any, fields: dict[str, Any]) -> None:
             raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
 
 
-def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype):
+def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype,
+                  skip: list[str] | None):
     from transformers import BitsAndBytesConfig
 
     if quantize == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantize,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute,
         bnb_4bit_quant_storage=storage,
+        llm_int8_skip_modules=skip,
     )
 
 
@@ -187,6 +191,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=trainable_tokens or None,
+        # PEFT trains the span head, new to the model, in full; an adapter on it as well would clash.
+        exclude_modules=["qa_outputs"] if task_type == "QUESTION_ANS" else None,
         task_type=task_type,
     )
     return _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)

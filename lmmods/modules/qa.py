@@ -33,7 +33,7 @@ class QA(TaskModule):
         return batch["start_positions"] != IGNORED
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        start, end = self._forward(batch)
+        start, end = self(self._forward, batch)
         sums = span_loss(start, end, batch)
         self.eval_metrics["loss"].update(sums.total, sums.weight)
         self._logits |= self._by_window(batch, start, end)
@@ -51,7 +51,7 @@ class QA(TaskModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[int, tuple]:
         """Start and end logits [T] of each window of the batch, by its index."""
-        return self._by_window(batch, *self._forward(batch))
+        return self._by_window(batch, *self(self._forward, batch))
 
     @staticmethod
     def _by_window(batch: dict[str, Tensor], start: Tensor, end: Tensor) -> dict[int, tuple]:

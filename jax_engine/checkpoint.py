@@ -1,0 +1,236 @@
+"""Checkpoints in the form that the torch engine writes and reads, so that a run can change engine.
+
+    model.safetensors       trainable parameters by torch's names
+    optimizer.safetensors   optimiser state, numbered as torch's optimisers number parameters
+    state.safetensors       summed gradients of an open window, and other arrays
+    state.json              everything else, and where the arrays go
+    manifest.json           size and checksum of each file
+
+The folder appears under its name only when all of it is on disk.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jax_engine.optim import step_scalars
+from jax_engine.state import SUMS, Tree
+from lmmods import treefile
+from lmmods.errors import UserError
+from lmmods.run import commit_folder, write_json
+from lmmods.settings import Optimizer
+
+FILES = {"state_dict": "model.safetensors", "optimizer_states": "optimizer.safetensors"}
+REST = "state.safetensors"
+# The torch engine's networks are the attribute `model` of a LightningModule.
+PREFIX = "model."
+# Under this key bitsandbytes wraps the slots of its optimisers when it saves them; it also reads them unwrapped.
+_BITSANDBYTES = "__bnb_optimizer_quant_state__"
+
+ToTorch = Callable[[Tree], dict[str, Any]]
+FromTorch = Callable[[dict[str, np.ndarray]], Tree]
+
+# What torch's optimisers keep beside their slots, from the number of steps taken.
+_COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "adamw": lambda step: {"step": np.array(step, np.float32)},
+    "adafactor": lambda step: {"step": step, "RMS": 0},
+    "sgd": lambda step: {},
+    "lion": lambda step: {"step": step},
+}
+
+
+class Writer:
+    """Writes checkpoints in a thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, folder: Path, content: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
+        """Start to write `content`, after the checkpoint before it; call `then` when it stands.
+
+        Raises:
+            Exception: What went wrong with the checkpoint before.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(folder, content, then), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more; raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, folder: Path, content: dict[str, Any], then: Callable[[], None]) -> None:
+        try:
+            write(folder, content)
+            then()
+        except BaseException as error:
+            self._error = error
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Write a tree of plain data and numpy arrays."""
+    tree, arrays = treefile.split(content, lambda node: isinstance(node, np.ndarray))
+    temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    by_file: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in arrays.items():
+        top, _, rest = name.partition("/")
+        # safetensors writes garbage for arrays that are not contiguous
+        by_file.setdefault(FILES.get(top, REST), {})[rest if top in FILES else name] = np.asarray(array, order="C")
+    for file, part in by_file.items():
+        save_file(part, temporary / file, metadata={"format": "pt"})
+    write_json(temporary / "state.json", tree)
+    treefile.write_manifest(temporary)
+    commit_folder(temporary, folder)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Undo `write`, also for a checkpoint of the torch engine. Raises UserError if a file is damaged."""
+    treefile.check_manifest(folder)
+    arrays: dict[str, np.ndarray] = {}
+    for top, file in (*FILES.items(), ("", REST)):
+        if (folder / file).exists():
+            arrays |= {f"{top}/{name}".lstrip("/"): array for name, array in load_file(folder / file).items()}
+    return treefile.join(json.loads((folder / "state.json").read_text()), arrays)
+
+
+def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> dict[str, Any]:
+    """The part of a checkpoint that holds parameters and optimiser.
+
+    Args:
+        state: On the host (`Parallel.fetch_state`).
+        settings: The recipe's optimizer block.
+        step: Optimiser steps taken, of `num_steps`.
+        to_torch: `Network.to_torch`.
+    """
+    params = {PREFIX + name: array for name, array in to_torch(state["trainable"]).items()}
+    entries: dict[int, dict[str, Any]] = {index: _COUNTERS[settings.name](step) for index in range(len(params))}
+    index_of = {name: index for index, name in enumerate(_by_group(params))}
+    for slot, tree in state["optimizer"].items():
+        for name, array in to_torch(tree).items():
+            entries[index_of[PREFIX + name]][slot] = array
+    return {"state_dict": params, "param_names": list(params), "optimizer_states": [
+        {"state": {index: entry for index, entry in entries.items() if entry and step},
+         "param_groups": _groups(params, settings, float(step_scalars(settings, step, num_steps)["lr"]))}]}
+
+
+def unpack(content: dict[str, Any], like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+    """State on the host from a checkpoint; `Parallel.put_state` brings it to the devices.
+
+    Args:
+        content: From `read`.
+        like: Shapes and dtypes of this run's state (`Parallel.shapes`).
+
+    Raises:
+        UserError: It is the checkpoint of another model or optimiser.
+    """
+    saved = content["state_dict"]
+    trainable = unpack_trainable(content, like["trainable"], to_torch, from_torch)
+    like = jax.tree.map(_stand_in, like)
+    names = _by_group({name: saved[name] for name in content["param_names"]})
+    (optimizer,) = content["optimizer_states"]
+    by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
+    slots = {slot: from_torch(_filled(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
+    return {"trainable": trainable, "optimizer": slots}
+
+
+def unpack_trainable(content: dict[str, Any], like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+    """The trained parameters alone, on the host; arguments and errors as of `unpack`."""
+    saved = content["state_dict"]
+    wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
+    _check_same(saved, wanted)
+    return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
+
+
+def schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: int) -> dict[str, Any]:
+    """State of torch's LambdaLR after `step` optimiser steps."""
+    lr = settings.lr_at(step, num_steps)
+    return {"base_lrs": [settings.lr] * num_groups, "last_epoch": step, "_step_count": step + 1, "_is_initial": False,
+            "_get_lr_called_within_step": False, "_last_lr": [lr] * num_groups, "lr_lambdas": [None] * num_groups}
+
+
+def pack_window(window: Tree, num_batches: int, to_torch: ToTorch) -> dict[str, Any]:
+    """The `window` of a checkpoint: what the open window has summed over all devices.
+
+    Args:
+        window: On the host (`Parallel.fetch_sums`).
+        num_batches: Micro-steps in it.
+    """
+    return {"sums": np.array([window["sums"][name] for name in SUMS], np.float64), "num_batches": num_batches,
+            "divisor": 1.0, "gradients": {PREFIX + name: gradient
+                                          for name, gradient in to_torch(window["gradients"]).items()}}
+
+
+def unpack_window(window: dict[str, Any], from_torch: FromTorch) -> Tree:
+    """Undo `pack_window`, for `Parallel.put_sums`. `divisor` is what the stored gradients were divided by."""
+    gradients = {name.removeprefix(PREFIX): gradient.astype(np.float32) * np.float32(window["divisor"])
+                 for name, gradient in window["gradients"].items()}
+    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), window["sums"], strict=True)}
+    return {"gradients": from_torch(gradients), "sums": sums}
+
+
+def _by_group(params: dict[str, np.ndarray]) -> list[str]:
+    """Names in the order of torch's indices: matrices are the first parameter group, all else the second."""
+    return [name for name, p in params.items() if p.ndim >= 2] + [name for name, p in params.items() if p.ndim < 2]
+
+
+def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
+    """torch's parameter groups."""
+    options = {
+        "adamw": {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
+                  "foreach": None, "capturable": False, "differentiable": False, "fused": True,
+                  "decoupled_weight_decay": True},
+        "adafactor": {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "beta1": None,
+                      "scale_parameter": False, "relative_step": False, "warmup_init": False},
+        "sgd": {"momentum": settings.momentum, "dampening": 0, "nesterov": False, "maximize": False, "foreach": None,
+                "differentiable": False, "fused": None},
+        "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
+    }[settings.name]
+    num_matrices = sum(p.ndim >= 2 for p in params.values())
+    parts = ((range(num_matrices), settings.weight_decay), (range(num_matrices, len(params)), 0.0))
+    return [{"params": list(numbers), "lr": lr, "initial_lr": settings.lr, "weight_decay": decay, **options}
+            for numbers, decay in parts if numbers]
+
+
+def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """An array of that shape and dtype; its zeros are never touched, so it takes no memory."""
+    return np.zeros(leaf.shape, leaf.dtype)
+
+
+def _check_same(saved: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    differences = [(sorted(set(wanted) - set(saved)), "are missing from it"),
+                   (sorted(set(saved) - set(wanted)), "are unknown here"),
+                   (sorted(n for n in set(saved) & set(wanted) if saved[n].shape != wanted[n].shape),
+                    "have another shape in it")]
+    if any(names for names, _ in differences):
+        raise UserError("This checkpoint is of another model: "
+                        + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
+                                    for names, what in differences if names)
+                        + ". Resume with the recipe the run was started with (config.yaml in its folder).")
+
+
+def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One slot of the optimiser by name; zeros before the first step."""
+    found = {}
+    for name, array in wanted.items():
+        entry = by_name.get(PREFIX + name, {}) if by_name else {slot: np.zeros(array.shape)}
+        if slot not in entry or entry[slot].shape != array.shape:
+            raise UserError(f"This checkpoint holds no {slot} of {name}: it is of another optimizer. Resume with the "
+                            "optimizer.name that the run was started with (config.yaml in its folder).")
+        found[name] = entry[slot].astype(array.dtype)
+    return found

@@ -1,0 +1,112 @@
+"""The devices of a run: which, how many processes, and what these do together."""
+
+import os
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jax_engine import parallel
+from jax_engine.parallel import Parallel, Replicas
+from lmmods.errors import UserError
+
+
+@dataclass
+class MeshSharding:
+    """A mesh of devices over which parameters, optimiser state and batches are cut.
+
+    Args:
+        data: Copies of the parameters.
+        fsdp: Devices over which a copy is spread, each with a micro-batch of its own. -1: all that are left.
+        tensor: Devices that share the work on one micro-batch.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool
+          ) -> Parallel:
+    """Join the other processes, if any, and lay the run out over the devices.
+
+    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md).
+
+    Raises:
+        UserError: There are not as many devices or processes as asked for.
+    """
+    if accelerator != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
+    if devices not in ("auto", -1) and not _has_started():
+        jax.config.update("jax_num_cpu_devices", int(devices))
+    if detect_anomaly:
+        jax.config.update("jax_debug_nans", True)
+    _join(num_nodes)
+    _keep_compiled()
+    local = jax.local_devices()
+    wanted = len(local) if devices in ("auto", -1) else int(devices)
+    if not 1 <= wanted <= len(local):
+        raise UserError(f"trainer.devices is {devices}, but this machine has {len(local)} ({local[0].platform}). "
+                        "Lower it, or set it to auto.")
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    chosen = [device for process in sorted(by_process) for device in by_process[process][:wanted]]
+    if strategy in ("auto", "ddp"):
+        return Replicas(chosen)
+    mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
+    return parallel.MeshSharding(mesh.data, mesh.fsdp, mesh.tensor, chosen)
+
+
+def _has_started() -> bool:
+    return bool(jax._src.xla_bridge.backends_are_initialized())
+
+
+def _join(num_nodes: int) -> None:
+    """Connect the processes of several machines (jax.distributed)."""
+    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
+        return
+    if "MASTER_ADDR" in os.environ:  # torchrun, or by hand in its way
+        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}",
+                                   int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    else:
+        jax.distributed.initialize()
+    if jax.process_count() % num_nodes:
+        raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
+
+
+def _keep_compiled() -> None:
+    """Compiled programs outlive the process, beside the data cache."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        root = os.environ.get("LMMODS_CACHE", os.path.expanduser("~/.cache/lmmods"))
+        jax.config.update("jax_compilation_cache_dir", os.path.join(root, "xla"))
+
+
+def barrier(name: str) -> None:
+    """Wait for all processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether any process says so. All processes must call this at the same place."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def gather(parts: dict[int, Any]) -> dict[int, Any]:
+    """The parts of all processes in one mapping, on every process."""
+    if jax.process_count() == 1:
+        return parts
+    own = np.frombuffer(pickle.dumps(parts), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(own)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(own)] = own
+    everywhere = multihost_utils.process_allgather(padded)
+    return {key: value for part, size in zip(everywhere, sizes, strict=True)
+            for key, value in pickle.loads(part[:size].tobytes()).items()}

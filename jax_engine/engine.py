@@ -1,0 +1,28 @@
+"""The door of this engine: what its recipes are made of."""
+
+from lmmods.cli import import_all
+from lmmods.errors import UserError
+
+
+def load() -> tuple[type, type, type]:
+    """Trainer, base class of the tasks, and checkpoint rules.
+
+    Raises:
+        UserError: jax or flax is not installed, or in versions that do not go together.
+    """
+    try:
+        import flax
+        import jax
+    except ImportError as error:
+        raise UserError(f"engine jax: {error}. Install jax and flax with this project: pip install -e . (with [cuda] "
+                        "for NVIDIA GPUs), or use --engine torch.") from error
+    except AttributeError as error:  # an older flax on a newer jax
+        raise UserError(f"engine jax: this flax does not go with this jax ({error}). Reinstall both: "
+                        "pip install -e .") from error
+    del flax, jax
+    from jax_engine.tasks.base import Task
+    from jax_engine.trainer import Trainer
+    from lmmods.keep import KeepRules
+
+    import_all("jax_engine.tasks")
+    return Trainer, Task, KeepRules

@@ -1,0 +1,134 @@
+"""What a network is made of, in one vocabulary for all families."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lmmods.errors import UserError
+
+Head = Literal["causal", "masked", "qa"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021): inverse frequencies, [head_dim / 2] numbers."""
+
+    inverse_frequencies: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and choices of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
+
+    Args:
+        norm: `layer` is LayerNorm, `rms` is RMSNorm, `rms_plus_one` RMSNorm times (1 + weight).
+        post_norm: Norms follow the residual sums (Vaswani et al. 2017) instead of preceding the sublayers.
+        positions: A learned table, sines and cosines added to the embedding, or rotated queries and keys.
+        embedding_size: Width of the embedding table where it differs from the network's.
+        padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
+        positions_after_padding: Positions count real tokens from padding_id + 1, and padding stays at padding_id.
+        windows: For each layer, how far back it attends in tokens, or None for everything.
+        attention_scales: For each layer, the factor on query times key.
+        passes: Which stored layer each step of the depth runs; layers may be shared (Lan et al. 2019).
+        layers_per_group: How the torch names number the stored layers, in groups of so many.
+        init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those inside, and
+            `residual_std` of those that write to the residual stream.
+        residual_dropout: After the attention's output; `mlp_dropout` after the MLP's, `qa_dropout` before
+            the head for answer spans.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    activation: str
+    norm_eps: float
+    init_std: float
+    layer_std: float
+    residual_std: float
+    causal: bool
+    windows: tuple[int | None, ...]
+    attention_scales: tuple[float, ...]
+    passes: tuple[int, ...]
+    norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
+    final_norm_eps: float | None = None
+    post_norm: bool = False
+    positions: Literal["learned", "sinusoid", "rope"] = "learned"
+    rope: Rope | None = None
+    max_positions: int = 0
+    num_types: int = 0
+    embedding_size: int | None = None
+    embedding_scale: float = 1.0
+    padding_id: int | None = None
+    positions_after_padding: bool = False
+    sinusoid_init: bool = False
+    fused_qkv: bool = False
+    conv1d: bool = False
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    gated: bool = False
+    qk_norm: bool = False
+    layers_per_group: int = 1
+    tied: bool = True
+    head_bias: bool = False
+    head_activation: str = "gelu"
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    mlp_dropout: float = 0.0
+    qa_dropout: float = 0.0
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers with weights of their own."""
+        return max(self.passes) + 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family of transformers: its configuration in our terms and the key table of its torch names.
+
+    Args:
+        architecture: Configuration to Architecture; raises UserError for what is not supported.
+        base: Prefix of the base network's parameters.
+        modules: Our module to the torch module inside the base, in torch's order; `{}` is the number of the layer
+            (two of them: number of the group and place in it).
+        classes: The transformers class of each supported head.
+        head_modules: For each head, our module to the full torch module, in torch's order.
+        tied: For each head, torch names that are other names of one of our leaves.
+        base_of: Prefix of the base where a head has another one.
+    """
+
+    architecture: Callable[[Any], Architecture]
+    base: str
+    modules: dict[str, str]
+    classes: dict[Head, str]
+    head_modules: dict[Head, dict[str, str]]
+    tied: dict[Head, dict[str, str]] = field(default_factory=dict)
+    base_of: dict[Head, str] = field(default_factory=dict)
+
+    def prefix(self, head: Head) -> str:
+        """Prefix of the base network's parameters under this head."""
+        return self.base_of.get(head, self.base)
+
+
+def plain_layers(num_layers: int, scale: float, window: int | None = None) -> dict[str, tuple]:
+    """The per-layer fields of an Architecture whose layers are all alike and not shared."""
+    return {"windows": (window,) * num_layers, "attention_scales": (scale,) * num_layers,
+            "passes": tuple(range(num_layers))}
+
+
+def refuse(config: Any, **unsupported: Any) -> None:
+    """Raise UserError if a field of the configuration has a value other than the one given here.
+
+    Fields that the configuration lacks are fine.
+    """
+    for name, wanted in unsupported.items():
+        value = getattr(config, name, wanted)
+        if value != wanted and not (value is None and not wanted):
+            raise UserError(f"model.config: {config.model_type} with {name}: {value!r} is not supported by the JAX "
+                            f"engine, only {wanted!r}. Use engine: torch.")

@@ -1,0 +1,171 @@
+"""Attention: who sees whom, rotary positions, and the scores in float32."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Rope
+from jax_engine.models.linear import Build, Linear, Norm, fold, site_number
+from lmmods.errors import UserError
+
+
+def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) -> Array:
+    """Who sees whom: [B, 1, T, T] booleans, query by key.
+
+    Args:
+        batch: `input_ids` [B, T]; `segment_ids` (documents 1, 2, ...; 0 is padding) or `attention_mask` or neither.
+        window: How many tokens back a query sees, itself included.
+    """
+    length = batch["input_ids"].shape[1]
+    seen = _places_seen(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
+    if "segment_ids" in batch:
+        segments = batch["segment_ids"]
+        same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
+        return seen & same[:, None]
+    if "attention_mask" in batch:
+        return seen & (batch["attention_mask"] > 0)[:, None, None]
+    return jnp.broadcast_to(seen, (batch["input_ids"].shape[0], 1, length, length))
+
+
+def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> Array:
+    """Who sees whom when `length` new tokens follow `start` cached ones: [B, 1, length, S].
+
+    Args:
+        valid: [B, S] which slots of the cache hold real tokens, the new ones included.
+    """
+    queries = start + jnp.arange(length)[:, None]
+    seen = _places_seen(queries, jnp.arange(valid.shape[1])[None], True, window)
+    return seen[None, None] & valid[:, None, None]
+
+
+def _places_seen(queries: Array, keys: Array, causal: bool, window: int | None) -> Array:
+    seen = keys <= queries if causal else jnp.broadcast_to(True, jnp.broadcast_shapes(queries.shape, keys.shape))
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def rope_of(config: PreTrainedConfig) -> Rope:
+    """Inverse frequencies from `rope_parameters` of a configuration.
+
+    Raises:
+        UserError: A kind of scaling that is not supported.
+    """
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3") or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"model.config: rope_parameters {parameters} are not supported by the JAX engine, which knows "
+                        "the types default, linear and llama3 on whole heads. Use engine: torch.")
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = 1.0 / np.float32(parameters["rope_theta"]) ** (np.arange(0, size, 2, dtype=np.float32) / size)
+    if kind == "linear":
+        frequencies = frequencies / parameters["factor"]
+    if kind == "llama3":
+        frequencies = _llama3(frequencies, parameters)
+    return Rope(tuple(float(f) for f in frequencies.astype(np.float32)))
+
+
+def _llama3(frequencies: np.ndarray, parameters: dict) -> np.ndarray:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - share) * frequencies / parameters["factor"] + share * frequencies
+
+
+def rope_angles(rope: Rope, position_ids: Array) -> tuple[Array, Array]:
+    """Cosine and sine of each position [B, T] for each feature, [B, T, 1, head_dim] float32."""
+    angles = position_ids[..., None].astype(jnp.float32) * jnp.array(rope.inverse_frequencies, jnp.float32)
+    angles = jnp.concatenate([angles, angles], -1)[:, :, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
+    """Turn the pairs (i, i + head_dim / 2) of x [B, T, heads, head_dim] by their angles, in float32."""
+    cos, sin = angles
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
+    return (wide * cos + jnp.concatenate([-second, first], -1) * sin).astype(x.dtype)
+
+
+def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float, keys: Array | None) -> Array:
+    """Softmax attention with float32 scores; a query that sees nothing gets the mean of all values, not NaN.
+
+    Args:
+        q: [B, T, heads, head_dim].
+        k: [B, S, kv_heads, head_dim]; each serves heads / kv_heads queries (Ainslie et al. 2023). v: the same.
+        mask: [B, 1, T, S] booleans.
+        rate: Dropout of the weights.
+        keys: PRNG keys of the rows, or None.
+
+    Returns:
+        [B, T, heads * head_dim].
+    """
+    batch, length, heads, size = q.shape
+    q = q.reshape(batch, length, k.shape[2], -1, size)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if keys is not None and rate:
+        weights = _drop(weights, rate, keys)
+    mixed = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
+    return mixed.reshape(batch, length, heads * size)
+
+
+def _drop(weights: Array, rate: float, keys: Array) -> Array:
+    """Dropout of attention weights [B, K, G, T, S]; a key per query, so that padding moves no bit of a mask."""
+    _, groups, per_group, length, num_keys = weights.shape
+
+    def row(key: Array) -> Array:
+        queries = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(length))
+        return jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, (num_keys, groups, per_group)))(queries)
+
+    keep = jax.vmap(row)(fold(keys, site_number("layers.attn.weights"))).transpose(0, 3, 4, 1, 2)
+    return jnp.where(keep, weights / (1 - rate), 0.0)
+
+
+class Attention(nnx.Module):
+    """Self-attention of one layer with its projections."""
+
+    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+        self.arch = arch
+        inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        kwargs = {"build": build, "rngs": rngs, "conv1d": arch.conv1d}
+        if arch.fused_qkv:
+            self.qkv = Linear(arch.hidden_size, inner + 2 * kv, "layers.attn.qkv", std=arch.layer_std,
+                              bias=arch.qkv_bias, **kwargs)
+        else:
+            self.q = Linear(arch.hidden_size, inner, "layers.attn.q", std=arch.layer_std, bias=arch.qkv_bias, **kwargs)
+            self.k = Linear(arch.hidden_size, kv, "layers.attn.k", std=arch.layer_std, bias=arch.qkv_bias, **kwargs)
+            self.v = Linear(arch.hidden_size, kv, "layers.attn.v", std=arch.layer_std, bias=arch.qkv_bias, **kwargs)
+        self.o = Linear(inner, arch.hidden_size, "layers.attn.o", std=arch.residual_std, bias=arch.out_bias, **kwargs)
+        if arch.qk_norm:
+            self.q_norm = Norm(arch.head_dim, arch.norm, arch.norm_eps)
+            self.k_norm = Norm(arch.head_dim, arch.norm, arch.norm_eps)
+
+    def __call__(self, x: Array, mask: Array, scale: Array, angles: tuple[Array, Array] | None, keys: Array | None,
+                 cache: dict[str, Array] | None = None, start: Array | None = None
+                 ) -> tuple[Array, dict[str, Array] | None]:
+        """Mixed features [B, T, D] of x, and the cache with the new keys and values written from slot `start` on."""
+        q, k, v = self._project(x, keys)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        if cache is not None:
+            k, v = (jax.lax.dynamic_update_slice_in_dim(cache[name], new.astype(cache[name].dtype), start, axis=1)
+                    for name, new in (("k", k), ("v", v)))
+            cache = {"k": k, "v": v}
+        mixed = attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale, self.arch.attention_dropout, keys)
+        return self.o(mixed, keys), cache
+
+    def _project(self, x: Array, keys: Array | None) -> tuple[Array, Array, Array]:
+        arch = self.arch
+        if arch.fused_qkv:
+            inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+            parts = jnp.split(self.qkv(x, keys), [inner, inner + kv], axis=-1)
+        else:
+            parts = self.q(x, keys), self.k(x, keys), self.v(x, keys)
+        q, k, v = (part.reshape(*part.shape[:2], -1, arch.head_dim) for part in parts)
+        return (self.q_norm(q), self.k_norm(k), v) if arch.qk_norm else (q, k, v)

@@ -1,0 +1,70 @@
+"""The two ends of an encoder: embeddings with their norm, and the heads for masked tokens and answer spans."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jax_engine.models.architecture import Architecture
+from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, dropout, product
+
+
+class EncoderEmbedding(nnx.Module):
+    """Tokens, positions and types, normed; widened where the tables are narrower than the network."""
+
+    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+        self.arch = arch
+        size = arch.embedding_size or arch.hidden_size
+        self.tokens = Embedding(arch.vocab_size, size, rngs, std=arch.init_std, padding_id=arch.padding_id)
+        self.positions = Embedding(arch.max_positions, size, rngs, std=arch.init_std,
+                                   padding_id=arch.padding_id if arch.positions_after_padding else None)
+        if arch.sinusoid_init:
+            self.positions.weight[...] = jnp.asarray(interleaved_sinusoids(arch.max_positions, size))
+        self.types = Embedding(arch.num_types, size, rngs, std=arch.init_std) if arch.num_types else None
+        self.norm = Norm(size, arch.norm, arch.norm_eps)
+        self.project = Linear(size, arch.hidden_size, "embed.project", build, rngs, std=arch.init_std
+                              ) if arch.embedding_size else None
+
+    def __call__(self, batch: dict[str, Array], position_ids: Array, keys: Array | None) -> Array:
+        """Residual stream [B, T, D] at the bottom."""
+        x = self.tokens(batch["input_ids"]) + self.positions(position_ids)
+        if self.types is not None:
+            x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
+        x = dropout(self.norm(x), self.arch.embedding_dropout, keys, "embed")
+        return x if self.project is None else self.project(x, keys).astype(x.dtype)
+
+
+def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
+    """Sine and cosine of each frequency side by side: [num, size] (Vaswani et al. 2017)."""
+    angles = np.arange(num)[:, None] / np.power(10000, 2 * (np.arange(size) // 2) / size)
+    return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
+
+
+class MaskedHead(nnx.Module):
+    """Dense layer, activation, norm, then the embedding's table and a bias: float32 logits over the vocabulary."""
+
+    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+        size = arch.embedding_size or arch.hidden_size
+        self.activation, self.dtype = arch.head_activation, build.dtype
+        self.dense = Linear(arch.hidden_size, size, "head.dense", build, rngs, std=arch.init_std)
+        self.norm = Norm(size, arch.norm, arch.norm_eps)
+        self.bias = nnx.Param(jnp.zeros(arch.vocab_size))
+
+    def __call__(self, hidden: Array, table: Array) -> Array:
+        """[..., V] of hidden states [..., D] and the embedding's table [V, E]."""
+        x = self.norm(ACTIVATIONS[self.activation](self.dense(hidden)).astype(hidden.dtype))
+        return product(x, table, self.dtype, result=jnp.float32) + self.bias[...].astype(jnp.float32)
+
+
+class SpanHead(nnx.Module):
+    """Logits of an answer's start and end at each position, float32 [..., 2]."""
+
+    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+        self.dtype = build.dtype
+        self.weight = nnx.Param(arch.init_std * jax.random.normal(rngs.params(), (2, arch.hidden_size)))
+        self.bias = nnx.Param(jnp.zeros(2))
+
+    def __call__(self, hidden: Array, table: Array) -> Array:
+        logits = product(hidden, self.weight[...], self.dtype, result=jnp.float32)
+        return logits + self.bias[...].astype(jnp.float32)

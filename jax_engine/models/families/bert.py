@@ -1,0 +1,56 @@
+"""BERT (Devlin et al. 2019), and what its descendants share with it."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, plain_layers, refuse
+from jax_engine.models.linear import known_activation
+
+MODULES = {
+    "embed.tokens": "embeddings.word_embeddings",
+    "embed.positions": "embeddings.position_embeddings",
+    "embed.types": "embeddings.token_type_embeddings",
+    "embed.norm": "embeddings.LayerNorm",
+    "layers.attn.q": "encoder.layer.{}.attention.self.query",
+    "layers.attn.k": "encoder.layer.{}.attention.self.key",
+    "layers.attn.v": "encoder.layer.{}.attention.self.value",
+    "layers.attn.o": "encoder.layer.{}.attention.output.dense",
+    "layers.attn_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "layers.mlp.up": "encoder.layer.{}.intermediate.dense",
+    "layers.mlp.down": "encoder.layer.{}.output.dense",
+    "layers.mlp_norm": "encoder.layer.{}.output.LayerNorm",
+}
+
+
+def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
+    """Architecture of a network built like BERT, changed by `choices`."""
+    refuse(config, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True,
+           position_embedding_type="absolute")
+    head_dim, std = config.hidden_size // config.num_attention_heads, config.initializer_range
+    act = known_activation(config.hidden_act)
+    return Architecture(**{
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads, "num_kv_heads": config.num_attention_heads, "head_dim": head_dim,
+        "mlp_size": config.intermediate_size, "activation": act, "head_activation": act,
+        "norm_eps": config.layer_norm_eps, "init_std": std, "layer_std": std, "residual_std": std, "causal": False,
+        "post_norm": True, "max_positions": config.max_position_embeddings, "num_types": config.type_vocab_size,
+        "padding_id": config.pad_token_id, "embedding_dropout": config.hidden_dropout_prob,
+        "attention_dropout": config.attention_probs_dropout_prob, "residual_dropout": config.hidden_dropout_prob,
+        "mlp_dropout": config.hidden_dropout_prob, **plain_layers(config.num_hidden_layers, head_dim**-0.5),
+        **choices})
+
+
+FAMILY = Family(
+    architecture=bert_like,
+    base="bert",
+    modules=MODULES,
+    classes={"masked": "BertForMaskedLM", "qa": "BertForQuestionAnswering"},
+    head_modules={
+        "masked": {"head": "cls.predictions", "head.dense": "cls.predictions.transform.dense",
+                   "head.norm": "cls.predictions.transform.LayerNorm"},
+        "qa": {"head": "qa_outputs"},
+    },
+    tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
+                     "cls.predictions.decoder.bias": "head.bias"}},
+)

@@ -1,0 +1,43 @@
+"""CTRL (Keskar et al. 2019): sinusoidal positions, scaled embedding, a bias on the logits."""
+
+import math
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, plain_layers
+
+BLOCK_NORM_EPS = 1e-6  # only the last norm reads layer_norm_epsilon
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    head_dim = config.n_embd // config.n_head
+    std = config.initializer_range
+    return Architecture(
+        vocab_size=config.vocab_size, hidden_size=config.n_embd, num_layers=config.n_layer, num_heads=config.n_head,
+        num_kv_heads=config.n_head, head_dim=head_dim, mlp_size=config.dff, activation="relu",
+        norm_eps=BLOCK_NORM_EPS, final_norm_eps=config.layer_norm_epsilon, init_std=std, layer_std=std,
+        residual_std=std, causal=True, positions="sinusoid", max_positions=config.n_positions,
+        embedding_scale=math.sqrt(config.n_embd), tied=config.tie_word_embeddings, head_bias=True,
+        embedding_dropout=config.embd_pdrop, residual_dropout=config.resid_pdrop, mlp_dropout=config.resid_pdrop,
+        **plain_layers(config.n_layer, head_dim**-0.5))
+
+
+FAMILY = Family(
+    architecture=architecture,
+    base="transformer",
+    modules={
+        "embed.tokens": "w",
+        "layers.attn.q": "h.{}.multi_head_attention.Wq",
+        "layers.attn.k": "h.{}.multi_head_attention.Wk",
+        "layers.attn.v": "h.{}.multi_head_attention.Wv",
+        "layers.attn.o": "h.{}.multi_head_attention.dense",
+        "layers.mlp.up": "h.{}.ffn.0",
+        "layers.mlp.down": "h.{}.ffn.2",
+        "layers.attn_norm": "h.{}.layernorm1",
+        "layers.mlp_norm": "h.{}.layernorm2",
+        "norm": "layernorm",
+    },
+    classes={"causal": "CTRLLMHeadModel"},
+    head_modules={"causal": {"head": "lm_head"}},
+    tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
+)

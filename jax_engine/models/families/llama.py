@@ -1,0 +1,63 @@
+"""Llama (Touvron et al. 2023), and what its descendants share with it."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, plain_layers
+from jax_engine.models.attention import rope_of
+from jax_engine.models.linear import known_activation
+
+MODULES = {
+    "embed.tokens": "embed_tokens",
+    "layers.attn.q": "layers.{}.self_attn.q_proj",
+    "layers.attn.k": "layers.{}.self_attn.k_proj",
+    "layers.attn.v": "layers.{}.self_attn.v_proj",
+    "layers.attn.o": "layers.{}.self_attn.o_proj",
+    "layers.attn.q_norm": "layers.{}.self_attn.q_norm",
+    "layers.attn.k_norm": "layers.{}.self_attn.k_norm",
+    "layers.mlp.gate": "layers.{}.mlp.gate_proj",
+    "layers.mlp.up": "layers.{}.mlp.up_proj",
+    "layers.mlp.down": "layers.{}.mlp.down_proj",
+    "layers.attn_norm": "layers.{}.input_layernorm",
+    "layers.mlp_norm": "layers.{}.post_attention_layernorm",
+    "norm": "norm",
+}
+
+
+def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
+    """Architecture of a network built like Llama, changed by `choices`."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    std = config.initializer_range
+    return Architecture(**{
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim,
+        "mlp_size": config.intermediate_size, "activation": known_activation(config.hidden_act), "norm": "rms",
+        "norm_eps": config.rms_norm_eps, "final_norm_eps": config.rms_norm_eps, "init_std": std, "layer_std": std,
+        "residual_std": std, "causal": True, "positions": "rope", "rope": rope_of(config),
+        "padding_id": config.pad_token_id, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True,
+        "tied": config.tie_word_embeddings, "attention_dropout": config.attention_dropout or 0.0,
+        **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
+
+
+def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer") -> Family:
+    """Family with Llama's key table and the classes `{name}ForCausalLM` and, given its base, `...QuestionAnswering`."""
+    classes, head_modules = {"causal": f"{name}ForCausalLM"}, {"causal": {"head": "lm_head"}}
+    if qa_base:
+        classes["qa"], head_modules["qa"] = f"{name}ForQuestionAnswering", {"head": "qa_outputs"}
+    return Family(architecture=architecture, base="model", modules=MODULES, classes=classes,
+                  head_modules=head_modules, tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
+                  base_of={"qa": qa_base} if qa_base else {})
+
+
+def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """How far back each layer attends, from `layer_types`."""
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias,
+                      mlp_bias=config.mlp_bias)
+
+
+FAMILY = llama_family(architecture, "Llama")

@@ -1,0 +1,43 @@
+"""GPT (Radford et al. 2018): norms after the sums, no norm at the end."""
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, plain_layers, refuse
+
+# Its own table of activations: "gelu" is the tanh approximation here.
+ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
+CONV1D_STD = 0.02  # torch's Conv1D starts from this, whatever initializer_range says
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    if config.afn not in ACTIVATIONS:
+        refuse(config, afn="gelu")
+    head_dim = config.n_embd // config.n_head
+    return Architecture(
+        vocab_size=config.vocab_size, hidden_size=config.n_embd, num_layers=config.n_layer, num_heads=config.n_head,
+        num_kv_heads=config.n_head, head_dim=head_dim, mlp_size=4 * config.n_embd,
+        activation=ACTIVATIONS[config.afn], norm_eps=config.layer_norm_epsilon, init_std=config.initializer_range,
+        layer_std=CONV1D_STD, residual_std=CONV1D_STD, causal=True, post_norm=True,
+        max_positions=config.n_positions, fused_qkv=True, conv1d=True, tied=config.tie_word_embeddings,
+        embedding_dropout=config.embd_pdrop, attention_dropout=config.attn_pdrop,
+        residual_dropout=config.resid_pdrop, mlp_dropout=config.resid_pdrop,
+        **plain_layers(config.n_layer, head_dim**-0.5))
+
+
+FAMILY = Family(
+    architecture=architecture,
+    base="transformer",
+    modules={
+        "embed.tokens": "tokens_embed",
+        "embed.positions": "positions_embed",
+        "layers.attn.qkv": "h.{}.attn.c_attn",
+        "layers.attn.o": "h.{}.attn.c_proj",
+        "layers.attn_norm": "h.{}.ln_1",
+        "layers.mlp.up": "h.{}.mlp.c_fc",
+        "layers.mlp.down": "h.{}.mlp.c_proj",
+        "layers.mlp_norm": "h.{}.ln_2",
+    },
+    classes={"causal": "OpenAIGPTLMHeadModel"},
+    head_modules={"causal": {"head": "lm_head"}},
+    tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
+)

@@ -1,0 +1,182 @@
+"""The parts without attention: linear layers with optional adapters, embeddings, norms, activations, dropout.
+
+Weights keep torch's names and orientation ([out, in]; Conv1D [in, out]), so that loading and saving copy bits and
+block-wise quantisation sees the rows that it would see in torch.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from lmmods.errors import UserError
+from lmmods.settings import LoRA
+
+ACTIVATIONS = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_python": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def known_activation(name: str) -> str:
+    """`name`, if it can be computed; UserError with the known ones otherwise."""
+    if name not in ACTIVATIONS:
+        raise UserError(f"model.config: the activation {name!r} is not supported by the JAX engine. "
+                        f"Supported: {', '.join(sorted(ACTIVATIONS))}.")
+    return name
+
+
+@dataclass(frozen=True)
+class Build:
+    """How the parts of a network are made.
+
+    Args:
+        dtype: Of matrix products; parameters keep their own.
+        lora: Settings of the adapters.
+        adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
+    """
+
+    dtype: jnp.dtype
+    lora: LoRA | None = None
+    adapted: frozenset[str] = frozenset()
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b, with PEFT's adapter on top where `path` is among the adapted ones.
+
+    The weight may be anything with `astype` that gives a matrix, for instance a quantised one. Adapters: LoRA
+    (Hu et al. 2021), rank-stabilised (Kalajdzievski 2023), weight-decomposed (DoRA, Liu et al. 2024).
+    """
+
+    def __init__(self, in_size: int, out_size: int, path: str, build: Build, rngs: nnx.Rngs, *, std: float,
+                 bias: bool = True, conv1d: bool = False):
+        self.path, self.build, self.conv1d = path, build, conv1d
+        shape = (in_size, out_size) if conv1d else (out_size, in_size)
+        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape))
+        self.bias = nnx.Param(jnp.zeros(out_size)) if bias else None
+        self.adapted = path in build.adapted
+        if self.adapted:
+            rank = build.lora.rank
+            bound = 1 / math.sqrt(in_size)  # kaiming_uniform with a = sqrt(5)
+            self.lora_A = nnx.Param(jax.random.uniform(rngs.params(), (rank, in_size), minval=-bound, maxval=bound))
+            self.lora_B = nnx.Param(jnp.zeros((out_size, rank)))
+            if build.lora.dora:
+                self.lora_magnitude_vector = nnx.Param(row_norms(self.weight[...], conv1d))
+
+    def __call__(self, x: Array, keys: Array | None = None) -> Array:
+        """Features [..., in] to [..., out].
+
+        Args:
+            keys: PRNG keys of the rows, for the adapter's dropout.
+        """
+        dtype = self.build.dtype
+        matrix = self.weight.get_value().astype(dtype)
+        y = product(x, matrix, dtype, self.conv1d)
+        if self.adapted:
+            y = y + self._adapter(x, y, matrix, keys)
+        return y if self.bias is None else y + self.bias[...].astype(dtype)
+
+    def _adapter(self, x: Array, y: Array, matrix: Array, keys: Array | None) -> Array:
+        """What the adapter adds to y = x W^T."""
+        lora, dtype = self.build.lora, self.build.dtype
+        scaling = lora_scaling(lora)
+        dropped = dropout(x, lora.dropout, keys, f"{self.path}.lora")
+        update = product(product(dropped, self.lora_A[...], dtype), self.lora_B[...], dtype) * scaling
+        if not lora.dora:
+            return update
+        delta = self.lora_B[...].astype(jnp.float32) @ self.lora_A[...].astype(jnp.float32)
+        base = matrix.astype(jnp.float32)
+        merged = base + scaling * (delta.T if self.conv1d else delta)
+        # The norm counts as a constant in the gradient (section 4.3 of the paper).
+        norms = jax.lax.stop_gradient(row_norms(merged, self.conv1d))
+        factor = (self.lora_magnitude_vector[...] / norms).astype(dtype)
+        if dropped is not x:
+            y = product(dropped, matrix, dtype, self.conv1d)
+        return (factor - 1) * y + factor * update
+
+
+def product(x: Array, matrix: Array, dtype: jnp.dtype, conv1d: bool = False, result: jnp.dtype | None = None) -> Array:
+    """x [..., in] times a matrix [out, in] (Conv1D: [in, out]) in `dtype`."""
+    contract = "...i,io->...o" if conv1d else "...i,oi->...o"
+    return jnp.einsum(contract, x.astype(dtype), matrix.astype(dtype), preferred_element_type=result)
+
+
+def row_norms(matrix: Array, conv1d: bool) -> Array:
+    """Euclidean norm of each output's weights, [out]."""
+    return jnp.linalg.norm(matrix, axis=-2 if conv1d else -1)
+
+
+def lora_scaling(lora: LoRA) -> float:
+    """Factor on the low-rank update."""
+    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+
+
+class Embedding(nnx.Module):
+    """Rows of a table [num, size]; the row `padding_id` starts at zero and gets no gradient from here."""
+
+    def __init__(self, num: int, size: int, rngs: nnx.Rngs, *, std: float, padding_id: int | None = None):
+        self.padding_id = None if padding_id is None else padding_id % num
+        table = std * jax.random.normal(rngs.params(), (num, size))
+        self.weight = nnx.Param(table if self.padding_id is None else table.at[self.padding_id].set(0.0))
+
+    def __call__(self, ids: Array) -> Array:
+        rows = jnp.take(self.weight[...], ids, axis=0)  # ids outside the table give NaN, which the trainer reports
+        if self.padding_id is None:
+            return rows
+        return jnp.where((ids == self.padding_id)[..., None], jax.lax.stop_gradient(rows), rows)
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last axis in float32; the result has the dtype of the input."""
+
+    def __init__(self, size: int, kind: str, eps: float):
+        self.kind, self.eps = kind, eps
+        self.weight = nnx.Param(jnp.zeros(size) if kind == "rms_plus_one" else jnp.ones(size))
+        self.bias = nnx.Param(jnp.zeros(size)) if kind == "layer" else None
+
+    def __call__(self, x: Array) -> Array:
+        wide, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
+        if self.kind == "layer":
+            wide = wide - wide.mean(-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        if self.kind == "rms":
+            wide = wide.astype(x.dtype).astype(jnp.float32)
+        wide = wide * (1 + weight) if self.kind == "rms_plus_one" else wide * weight
+        return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def fold(keys: Array, number: Array | int) -> Array:
+    """Fold a number into the key of each row."""
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+
+
+def site_number(site: str) -> int:
+    """A place where dropout happens, as the number that is folded into the keys."""
+    return zlib.crc32(site.encode())
+
+
+def dropout(x: Array, rate: float, keys: Array | None, site: str) -> Array:
+    """Dropout of x [B, T, ...] with a mask per row, which depends on the row's key, the site and the place only.
+
+    A row's mask is the same in any batch and under any padding on the right.
+
+    Args:
+        keys: Typed PRNG keys [B]; None for no dropout.
+        site: Name of the place in the network.
+    """
+    if keys is None or rate == 0.0:
+        return x
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(fold(keys, site_number(site)))
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

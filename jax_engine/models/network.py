@@ -1,0 +1,220 @@
+"""A network as functions of a plain tree of parameters: layers stacked and scanned, names as torch has them.
+
+Flax NNX modules define the parts; between calls there is only a nested dict of arrays
+`{embed, layers, norm, head}`, in which every leaf of `layers` has the layer as its leading axis.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, Head
+from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
+from jax_engine.models.block import Block
+from jax_engine.models.decoder import CausalHead, DecoderEmbedding
+from jax_engine.models.encoder import EncoderEmbedding, MaskedHead, SpanHead
+from jax_engine.models.linear import Build, Linear, Norm, dropout, fold
+from jax_engine.models.names import Names, flatten, unflatten
+from lmmods.errors import UserError
+
+Tree = dict[str, Any]
+HEADS = {"causal": CausalHead, "masked": MaskedHead, "qa": SpanHead}
+
+
+class Network:
+    """A family's network with one head.
+
+    Args:
+        config: Configuration of transformers; written back as it is on saving.
+        family: Its family.
+        arch: The configuration in our terms.
+        head: Which head.
+        build: Compute dtype and adapters.
+        to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.
+        remat: What the backward pass computes again: nothing, all but matrix products, or whole layers.
+        unroll: Layers per step of the scan.
+    """
+
+    def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
+                 to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none",
+                 unroll: int = 1):
+        self.config, self.family, self.arch, self.head = config, family, arch, head
+        self.build, self.to_save, self.remat, self.unroll = build, to_save, remat, unroll
+        self.lora = build.lora
+        self._graphs: dict[str, nnx.GraphDef] = {}
+        self._linears: list[str] = []
+        shapes: Tree = {}
+        for name, part in self._parts().items():
+            module = nnx.eval_shape(lambda part=part: part(nnx.Rngs(0)))
+            self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
+            graph, state = nnx.split(module)
+            self._graphs[name], shapes[name] = graph, nnx.to_pure_dict(state)
+        stored = arch.num_stored_layers
+        shapes["layers"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((stored, *s.shape), s.dtype), shapes["layers"])
+        self.shapes: Tree = {name: part for name, part in shapes.items() if part}
+        self._names = Names(family, head, self.shapes, arch, build.adapted, to_save)
+
+    def _parts(self) -> dict[str, Any]:
+        """How to make each part of the network from random numbers."""
+        arch, build = self.arch, self.build
+        embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
+        parts = {"embed": lambda rngs: embedding(arch, build, rngs), "layers": lambda rngs: Block(arch, build, rngs)}
+        if arch.final_norm_eps is not None:
+            parts["norm"] = lambda rngs: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
+        return parts | {"head": lambda rngs: HEADS[self.head](arch, build, rngs)}
+
+    def init(self, key: Array) -> Tree:
+        """Random parameters with the distributions of transformers, float32; may be jitted."""
+        def make(part: Any, key: Array) -> Tree:
+            return nnx.to_pure_dict(nnx.split(part(nnx.Rngs(key)))[1])
+
+        parts = self._parts()
+        keys = dict(zip(parts, jax.random.split(key, len(parts))))
+        layer_keys = jax.random.split(keys["layers"], self.arch.num_stored_layers)
+        params = {name: jax.vmap(lambda k, part=part: make(part, k))(layer_keys) if name == "layers"
+                  else make(part, keys[name]) for name, part in parts.items()}
+        return {name: part for name, part in params.items() if part}
+
+    def hidden(self, params: Tree, batch: dict[str, Array], row_keys: Array | None = None, cache: Tree | None = None
+               ) -> Array | tuple[Array, Tree]:
+        """Hidden states [B, T, D] that the head reads; with a cache, also the cache after these tokens.
+
+        Args:
+            batch: `input_ids` [B, T]; `attention_mask`, or packed `segment_ids` and `position_ids` that restart at 0;
+                `token_type_ids` where the network has types. Without `position_ids` they count from 0 in each row.
+            row_keys: Typed PRNG keys [B], one for each row; None switches dropout off.
+            cache: From `init_cache`; the batch's `attention_mask` then says which of its tokens are real.
+
+        Raises:
+            UserError: A row is longer than the table of positions, or has token types that the network lacks.
+        """
+        self._check(batch)
+        position_ids = self._positions(batch)
+        outside = None if row_keys is None else fold(row_keys, self.arch.num_layers)
+        x = self._part("embed", params)(batch, position_ids, outside)
+        angles = None if self.arch.rope is None else rope_angles(self.arch.rope, position_ids)
+        windows = sorted(set(self.arch.windows), key=str)
+        if cache is None:
+            masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
+        else:
+            start, length = cache["length"], x.shape[1]
+            valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
+            masks = [cached_mask(valid, start, length, window) for window in windows]
+        x, kv = self._layers(params["layers"], x, masks, windows, angles, row_keys, cache)
+        if "norm" in self._graphs:
+            x = self._part("norm", params)(x)
+        if self.head == "qa":
+            x = dropout(x, self.arch.qa_dropout, outside, "head")
+        return x if cache is None else (x, {**kv, "valid": valid, "length": start + length})
+
+    def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
+                angles: tuple[Array, Array] | None, row_keys: Array | None, cache: Tree | None
+                ) -> tuple[Array, Tree | None]:
+        arch = self.arch
+        shared = arch.passes != tuple(range(arch.num_stored_layers))
+        steps = {"depth": jnp.arange(arch.num_layers), "stored": jnp.array(arch.passes),
+                 "scale": jnp.array(arch.attention_scales, jnp.float32),
+                 "mask": jnp.array([windows.index(window) for window in arch.windows])}
+        steps |= {} if shared else {"params": layers}
+        steps |= {} if cache is None else {"cache": {"k": cache["k"], "v": cache["v"]}}
+
+        def body(x: Array, step: Tree) -> tuple[Array, Tree | None]:
+            params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
+            block = nnx.merge(self._graphs["layers"], params)
+            mask = masks[0] if len(masks) == 1 else jnp.where(step["mask"] == 0, masks[0], masks[1])
+            keys = None if row_keys is None else fold(row_keys, step["depth"])
+            return block(x, mask, step["scale"], angles, keys, step.get("cache"),
+                         None if cache is None else cache["length"])
+
+        if self.remat != "none":
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        return jax.lax.scan(body, x, steps, unroll=self.unroll)
+
+    def logits(self, params: Tree, hidden: Array) -> Array:
+        """The head on hidden states of any leading shape: float32 [..., V], or [..., 2] (start, end) for qa."""
+        return self._part("head", params)(hidden, params["embed"]["tokens"]["weight"])
+
+    def init_cache(self, batch_size: int, length: int) -> Tree:
+        """Room for the keys and values of `length` tokens of each row; starts empty."""
+        shape = (self.arch.num_layers, batch_size, length, self.arch.num_kv_heads, self.arch.head_dim)
+        return {"k": jnp.zeros(shape, self.build.dtype), "v": jnp.zeros(shape, self.build.dtype),
+                "valid": jnp.zeros((batch_size, length), bool), "length": jnp.zeros((), jnp.int32)}
+
+    def _part(self, name: str, params: Tree) -> nnx.Module:
+        return nnx.merge(self._graphs[name], params.get(name, {}))
+
+    def _positions(self, batch: dict[str, Array]) -> Array:
+        ids, arch = batch["input_ids"], self.arch
+        if arch.positions_after_padding:
+            if "position_ids" in batch:
+                return batch["position_ids"] + arch.padding_id + 1
+            real = (ids != arch.padding_id).astype(jnp.int32)
+            return jnp.cumsum(real, axis=1) * real + arch.padding_id
+        return batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
+
+    def _check(self, batch: dict[str, Array]) -> None:
+        arch, length = self.arch, batch["input_ids"].shape[1]
+        room = arch.max_positions - (arch.padding_id + 1 if arch.positions_after_padding else 0)
+        if arch.positions != "rope" and length > room and "position_ids" not in batch:
+            raise UserError(f"Rows of {length} tokens do not fit this model, which has {room} positions: set "
+                            f"data.max_length to {room} or less.")
+        if "token_type_ids" in batch and not arch.num_types:
+            raise UserError(f"The batch has token_type_ids, but {self.config.model_type} has no token types.")
+
+    def names(self, plain: bool = False) -> list[tuple[str, tuple[str, ...], int | None]]:
+        """Torch's name of each parameter, its path in the tree, and its layer; in torch's order.
+
+        Args:
+            plain: Names of the network without PEFT's wrapping; adapters are left out.
+        """
+        return self._names.entries(plain)
+
+    def modules(self) -> list[str]:
+        """Our paths of all modules with parameters."""
+        return sorted({".".join(path[:-1]) for path in flatten(self.shapes)})
+
+    def linears(self) -> list[str]:
+        """Our paths of the linear layers; the head that makes the logits is not among them."""
+        return self._linears
+
+    def torch_modules(self, ours: str) -> list[str]:
+        """Torch's names of one of our modules, one per layer."""
+        return self._names.module_layers(ours)
+
+    def shape(self, path: tuple[str, ...]) -> tuple[int, ...]:
+        """Shape of a leaf, of one layer where it is stacked."""
+        return self._names.shape(path)
+
+    def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
+        """Leaves of any tree shaped like the parameters or a part of them, by torch's names and in torch's order.
+
+        Args:
+            plain: Names of the network without PEFT's wrapping; adapters are left out.
+        """
+        return self._names.to_torch(tree, plain)
+
+    def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
+        """Undo `to_torch`; the tree has the leaves that are named.
+
+        Raises:
+            UserError: A name that the network does not have, or a stacked leaf of which layers are missing.
+        """
+        return self._names.from_torch(named)
+
+    def trains(self, path: tuple[str, ...]) -> bool:
+        """Whether a leaf trains: all do without adapters, else those and the modules saved in full."""
+        return self._names.trains(path)
+
+    def trainable(self, params: Tree) -> Tree:
+        """`trains` for each leaf."""
+        return unflatten({path: self.trains(path) for path in flatten(params)})
+
+    def decays(self, params: Tree) -> Tree:
+        """For each leaf, whether weight decay applies: matrices (per layer) yes, biases and norms no."""
+        return unflatten({path: len(self.shape(path)) >= 2 for path in flatten(params)})

@@ -1,0 +1,175 @@
+"""Update rules by the names in `lmmods.settings`, step for step as torch, transformers and bitsandbytes compute them.
+
+Everything that depends on the number of the step alone (learning rate, bias corrections) is computed on the host in
+float64 and enters as a scalar: in float32 `1 - 0.999**1` is off by 5e-5, which is the largest difference between two
+otherwise equal runs.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jax_engine.state import Path, Tree, flatten, unflatten
+from lmmods.errors import UserError
+from lmmods.settings import Optimizer
+
+Slots = dict[str, Array]
+
+
+class Rule(NamedTuple):
+    """An update rule on one parameter, stored once (not a stack of layers).
+
+    Args:
+        slots: Parameter -> its new optimiser state.
+        update: (gradient float32, parameter float32, state, decay, scalars) -> what is added to the parameter, and
+            the new state. `decay` is the weight decay of this parameter.
+        scalars: (step from 1 on, learning rate) -> scalars of that step.
+    """
+
+    slots: Callable[[Array], Slots]
+    update: Callable[[Array, Array, Slots, float, dict[str, Array]], tuple[Array, Slots]]
+    scalars: Callable[[int, float], dict[str, float]]
+
+
+def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtraArgs:
+    """The optimiser of `settings`; its `update` takes the scalars of the step as extra arguments.
+
+    Args:
+        settings: The recipe's optimizer block.
+        decays: For each parameter whether it decays, which it does if it is a matrix (Network.decays). A parameter
+            with one more dimension than that is a stack of layers, each of which is a parameter of its own.
+
+    Raises:
+        UserError: The name is one of bitsandbytes' (8 bits or paged).
+    """
+    rule, marks = rule_of(settings), flatten(decays)
+
+    def is_stack(path: Path, param: Array) -> bool:
+        return param.ndim > (2 if marks[path] else 1)
+
+    def init(params: Tree) -> Tree:
+        slots = {path: (jax.vmap(rule.slots) if is_stack(path, p) else rule.slots)(p)
+                 for path, p in flatten(params).items()}
+        return _by_slot(slots)
+
+    def update(gradients: Tree, state: Tree, params: Tree, **scalars: Array) -> tuple[Tree, Tree]:
+        states, updates, slots = _by_path(state), {}, {}
+        flat_gradients = flatten(gradients)
+        for path, param in flatten(params).items():
+            decay = settings.weight_decay if marks[path] else 0.0
+
+            def one(gradient, param, state, decay=decay):
+                wide = {name: value.astype(jnp.float32) for name, value in state.items()}
+                change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
+                return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
+
+            step = jax.vmap(one) if is_stack(path, param) else one
+            updates[path], slots[path] = step(flat_gradients[path], param, states.get(path, {}))
+        return unflatten(updates), _by_slot(slots)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def step_scalars(settings: Optimizer, step: int, num_steps: int) -> dict[str, np.float32]:
+    """What the update of optimiser step `step` (0 for the first) of `num_steps` needs beside gradients; `lr` is in it.
+    """
+    lr = settings.lr_at(step, num_steps)
+    return {name: np.float32(value) for name, value in {"lr": lr, **rule_of(settings).scalars(step + 1, lr)}.items()}
+
+
+def rule_of(settings: Optimizer) -> Rule:
+    """The rule that `settings` names, with its constants filled in."""
+    rules = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion}
+    if settings.name not in rules:
+        raise UserError(f"optimizer.name is {settings.name}, which is bitsandbytes' and needs engine: torch. The JAX "
+                        f"engine has {', '.join(rules)}: set optimizer.name to adamw.")
+    return rules[settings.name](settings)
+
+
+def _adamw(settings: Optimizer) -> Rule:
+    """AdamW (Loshchilov & Hutter 2019), in the order of torch's fused kernel."""
+    beta1, beta2 = settings.betas
+
+    def update(gradient, param, state, decay, scalars):
+        mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
+        square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient * gradient
+        root = jnp.sqrt(square) / scalars["bias2_root"] + settings.eps
+        change = -(scalars["lr"] * decay) * param - scalars["step_size"] * mean / root
+        return change, {"exp_avg": mean, "exp_avg_sq": square}
+
+    return Rule(lambda p: {"exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}, update,
+                lambda step, lr: {"step_size": lr / (1 - beta1**step), "bias2_root": math.sqrt(1 - beta2**step)})
+
+
+def _adafactor(_settings: Optimizer) -> Rule:
+    """Adafactor (Shazeer & Stern 2018) with the recipe's learning rate, as transformers' Trainer sets it up."""
+
+    def slots(param):
+        if param.ndim < 2:
+            return {"exp_avg_sq": jnp.zeros(param.shape, jnp.float32)}
+        return {"exp_avg_sq_row": jnp.zeros(param.shape[:-1], jnp.float32),
+                "exp_avg_sq_col": jnp.zeros((*param.shape[:-2], param.shape[-1]), jnp.float32)}
+
+    def update(gradient, param, state, decay, scalars):
+        def average(old, new):
+            return scalars["beta2"] * old + scalars["one_minus_beta2"] * new
+
+        square = gradient * gradient + 1e-30
+        if "exp_avg_sq" in state:
+            new = {"exp_avg_sq": average(state["exp_avg_sq"], square)}
+            change = jax.lax.rsqrt(new["exp_avg_sq"]) * gradient
+        else:
+            row = average(state["exp_avg_sq_row"], square.mean(-1))
+            col = average(state["exp_avg_sq_col"], square.mean(-2))
+            new = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
+            factors = jax.lax.rsqrt(row / row.mean(-1, keepdims=True))[..., None] * jax.lax.rsqrt(col)[..., None, :]
+            change = factors * gradient
+        rms = jnp.sqrt(jnp.mean(change * change))
+        change = change / jnp.maximum(rms, 1.0)
+        return -(scalars["lr"] * decay) * param - scalars["lr"] * change, new
+
+    return Rule(slots, update, lambda step, _: {"beta2": 1 - step**-0.8, "one_minus_beta2": step**-0.8})
+
+
+def _sgd(settings: Optimizer) -> Rule:
+    """torch's SGD. Its decay is part of the gradient, hence of the momentum."""
+
+    def update(gradient, param, state, decay, scalars):
+        gradient = gradient + decay * param
+        if settings.momentum:
+            gradient = settings.momentum * state["momentum_buffer"] + gradient
+            state = {"momentum_buffer": gradient}
+        return -scalars["lr"] * gradient, state
+
+    return Rule(lambda p: {"momentum_buffer": jnp.zeros_like(p)} if settings.momentum else {}, update, lambda *_: {})
+
+
+def _lion(settings: Optimizer) -> Rule:
+    """Lion (Chen et al. 2023), with the state of bitsandbytes' Lion32bit."""
+    beta1, beta2 = settings.betas
+
+    def update(gradient, param, state, decay, scalars):
+        moment = state["state1"]
+        change = -(scalars["lr"] * decay) * param - scalars["lr"] * jnp.sign(beta1 * moment + (1 - beta1) * gradient)
+        return change, {"state1": beta2 * moment + (1 - beta2) * gradient}
+
+    return Rule(lambda p: {"state1": jnp.zeros(p.shape, jnp.float32)}, update, lambda *_: {})
+
+
+def _by_slot(slots: dict[Path, Slots]) -> Tree:
+    """{path: {slot: array}} as {slot: tree}."""
+    return unflatten({(name, *path): value for path, state in slots.items() for name, value in state.items()})
+
+
+def _by_path(state: Tree) -> dict[Path, Slots]:
+    """Undo `_by_slot`."""
+    found: dict[Path, Slots] = {}
+    for (name, *path), value in flatten(state).items():
+        found.setdefault(tuple(path), {})[name] = value
+    return found

@@ -1,0 +1,61 @@
+"""What a run carries on the devices: plain nested dicts of arrays, no classes.
+
+    state  = {"trainable": params, "optimizer": {slot: tree like params}}    donated to each update
+    frozen = params                                                          of the same network; never donated
+    window = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    of the open accumulation window
+
+Slots are called as in torch's optimisers (`exp_avg`, ...), and a slot holds only the leaves that need it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = dict[str, Any]
+Path = tuple[str, ...]
+
+SUMS = {"total": jnp.float32, "weight": jnp.int32, "num_tokens": jnp.int32, "num_rows": jnp.int32}
+
+
+def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:
+    """Leaves of nested dicts by their path, in the order of the dicts."""
+    flat: dict[Path, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, (*prefix, key)) if isinstance(value, dict) else {(*prefix, key): value}
+    return flat
+
+
+def unflatten(flat: dict[Path, Any]) -> Tree:
+    """Undo `flatten`."""
+    tree: Tree = {}
+    for (*parents, last), value in flat.items():
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree
+
+
+def split(tree: Tree, chosen: Tree) -> tuple[Tree, Tree]:
+    """The leaves where `chosen` is true, and the others; `merge` puts them together again."""
+    flat, marks = flatten(tree), flatten(chosen)
+    parts = ({path: leaf for path, leaf in flat.items() if marks[path] == side} for side in (True, False))
+    return tuple(unflatten(part) for part in parts)
+
+
+def merge(first: Tree, second: Tree) -> Tree:
+    """One tree with the leaves of both."""
+    return unflatten({**flatten(first), **flatten(second)})
+
+
+def new_state(trainable: Tree, init_optimizer: Callable[[Tree], Tree]) -> Tree:
+    """State at the start of a run; call it under `Parallel.create`, so that arrays are born where they belong."""
+    return {"trainable": trainable, "optimizer": init_optimizer(trainable)}
+
+
+def new_window(trainable: Tree) -> Tree:
+    """An open window in which nothing is summed yet."""
+    return {"gradients": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable),
+            "sums": {name: jnp.zeros((), dtype) for name, dtype in SUMS.items()}}

@@ -1,0 +1,242 @@
+"""What every task on JAX shares: how a network is made, and what the compiled steps call."""
+
+import math
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_engine import lora as adapters
+from jax_engine.feed import Group
+from jax_engine.losses import LossSums
+from jax_engine.models import hub
+from jax_engine.models.architecture import Head
+from jax_engine.models.network import Network
+from jax_engine.state import Tree, flatten, split, unflatten
+from jax_engine.steps import Steps
+from jax_engine.weights import Weights
+from lmmods.architectures import position_limit
+from lmmods.console import say
+from lmmods.errors import UserError
+from lmmods.settings import LoRA, Optimizer, check_start
+
+COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
+
+
+class Task(ABC):
+    """A network in training on JAX.
+
+    Args:
+        pretrained: Model to start from: a folder or a hub id.
+        config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
+            of a configuration. The vocabulary size defaults to the tokenizer's.
+        config_overrides: Fields changed in the configuration that `config` names.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Code that comes with a model is torch code: only false here.
+        quantize: Only null here.
+        double_quant: Quantise the 4-bit scales too.
+        quant_storage: Type in which torch keeps packed 4-bit weights; nothing here.
+        lora: Train an adapter instead of the model itself; null is full tuning.
+        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
+        optimizer: Update rule and schedule.
+        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
+            third more time), or all but the products of weights (minimal).
+        attention: Attention implementation of transformers: null, sdpa or eager, which are the same here.
+        save_dtype: Type of the weights in model/; null keeps them as they trained.
+    """
+
+    head: Head
+    auto_class = "AutoModel"
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        config: str | dict[str, Any] | None = None,
+        config_overrides: dict[str, Any] | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        quantize: Literal["nf4", "fp4", "int8"] | None = None,
+        double_quant: bool = True,
+        quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None,
+        lora: LoRA | None = None,
+        adapter: str | None = None,
+        optimizer: Optimizer = Optimizer(),
+        gradient_checkpointing: bool | Literal["minimal"] = False,
+        attention: str | None = None,
+        save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    ):
+        check_start(pretrained, config, quantize, lora, adapter)
+        _refuse("trust_remote_code", trust_remote_code, False)
+        _refuse("quantize", quantize, None)
+        _refuse("attention", attention, None, "sdpa", "eager")
+        self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
+        self.config, self.config_overrides = config, config_overrides or {}
+        self.lora, self.adapter = lora, adapter
+        self.optimizer_settings = optimizer
+        self.save_dtype = save_dtype
+        self.remat = {False: "none", True: "full"}.get(gradient_checkpointing, gradient_checkpointing)
+        self.network: Network | None = None
+        self._sums: list[dict[str, Array]] = []
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.lora is not None or self.adapter is not None
+
+    def max_positions(self) -> int | None:
+        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        if isinstance(self.config, dict):
+            return position_limit({**self.config, **self.config_overrides})
+        config = hub.load_config(self.pretrained or self.config, self.config_overrides, self.revision)
+        names = ("model_type", "max_position_embeddings", "pad_token_id")
+        return position_limit({name: getattr(config, name, None) for name in names})
+
+    # The network -----------------------------------------------------------------------------------------------------
+
+    def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
+        """Make the network and its first parameters, as numpy arrays: those that train, and the others."""
+        tokenizer = datamodule.tokenizer
+        compute = COMPUTE_DTYPES[precision]
+        config = self._configuration(tokenizer)
+        options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat}
+        bare = hub.network(config, self.head, **options)
+        stored = compute if self.trains_adapter or precision == "bf16-true" else "float32"
+        if self.pretrained:
+            params = hub.load(bare, self.pretrained, self.revision, stored, seed)
+        else:
+            params = jax.tree.map(lambda x: np.asarray(x).astype(stored), bare.init(jax.random.key(seed)))
+        bare, params = self._with_room_for(bare, params, len(tokenizer), options)
+        _fit_tokenizer(bare.config, tokenizer)
+        if self.trains_adapter:
+            params = self._add_adapter(bare, params, precision, datamodule, seed, options)
+        else:
+            self.network = bare
+        return split(params, self.network.trainable(params))
+
+    def _configuration(self, tokenizer: Any) -> Any:
+        if self.config is None:
+            return hub.load_config(self.pretrained, {}, self.revision)
+        if isinstance(self.config, dict):
+            special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            return hub.load_config({"vocab_size": len(tokenizer), **special, **self.config}, self.config_overrides)
+        return hub.load_config(self.config, self.config_overrides, self.revision)
+
+    def _with_room_for(self, network: Network, params: Tree, num_tokens: int, options: dict[str, Any]
+                       ) -> tuple[Network, Tree]:
+        """Rows for the tokens that the tokenizer has beyond the model's; each is the mean of the old ones."""
+        old = network.config.vocab_size
+        if num_tokens <= old:
+            return network, params
+        say(f"The tokenizer has {num_tokens} tokens, the model {old}: {num_tokens - old} rows are added, "
+            "each the mean of the old ones.")
+        network.config.vocab_size = num_tokens
+        wider = hub.network(network.config, self.head, **options)
+        shapes = flatten(jax.eval_shape(wider.init, jax.random.key(0)))
+        leaves = {}
+        for path, leaf in flatten(params).items():
+            missing = shapes[path].shape[0] - leaf.shape[0] if leaf.ndim else 0
+            mean = leaf.astype(np.float32).mean(0, keepdims=True).astype(leaf.dtype) if missing else None
+            leaves[path] = np.concatenate([leaf, np.repeat(mean, missing, 0)]) if missing else leaf
+        return wider, unflatten(leaves)
+
+    def _add_adapter(self, bare: Network, params: Tree, precision: str, datamodule: Any, seed: int,
+                     options: dict[str, Any]) -> Tree:
+        if self.lora is not None and datamodule.trainable_new_tokens:
+            raise UserError("model.lora: rows of new tokens train beside an adapter only in the torch engine. Use "
+                            "engine: torch, or add embed_tokens to lora.modules_to_save.")
+        settings = self.lora or adapters.adapter_settings(self.adapter)
+        self.network = hub.network(bare.config, self.head, lora=settings, **options)
+        params = adapters.add_fresh(self.network, params, seed)
+        leaves = flatten(params)
+        if self.adapter is not None:
+            leaves |= flatten(adapters.load_adapter(self.network, self.adapter))
+        # As torch: what trains is float32, also beside a bfloat16 base, and so are that base's norms.
+        trained = "bfloat16" if precision == "bf16-true" else "float32"
+        for path in leaves:
+            if self.network.trains(path):
+                leaves[path] = leaves[path].astype(trained)
+            elif precision == "bf16-mixed" and any("norm" in name for name in path):
+                leaves[path] = leaves[path].astype(np.float32)
+        return unflatten(leaves)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
+        """Summed loss and weight of rows [N, T]; compiled."""
+
+    def predict(self, params: Tree, rows: dict[str, Array]) -> Any:
+        """What evaluation needs of each row beside the sums, a tree of arrays [N, ...]; compiled."""
+        raise NotImplementedError
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
+        """Take up a group of evaluation batches; nothing waits for the device."""
+        self._sums.append(steps.eval_step(weights.trainable, weights.frozen, group.batch))
+
+    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics of the evaluation that ends, and JSON files it leaves; the sums start anew.
+
+        Args:
+            role: `val` or `test`.
+        """
+        sums, self._sums = jax.device_get(self._sums), []
+        total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
+        loss = total / weight if weight else math.nan
+        # float64 ends near exp(709)
+        return {"loss": loss, "accuracy": correct / weight if weight else math.nan,
+                "perplexity": math.exp(min(loss, 700))}, {}
+
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
+                ) -> dict[int, Any]:
+        """Outputs of predict for a group of batches, by the index of their rows."""
+        raise NotImplementedError
+
+    # Export ----------------------------------------------------------------------------------------------------------
+
+    def export(self, trainable: Tree, folder: Path) -> None:
+        """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
+
+        Args:
+            trainable: What trains, on the host; all there is without an adapter.
+        """
+        if not self.trains_adapter:
+            return hub.save(self.network, trainable, folder, self.save_dtype)
+        if self.save_dtype:
+            trainable = jax.tree.map(lambda x: x.astype(self.save_dtype), trainable)
+        adapters.save_adapter(self.network, trainable, folder, self.pretrained)
+
+    def describe(self, trainable: Tree, frozen: Tree) -> str:
+        """Parameters and dtypes in a line."""
+        leaves = [*jax.tree.leaves(trainable), *jax.tree.leaves(frozen)]
+        total, trains = (sum(leaf.size for leaf in part) for part in (leaves, jax.tree.leaves(trainable)))
+        by_type: dict[str, int] = {}
+        for leaf in leaves:
+            by_type[str(leaf.dtype)] = by_type.get(str(leaf.dtype), 0) + leaf.size
+        share = ", ".join(f"{name} {count / total:.1%}" for name, count in by_type.items())
+        return f"Parameters: {total:,}, of which {trains:,} train ({trains / total:.2%}). Stored as: {share}."
+
+    def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
+        """Arithmetic of one training token, counted as in the torch engine."""
+        leaves = flatten(frozen) | flatten(trainable)
+        size = sum(leaf.size for leaf in leaves.values())
+        tied = self.network.config.tie_word_embeddings
+        looked_up = 0 if tied else leaves["embed", "tokens", "weight"].size
+        return 4 * (size - looked_up) + 2 * sum(leaf.size for leaf in jax.tree.leaves(trainable))
+
+
+def _refuse(name: str, value: Any, *supported: Any) -> None:
+    if value not in supported:
+        raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
+                        f"(it takes {', '.join(map(str, supported))}). Use engine: torch.")
+
+
+def _fit_tokenizer(config: Any, tokenizer: Any) -> None:
+    """Tell the configuration which tokens begin, end and pad a text."""
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name)
+        if token is not None:
+            setattr(config, name, token)

@@ -1,0 +1,51 @@
+"""Causal LMs on JAX: what the tasks on them share."""
+
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jax_engine.feed import Group
+from jax_engine.generate import check_supported, generate
+from jax_engine.losses import LossSums, shift_labels, token_loss
+from jax_engine.state import Tree
+from jax_engine.steps import Steps
+from jax_engine.tasks.base import Task
+from jax_engine.weights import Weights
+from lmmods.settings import Generation
+
+
+class CausalTask(Task):
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself.
+
+    Args:
+        generation: How predict generates.
+    """
+
+    head = "causal"
+    auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, generation: Generation = Generation(), **kwargs: Any):
+        super().__init__(**kwargs)
+        self.generation = generation
+
+    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
+        hidden = self.network.hidden(params, rows, row_keys)
+        return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
+                          self.network.config.vocab_size, count_correct)
+
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
+                ) -> dict[int, Any]:
+        check_supported(self.generation)
+        found = {}
+        for share in range(len(group.host["index"])):
+            batch = {name: part[share] for name, part in group.host.items()}
+            rows = np.flatnonzero(batch["index"] >= 0)
+            prompts = [batch["input_ids"][row][batch["attention_mask"][row] > 0].tolist() for row in rows]
+            if not prompts:
+                continue
+            answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.stop_token_ids,
+                               datamodule.tokenizer.pad_token_id, seed + int(batch["index"][rows[0]]))
+            own = {name: batch[name][rows] for name in ("input_ids", "index")}
+            found |= datamodule.outputs_by_index(own, answers)
+        return found

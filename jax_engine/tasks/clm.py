@@ -1,0 +1,7 @@
+"""Causal language modelling on JAX: from scratch, full or with adapters."""
+
+from jax_engine.tasks.causal import CausalTask
+
+
+class CLM(CausalTask):
+    """Train a causal LM on text; predict goes on from the texts it is given."""

@@ -1,0 +1,53 @@
+"""Masked language modelling on JAX: from scratch, full or with adapters."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_engine.feed import Group
+from jax_engine.losses import LossSums, token_loss
+from jax_engine.state import Tree
+from jax_engine.steps import Steps
+from jax_engine.tasks.base import Task
+from jax_engine.weights import Weights
+from lmmods.settings import require
+
+
+class MLM(Task):
+    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions.
+
+    Args:
+        top_k: Candidates that predict names for each gap.
+    """
+
+    head = "masked"
+    auto_class = "AutoModelForMaskedLM"
+
+    def __init__(self, top_k: int = 5, **kwargs: Any):
+        super().__init__(**kwargs)
+        require(top_k >= 1, "model.top_k", top_k, "1 or more")
+        self.top_k = top_k
+
+    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
+        hidden = self.network.hidden(params, rows, row_keys)
+        return token_loss(hidden, rows["labels"], lambda x: self.network.logits(params, x),
+                          self.network.config.vocab_size, count_correct)
+
+    def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
+        """Candidates [N, T, K], the likeliest first, and their probabilities, for every position."""
+        logits = self.network.logits(params, self.network.hidden(params, rows))
+        probabilities, tokens = jax.lax.top_k(jax.nn.softmax(logits, -1), min(self.top_k, logits.shape[-1]))
+        return tokens, probabilities
+
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
+                ) -> dict[int, Any]:
+        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
+        outputs = {}
+        for share in range(len(group.host["index"])):
+            batch = {name: part[share] for name, part in group.host.items()}
+            gaps = batch["input_ids"] == datamodule.tokenizer.mask_token_id
+            own = {name: batch[name] for name in ("input_ids", "index")}
+            outputs |= datamodule.outputs_by_index(own, tuple(np.asarray(part[share])[gaps] for part in found))
+        return outputs

@@ -1,0 +1,76 @@
+"""Extractive question answering on JAX."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_engine.feed import Group
+from jax_engine.losses import IGNORED, LossSums, span_loss
+from jax_engine.state import Tree
+from jax_engine.steps import Steps
+from jax_engine.tasks.base import Task
+from jax_engine.weights import Weights
+
+
+class QA(Task):
+    """Find the span of a context that answers a question; the loss of a window is the mean over start and end."""
+
+    head = "qa"
+    auto_class = "AutoModelForQuestionAnswering"
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._logits: dict[int, tuple] = {}  # window -> start and end logits of the evaluation under way
+        self._total = self._weight = 0.0
+
+    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
+        return span_loss(self._spans(params, rows, row_keys), rows)
+
+    def _spans(self, params: Tree, rows: dict[str, Array], row_keys: Array | None = None) -> Array:
+        """[N, T, 2] logits of start and end."""
+        return self.network.logits(params, self.network.hidden(params, rows, row_keys))
+
+    def predict(self, params: Tree, rows: dict[str, Array]) -> dict[str, Array]:
+        """Logits [N, T, 2], and the loss [N] of each window where the rows have positions."""
+        logits = self._spans(params, rows)
+        if "start_positions" not in rows:
+            return {"logits": logits}
+        scored = {name: rows[name] for name in ("start_positions", "end_positions", "width")}
+        losses = jax.vmap(lambda x, row: span_loss(x[None], jax.tree.map(lambda leaf: leaf[None], row)).total)(
+            logits, scored)
+        return {"logits": logits, "loss": losses.astype(jnp.float32)}
+
+    def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
+        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
+        scored = group.host["start_positions"] != IGNORED
+        self._total += float(found["loss"].astype("float64").sum())
+        self._weight += float(scored.sum())
+        self._logits |= _by_window(group, found["logits"])
+
+    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Loss, exact match and F1, and the answers' files."""
+        loss = self._total / self._weight if self._weight else math.nan
+        logits, self._logits = self._logits, {}
+        self._total = self._weight = 0.0
+        found = datamodule.answer(role, logits)
+        return {"loss": loss, **found.scores}, found.files
+
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
+                ) -> dict[int, Any]:
+        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
+        return _by_window(group, found["logits"])
+
+
+def _by_window(group: Group, logits: Any) -> dict[int, tuple]:
+    """Start and end logits [T] of each window of a group, by its index; T is the length of the window's own batch."""
+    found = {}
+    widths = group.host.get("width")
+    for share, indices in enumerate(group.host["index"].tolist()):
+        for row, index in enumerate(indices):
+            if index >= 0:
+                width = int(widths[share][row]) if widths is not None else logits.shape[2]
+                found[index] = (logits[share, row, :width, 0], logits[share, row, :width, 1])
+    return found

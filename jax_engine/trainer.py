@@ -1,0 +1,569 @@
+"""The loop of a run on JAX: fit, validate, test, predict, with Lightning's keys and this project's run folder."""
+
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import jax
+import yaml
+
+from jax_engine import checkpoint as checkpoints
+from jax_engine import devices as machines
+from jax_engine.callbacks import Callback
+from jax_engine.devices import MeshSharding
+from jax_engine.feed import Feed, Group
+from jax_engine.optim import build, step_scalars
+from jax_engine.parallel import Parallel
+from jax_engine.position import Position, read_position
+from jax_engine.state import Tree
+from jax_engine.steps import Clipping, Steps, check_finite, window_figures
+from jax_engine.tasks.base import Task
+from jax_engine.weights import Weights
+from lmmods.card import model_card
+from lmmods.console import say
+from lmmods.curves import draw_curves
+from lmmods.errors import UserError
+from lmmods.interruption import Interruption, stop
+from lmmods.keep import KeepRules
+from lmmods.loggers import Logger, MetricsCSV
+from lmmods.progress import Bar, describe
+from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json, write_text
+from lmmods.throughput import Stopwatch, peak_flops
+
+
+class Trainer:
+    """Train, evaluate and predict on JAX; names and meanings of Lightning's Trainer.
+
+    Args:
+        accelerator: Platform: cpu, gpu, tpu; `auto` takes the best there is.
+        devices: How many devices of this machine; `auto` takes all (on a CPU one).
+        num_nodes: Machines of the run, each running one process; see docs/cluster.md.
+        strategy: `ddp` keeps everything on every device (pmap); `fsdp` cuts parameters, gradients and optimiser state
+            over all of them (jit on a mesh); `auto` takes ddp. MeshSharding with its sizes for other meshes.
+        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
+        logger: Loggers beside metrics.csv, which is always written. True or false add none.
+        callbacks: EarlyStopping.
+        max_epochs: Epochs to train; a fraction is allowed.
+        max_steps: Optimiser steps to train; -1 leaves it to max_epochs.
+        accumulate_grad_batches: Micro-batches of each device that make an optimiser step.
+        gradient_clip_val: Largest norm (or value) of the averaged gradient; null does not clip.
+        gradient_clip_algorithm: What gradient_clip_val bounds.
+        val_check_interval: Micro-batches of each device (an integer, over the whole run) or share of an epoch between
+            validations; null is once an epoch.
+        check_val_every_n_epoch: Epochs between validations where val_check_interval is no integer.
+        limit_train_batches: How much of an epoch: micro-batches of each device, or a share.
+        limit_val_batches: The same of the validation set.
+        limit_test_batches: The same of the test set.
+        limit_predict_batches: The same of the rows to predict.
+        overfit_batches: Train and validate on the same few micro-batches (a number or a share), unshuffled.
+        num_sanity_val_steps: Validation batches tried before training; -1 tries all.
+        log_every_n_steps: Optimiser steps between logged rows.
+        enable_checkpointing: False writes no checkpoint.
+        enable_progress_bar: False shows no bar and no lines in its place.
+        default_root_dir: The run folder.
+        detect_anomaly: Stop at the operation that makes a NaN; slow.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Literal["auto", "cpu", "gpu", "cuda", "tpu"] = "auto",
+        devices: int | Literal["auto"] = "auto",
+        num_nodes: int = 1,
+        strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto",
+        precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "32-true",
+        logger: Logger | list[Logger] | bool | None = None,
+        callbacks: list[Callback] | None = None,
+        max_epochs: int | float | None = None,
+        max_steps: int = -1,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        default_root_dir: str = "runs/default",
+        detect_anomaly: bool = False,
+    ):
+        if max_epochs is None and max_steps == -1:
+            raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        for name, value in (("accumulate_grad_batches", accumulate_grad_batches), ("num_nodes", num_nodes)):
+            if value < 1:
+                raise UserError(f"trainer.{name} is {value}, but must be 1 or more.")
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+        self.precision, self.accumulate = precision, accumulate_grad_batches
+        self.clipping = Clipping(gradient_clip_val, gradient_clip_algorithm or "norm")
+        self.val_check_interval, self.check_val_every_n_epoch = val_check_interval, check_val_every_n_epoch
+        self.limits = {"train": limit_train_batches, "val": limit_val_batches, "test": limit_test_batches,
+                       "predict": limit_predict_batches}
+        if overfit_batches:
+            self.limits |= {"train": overfit_batches, "val": overfit_batches}
+        self.overfit_batches = overfit_batches
+        self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
+        self.callbacks = callbacks or []
+        self.checkpoint: KeepRules = KeepRules()
+        self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
+        self.run_folder = RunFolder(default_root_dir)
+        extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
+        self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv), *extra]
+        self.recipe: str | None = None  # YAML of everything, written as config.yaml
+        self.interruption, self.stopwatch = Interruption(), Stopwatch()
+        self.bar = Bar(enable_progress_bar)
+        self.position, self.should_stop = Position(), False
+        self.latest: dict[str, float] = {}
+        self.num_tokens = self.num_rows = 0
+        self._machine = (accelerator, devices, num_nodes, strategy, detect_anomaly)
+        self._writer = checkpoints.Writer()
+        # What the data modules ask of a trainer: every process reads all micro-batches, see `feed`.
+        self.global_rank, self.world_size = 0, 1
+        self.state = SimpleNamespace(fn=None)
+
+    # Commands --------------------------------------------------------------------------------------------------------
+
+    def fit(self, model: Task, train_dataloaders=None, val_dataloaders=None, datamodule=None,
+            ckpt_path: str | None = None, overwrite: bool = False) -> None:
+        """Train.
+
+        Args:
+            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
+            overwrite: Delete what an earlier run left in the run folder.
+        """
+        resumed = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+        if resumed:
+            self.run_folder.check_can_resume(resumed, overwrite)
+        else:
+            self.run_folder.check_can_start(overwrite)
+        self._prepare("fit", model, datamodule)
+        loader = datamodule.train_dataloader()
+        self._plan(loader)
+        optimizer = build(model.optimizer_settings, self._decays)
+        self._compile(optimizer)
+        self._take(self.steps.new_state(self.weights.trainable))
+        self.window, self.open_batches = None, 0
+        if resumed:
+            self._restore(resumed)
+            loader = datamodule.train_dataloader()  # stands where the checkpoint stood
+        elif self.num_sanity_val_steps:
+            self._evaluate("val", limit=self.num_sanity_val_steps, keep=False)
+        self._start(resumed)
+        try:
+            self._train(loader)
+            self._finish()
+        finally:
+            self.bar.close()
+            self._writer.wait()
+
+    def validate(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
+        """Evaluate on the validation set.
+
+        Args:
+            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        self._evaluate_only("validate", "val", model, datamodule, ckpt_path)
+
+    def test(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
+        """Evaluate on the test set.
+
+        Args:
+            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        self._evaluate_only("test", "test", model, datamodule, ckpt_path)
+
+    def predict(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
+        """Write predictions.jsonl.
+
+        Args:
+            ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        self._prepare("predict", model, datamodule)
+        self._compile(None)
+        self._load_weights(ckpt_path)
+        loader = datamodule.predict_dataloader()
+        outputs: dict[int, Any] = {}
+        self.bar.open("predict", self._num_rounds(loader, "predict"))
+        for group in self._groups(loader, datamodule.eval_batch_size, self._num_rounds(loader, "predict")):
+            outputs |= model.outputs(self.steps, self.weights, group, datamodule, self._seed)
+            self.bar.update()
+        self.bar.close()
+        outputs = machines.gather(outputs)
+        if self._is_first:
+            say(self.run_folder.write_predictions(datamodule.predictions(outputs)))
+
+    def inspect(self, model: Task = None, datamodule=None, rows: int = 4,
+                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
+        """Show what would be trained on and what a step needs, and train nothing.
+
+        Args:
+            rows: How many rows to show with their loss mask.
+            which: Which rows: the first, the worst by a measure, or these numbers of training rows.
+        """
+        from lmmods.inspection import show_data
+
+        self._prepare("fit", model, datamodule)
+        loader = datamodule.train_dataloader()
+        self._plan(loader)
+        show_data(self.recipe, datamodule, rows, which)
+        print(f"\n{self._description}")
+        self._compile(build(model.optimizer_settings, self._decays))
+        state = self.steps.new_state(self.weights.trainable)
+        group = next(iter(self._groups(loader, datamodule.batch_size, 1)))
+        memory = self.steps.memory(state, self.weights.frozen, group.batch, self._scalars(0))
+        print(f"Memory of a compiled step on each device: {memory}.")
+
+    # Start -----------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, command: str, model: Task, datamodule: Any) -> None:
+        """Devices, data, network, first parameters on the devices."""
+        self.parallel: Parallel = machines.start(*self._machine)
+        self._is_first = jax.process_index() == 0
+        self.bar = Bar(self.enable_progress_bar and self._is_first)
+        self.state.fn = SimpleNamespace(value=command)
+        self.task, self.datamodule = model, datamodule
+        datamodule.trainer = self
+        if self.overfit_batches:
+            datamodule.shuffle = False
+        self._seed = datamodule.seed
+        datamodule.prepare_data()
+        datamodule.setup(command)
+        trainable, frozen = model.build(self.precision, datamodule, self._seed)
+        self._decays = model.network.decays(trainable)
+        self._description = model.describe(trainable, frozen)
+        self._flops = model.flops_per_token(trainable, frozen)
+        self.weights = Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen))
+
+    def _plan(self, loader: Any) -> None:
+        """How long the run is and when it validates, in rounds and steps."""
+        self.rounds_per_epoch = self._num_rounds(loader, "train")
+        steps_per_epoch = -(-self.rounds_per_epoch // self.accumulate)
+        epochs = math.inf if self.max_epochs is None or self.max_epochs == -1 else self.max_epochs
+        whole, part = (epochs, 0.0) if math.isinf(epochs) else divmod(epochs, 1)
+        by_epochs = whole * steps_per_epoch + math.ceil(part * self.rounds_per_epoch / self.accumulate)
+        by_steps = math.inf if self.max_steps == -1 else self.max_steps
+        self.num_steps = min(by_epochs, by_steps)
+        if math.isinf(self.num_steps):
+            raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        self.num_steps = int(self.num_steps)
+        interval = self.val_check_interval
+        if isinstance(interval, float) and not 0 <= interval <= 1:
+            raise UserError(f"trainer.val_check_interval is {interval}, but must be a share from 0.0 to 1.0, or a "
+                            "whole number of micro-batches.")
+        if isinstance(interval, float):
+            interval = max(int(self.rounds_per_epoch * interval), 1)
+        self.rounds_per_validation = interval or self.rounds_per_epoch
+
+    def _num_rounds(self, loader: Any, role: str) -> int:
+        """Rounds of a pass over a loader, cut by `limit_<role>_batches`."""
+        rounds, limit = -(-len(loader) // self.parallel.num_shares), self.limits[role]
+        if limit is None:
+            return rounds
+        wanted = int(rounds * limit) if isinstance(limit, float) else limit
+        if wanted < 1 and role == "train":
+            raise UserError(f"trainer.limit_train_batches is {limit}: of {rounds} micro-batches nothing is left.")
+        return min(wanted, rounds)
+
+    def _compile(self, optimizer: Any) -> None:
+        self.steps = Steps(self.parallel, self.task.loss, optimizer, self._seed, self.clipping, self.task.predict)
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Everything as it was when `checkpoint` was written, by either engine."""
+        content, network = checkpoints.read(checkpoint), self.task.network
+        key = type(self.datamodule).__qualname__
+        self.position = read_position(content, key, self.parallel.num_shares)
+        host = checkpoints.unpack(content, self.parallel.shapes(self.train_state), network.to_torch, network.from_torch)
+        self._take(self.parallel.put_state(host))
+        if content["window"]:
+            self.open_batches = content["window"]["num_batches"]
+            self.window = self.parallel.put_sums(checkpoints.unpack_window(content["window"], network.from_torch))
+        metrics = content["callbacks"]["Metrics"]
+        self.num_tokens, self.num_rows, self.latest = metrics["num_tokens"], metrics["num_rows"], metrics["latest"]
+        self.checkpoint.load_state_dict(content["callbacks"]["Checkpoint"])
+        for callback in self.callbacks:
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
+        self.datamodule.load_state_dict(content[key])
+
+    def _load_weights(self, ckpt_path: str | None) -> None:
+        """Parameters of a checkpoint instead of the first ones."""
+        if ckpt_path is None:
+            return
+        network = self.task.network
+        content = checkpoints.read(self.run_folder.resolve(ckpt_path))
+        like = self.parallel.shapes(self.weights.trainable)
+        trainable = checkpoints.unpack_trainable(content, like, network.to_torch, network.from_torch)
+        self.weights = Weights(self.parallel, self.parallel.put_state(trainable), self.weights.frozen)
+
+    def _start(self, resumed: Path | None) -> None:
+        """Say what will happen, then make the run folder ready. A failed start leaves no trace."""
+        self.interruption.listen()
+        if self._is_first:
+            self.run_folder.begin(resumed)
+            if self.recipe:
+                write_text(self.run_folder.config, self.recipe)
+            write_json(self.run_folder.data_report, self.datamodule.report)
+        machines.barrier("run folder")
+        self.loggers = self.run_loggers if self._is_first else []
+        if resumed and self.loggers:
+            self.loggers[0].rewind(self.position.step)
+        for logger in self.loggers[1:]:
+            logger.log_hyperparams({"recipe": yaml.safe_load(self.recipe or "{}"),
+                                    "data_report": self.datamodule.report})
+        say(self.datamodule.report_table())
+        say(self._description)
+        if resumed:
+            say(f"Resumed at step {self.position.step} from {resumed}.")
+
+    # The loop --------------------------------------------------------------------------------------------------------
+
+    def _train(self, loader: Any) -> None:
+        self.bar.open("train", self.num_steps, self.position.step, unit="step")
+        self._pending: list[tuple[int, float, dict[str, jax.Array]]] = []  # steps whose figures are not yet fetched
+        self._data_position = self.datamodule.state_dict()
+        self.stopwatch.start()
+        while not self._is_done():
+            if self.position.rounds >= self.rounds_per_epoch:
+                self.position.epoch, self.position.rounds = self.position.epoch + 1, 0
+                self._leave_cut_epoch(loader)
+            rounds = self.rounds_per_epoch - self.position.rounds
+            for group in self._groups(loader, self.datamodule.batch_size, rounds, self.position.epoch,
+                                      self.position.rounds * self.parallel.num_shares):
+                self._train_round(group)
+                if self._is_done():
+                    break
+        self._fetch_figures()
+
+    def _is_done(self) -> bool:
+        return self.should_stop or self.position.step >= self.num_steps
+
+    def _leave_cut_epoch(self, loader: Any) -> None:
+        """The next pass begins a new epoch, also where `limit_train_batches` left some of this one."""
+        if self.limits["train"] is not None:
+            loader.load_state_dict({**self._data_position, "epoch": self.position.epoch, "batches": 0})
+
+    def _train_round(self, group: Group) -> None:
+        """One micro-batch on each share, and the step that it may complete."""
+        position = self.position
+        position.rounds, position.total_rounds = position.rounds + 1, position.total_rounds + 1
+        self._data_position = group.position
+        is_last_of_epoch = position.rounds == self.rounds_per_epoch
+        closes = self.open_batches + 1 == self.accumulate or is_last_of_epoch
+        frozen, state = self.weights.frozen, self.train_state
+        if closes and not self.open_batches:
+            state, figures = self.steps.full_step(state, frozen, group.batch, self._scalars(position.step))
+        else:
+            if not self.open_batches:
+                self.window = self.steps.open_window(state)
+            self.window = self.steps.micro_step(state, frozen, self.window, group.batch)
+            self.open_batches += 1
+            if closes:
+                state, figures = self.steps.update(state, self.window, self._scalars(position.step))
+                self.window, self.open_batches = None, 0
+        self._take(state)
+        if closes:
+            self._close_step(figures)
+        self._after_round(closes)
+
+    def _take(self, state: Tree) -> None:
+        """The state before it has been consumed."""
+        self.train_state = state
+        self.weights = Weights(self.parallel, state["trainable"], self.weights.frozen)
+
+    def _scalars(self, step: int) -> Any:
+        return self.parallel.put_scalars(step_scalars(self.task.optimizer_settings, step, self.num_steps))
+
+    def _close_step(self, figures: dict[str, jax.Array]) -> None:
+        """Note a step. Figures of the steps before are fetched while this one runs: the device never waits."""
+        if self._pending and self._pending[-1][0] % self.log_every_n_steps == 0:
+            self._fetch_figures()
+        position = self.position
+        position.step += 1
+        self._pending.append((position.step, position.epoch + position.rounds / self.rounds_per_epoch, figures))
+        self.bar.update(position.step)
+
+    def _fetch_figures(self) -> None:
+        """Count what the pending steps have seen, and log the last if it is its turn."""
+        if not self._pending:
+            return
+        fetched = [(step, epoch, window_figures(figures)) for step, epoch, figures in self._pending]
+        self._pending = []
+        lap_tokens = 0
+        for step, epoch, figures in fetched:
+            check_finite(figures, step, int(epoch))
+            lap_tokens += figures["num_tokens"]
+            self.num_rows += figures["num_rows"]
+        self.num_tokens += lap_tokens
+        self._lap_tokens = getattr(self, "_lap_tokens", 0) + lap_tokens
+        step, epoch, figures = fetched[-1]
+        if step % self.log_every_n_steps == 0:
+            self._log_step(step, epoch, figures)
+
+    def _log_step(self, step: int, epoch: float, figures: dict[str, float]) -> None:
+        speed = self._lap_tokens / self.stopwatch.lap()
+        self._lap_tokens = 0
+        shown = {"loss": figures["loss"], "lr": self.task.optimizer_settings.lr_at(step - 1, self.num_steps),
+                 "grad_norm": figures["grad_norm"], "epoch": epoch, "tokens": self.num_tokens,
+                 "tokens_per_second": speed}
+        if (peak := peak_flops(jax.devices()[0].device_kind)) is not None:
+            shown["mfu"] = self._flops * speed / (peak * self.parallel.num_shares)
+        self._log({f"train/{name}": value for name, value in shown.items()}, step)
+        self.bar.update(step, describe(self.latest))
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        self.latest |= metrics
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def _after_round(self, step_done: bool) -> None:
+        """Validate and save when it is time."""
+        ends = self._is_done()
+        if self._validation_is_due() or ends:
+            self._validate(ends)
+            return
+        due = step_done and self.checkpoint.is_due(self.position.step)
+        if due or (step_done or jax.process_count() == 1) and machines.any_of(self.interruption.requested):
+            self._save()
+
+    def _validation_is_due(self) -> bool:
+        if isinstance(self.val_check_interval, int):
+            return self.position.total_rounds % self.rounds_per_validation == 0
+        if self.check_val_every_n_epoch is None or (self.position.epoch + 1) % self.check_val_every_n_epoch:
+            return False
+        return self.position.rounds % self.rounds_per_validation == 0
+
+    def _validate(self, is_last: bool) -> None:
+        self._fetch_figures()
+        with self.stopwatch.paused():
+            metrics = self._evaluate("val")
+        if metrics:
+            self._log(metrics, self.position.step)
+            self.bar.say(describe(metrics, "val/"))
+            for callback in self.callbacks:
+                callback.on_validation_end(self, metrics)
+            self.checkpoint.rank({**self.latest, **metrics}, self._checkpoint_path().name)
+        if metrics or is_last or self.checkpoint.is_due(self.position.step) or self.interruption.requested:
+            self._save()
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def _evaluate_only(self, command: str, role: str, model: Task, datamodule: Any, ckpt_path: str | None) -> None:
+        self._prepare(command, model, datamodule)
+        self._compile(None)
+        self._load_weights(ckpt_path)
+        self.bar.open(command, 0)
+        metrics = self._evaluate(role)
+        self.bar.close()
+        if not metrics:
+            raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        self.bar.say(describe(metrics, f"{role}/"))
+        if self._is_first:
+            self.run_folder.merge_metrics(metrics)
+
+    def _evaluate(self, role: str, limit: int | None = None, keep: bool = True) -> dict[str, float]:
+        """Metrics over a whole set, without dropout; none where there is no such set."""
+        data = self.datamodule
+        loader = data.val_dataloader() if role == "val" else data.test_dataloader()
+        if not loader:
+            return {}
+        rounds = self._num_rounds(loader, role)
+        rounds = rounds if limit in (None, -1) else min(rounds, limit)
+        if not rounds:
+            return {}
+        for group in self._groups(loader, data.eval_batch_size, rounds):
+            self.task.evaluate(self.steps, self.weights, group)
+        found, files = self.task.eval_results(role, data)
+        if keep and self._is_first:
+            for name, content in files.items():
+                write_json(self.run_folder.root / name, content)
+        return {f"{role}/{name}": value for name, value in found.items()}
+
+    def _groups(self, loader: Any, batch_size: int, rounds: int, epoch: int = 0, start: int = 0):
+        """At most so many groups of a pass over a loader."""
+        feed = Feed(loader, self.parallel, batch_size, self.datamodule.tokenizer.pad_token_id, epoch, start)
+        with feed:
+            for number, group in enumerate(feed, start=1):
+                yield group
+                if number == rounds:
+                    return
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _checkpoint_path(self) -> Path:
+        return self.run_folder.checkpoint(checkpoint_name(self.position.step, self.open_batches))
+
+    def _save(self) -> None:
+        """Write a checkpoint of this very moment in the background; stop where that has been asked for."""
+        self._fetch_figures()
+        path = self._checkpoint_path()
+        if self.enable_checkpointing:
+            with self.stopwatch.paused():
+                content = self._content()
+                if self._is_first:
+                    self._writer.save(path, content, lambda: self.checkpoint.settle(self.run_folder, path))
+        if machines.any_of(self.interruption.requested):
+            self._writer.wait()
+            machines.barrier("checkpoint")
+            stop(self.position.step, path)
+
+    def _content(self) -> dict[str, Any]:
+        """A checkpoint, laid out as Lightning's. All processes must call this."""
+        position, network = self.position, self.task.network
+        state = self.parallel.fetch_state(self.train_state)
+        packed = checkpoints.pack(state, self.task.optimizer_settings, position.step, self.num_steps, network.to_torch)
+        window: dict[str, Any] = {}
+        if self.open_batches:
+            window = checkpoints.pack_window(self.parallel.fetch_sums(self.window), self.open_batches, network.to_torch)
+        return {
+            "epoch": position.epoch,
+            "global_step": position.step,
+            "engine": "jax",
+            **packed,
+            "loops": position.loops(position.rounds == self.rounds_per_epoch),
+            "callbacks": {
+                "Metrics": {"num_tokens": self.num_tokens, "num_rows": self.num_rows, "latest": dict(self.latest)},
+                "Checkpoint": self.checkpoint.state_dict(),
+                **{callback.state_key: callback.state_dict() for callback in self.callbacks},
+            },
+            "lr_schedulers": [checkpoints.schedule_state(
+                self.task.optimizer_settings, len(packed["optimizer_states"][0]["param_groups"]), position.step,
+                self.num_steps)],
+            type(self.datamodule).__qualname__: self._data_position,
+            "world_size": self.parallel.num_shares,
+            "window": window,
+        }
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Write model/ and loss.png and mark the run completed."""
+        self._writer.wait()
+        trainable = self.parallel.fetch_state(self.train_state["trainable"])
+        folder = self.run_folder
+        if self._is_first:
+            folder.merge_metrics({**self.latest, "train/tokens": self.num_tokens, "train/rows": self.num_rows,
+                                  "trainer/global_step": self.position.step})
+            self._export(trainable, folder.root / ".model")
+            commit_folder(folder.root / ".model", folder.model)
+            draw_curves(folder.metrics_csv, folder.loss_png)
+            folder.completed.touch()
+            say(f"Wrote {folder.model}.")
+        for logger in self.loggers[1:]:
+            logger.finalize("success")
+        machines.barrier("export")
+
+    def _export(self, trainable: Tree, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        self.task.export(trainable, path)
+        self.datamodule.tokenizer.save_pretrained(path)
+        card = model_card(self.run_folder, self.task.pretrained, self.task.trains_adapter, self.task.auto_class)
+        (path / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,66 @@
+"""Which checkpoints a run writes and keeps, in both engines."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from lmmods.errors import UserError
+from lmmods.run import RunFolder, checkpoint_position
+from lmmods.settings import require
+
+
+class KeepRules:
+    """When a checkpoint is written besides after each validation, at the end and when interrupted, and which stay.
+
+    Args:
+        every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
+        keep_last: How many of the newest to keep.
+        keep_best: How many of the best by `monitor` to keep beside them.
+        monitor: Metric that says which is best.
+        mode: Whether the smaller or the larger value is better.
+    """
+
+    def __init__(self, every_n_steps: int | None = 250, keep_last: int = 2, keep_best: int = 1,
+                 monitor: str = "val/loss", mode: Literal["min", "max"] = "min"):
+        require(every_n_steps is None or every_n_steps >= 1, "checkpoint.every_n_steps", every_n_steps, "1 or more")
+        require(keep_last >= 1, "checkpoint.keep_last", keep_last, "1 or more")
+        require(keep_best >= 0, "checkpoint.keep_best", keep_best, "0 or more")
+        self.every_n_steps, self.keep_last, self.keep_best = every_n_steps, keep_last, keep_best
+        self.monitor, self.mode = monitor, mode
+        self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": [list(pair) for pair in self.best]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = [(value, name) for value, name in state["best"]]
+
+    def is_due(self, step: int) -> bool:
+        """Whether the rules ask for a checkpoint after optimiser step `step`."""
+        return self.every_n_steps is not None and step % self.every_n_steps == 0
+
+    def rank(self, metrics: dict[str, float], name: str) -> None:
+        """Note the checkpoint about to be written among the best, if it is.
+
+        Raises:
+            UserError: The run does not log the metric to rank by.
+        """
+        if not self.keep_best:
+            return
+        if self.monitor not in metrics:
+            raise UserError(f"checkpoint.monitor is {self.monitor!r}, which this run does not log "
+                            f"({', '.join(sorted(metrics))}).")
+        value = metrics[self.monitor]
+        self.best.append((math.inf if math.isnan(value) and self.mode == "min" else value, name))
+        sign = 1 if self.mode == "min" else -1
+        self.best.sort(key=lambda pair: (sign * pair[0], checkpoint_position(pair[1])))
+        self.best = self.best[: self.keep_best]
+
+    def settle(self, folder: RunFolder, newest: Path) -> None:
+        """Point `last` and `best`, and drop what is no longer kept."""
+        folder.point("last", newest)
+        if self.best and folder.checkpoint(self.best[0][1]).is_dir():
+            folder.point("best", folder.checkpoint(self.best[0][1]))
+        for name in set(folder.names()) - set(folder.names()[-self.keep_last :]) - {name for _, name in self.best}:
+            shutil.rmtree(folder.checkpoint(name))

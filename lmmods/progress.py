@@ -1,0 +1,64 @@
+"""One bar per phase on a terminal, plain lines elsewhere; the same in both engines."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class Bar:
+    """Steps, loss, tokens/s and the time left.
+
+    Args:
+        enabled: False shows nothing (`trainer.enable_progress_bar`, or not the first process).
+    """
+
+    def __init__(self, enabled: bool = True):
+        self._enabled = enabled
+        self._bar: tqdm | None = None
+        self._started = (0, 0.0)  # step, clock
+        self._total = 0
+
+    def open(self, phase: str, total: int, initial: int = 0, unit: str = "batch") -> None:
+        self._started, self._total = (initial, time.perf_counter()), total
+        if self._enabled and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=initial, desc=phase, unit=unit, dynamic_ncols=True)
+
+    def update(self, count: int | None = None, text: str = "") -> None:
+        """Move on.
+
+        Args:
+            count: Where it stands; None is one further.
+            text: What is shown beside the bar, and where there is no terminal on a line of its own.
+        """
+        if self._bar is not None:
+            if text:
+                self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(1 if count is None else count - self._bar.n)
+        elif text and self._enabled:
+            first, since = self._started
+            left = (time.perf_counter() - since) / (count - first) * (self._total - count)
+            print(f"step {count}/{self._total}  {text}  {clock(left)} left", flush=True)
+
+    def say(self, text: str) -> None:
+        if self._enabled:
+            tqdm.write(text) if self._bar is not None else print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def describe(metrics: dict[str, float], prefix: str = "train/") -> str:
+    """Metrics of a phase in a line."""
+    shown = ("loss", "lr", "tokens_per_second") if prefix == "train/" else tuple(
+        name.removeprefix(prefix) for name in metrics if name.startswith(prefix))
+    label = "" if prefix == "train/" else prefix
+    return "  ".join(f"{label}{name} {float(metrics[prefix + name]):.4g}" for name in shown if prefix + name in metrics)
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

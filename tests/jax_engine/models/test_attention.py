@@ -1,0 +1,76 @@
+"""Masks, rotary positions and the attention itself against transformers and torch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from jax_engine.models.attention import attend, attention_mask, cached_mask, rope_angles, rope_of, rotate
+
+RANDOM = np.random.default_rng(0)
+
+
+def test_masks_by_hand():
+    batch = {"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [0, 1, 1, 1]])}
+    both = attention_mask(batch, causal=False, window=None)[:, 0]
+    assert (both == (batch["attention_mask"] > 0)[:, None]).all()
+    causal = attention_mask(batch, causal=True, window=2)[0, 0]
+    assert causal.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]]
+    packed = {"input_ids": batch["input_ids"][:1], "segment_ids": np.array([[1, 1, 2, 0]]),
+              "attention_mask": np.ones((1, 4), int)}
+    assert attention_mask(packed, True, None)[0, 0].astype(int).tolist() == [
+        [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    free = attention_mask({"input_ids": np.zeros((2, 3), int)}, True, None)
+    assert free.shape == (2, 1, 3, 3) and (free == np.tril(np.ones((3, 3), bool))).all()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_cached_step_sees_what_the_whole_row_would(window):
+    mask = np.array([[0, 1, 1, 1, 1]])
+    whole = attention_mask({"input_ids": mask, "attention_mask": mask}, True, window)
+    step = cached_mask(jnp.pad(mask > 0, ((0, 0), (0, 2))), 3, 2, window)
+    assert np.array_equal(step[..., :5], whole[:, :, 3:]) and not step[..., 5:].any()
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+], ids=lambda rope: rope["rope_type"])
+def test_rotary_positions_are_transformers_far_out_too(rope):
+    config = LlamaConfig(hidden_size=96, num_attention_heads=3, head_dim=32, rope_parameters=rope,
+                         max_position_embeddings=512)
+    theirs = LlamaRotaryEmbedding(config)
+    assert np.allclose(rope_of(config).inverse_frequencies, theirs.inv_freq, rtol=1e-6)
+    positions = np.array([[0, 1, 7, 300, 8000]])
+    q = RANDOM.normal(size=(1, 5, 3, 32)).astype(np.float32)
+    cos, sin = theirs(torch.tensor(q), torch.tensor(positions))
+    expected, _ = apply_rotary_pos_emb(torch.tensor(q), torch.tensor(q), cos, sin, unsqueeze_dim=2)
+    assert np.allclose(rotate(jnp.asarray(q), rope_angles(rope_of(config), positions)), expected, atol=2e-3)
+    near = rotate(jnp.asarray(q), rope_angles(rope_of(config), positions))[:, :4]
+    assert np.allclose(near, expected[:, :4], atol=1e-4)
+
+
+def test_grouped_attention_is_torchs():
+    q, k, v = (RANDOM.normal(size=(2, 5, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
+    mask = np.tril(np.ones((5, 5), bool))[None, None].repeat(2, 0)
+    ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask, 0.3, 0.0, None)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(torch.tensor(x).transpose(1, 2) for x in (q, k, v)), attn_mask=torch.tensor(mask), scale=0.3, enable_gqa=True)
+    assert np.allclose(ours, theirs.transpose(1, 2).flatten(2), atol=1e-5)
+    nothing = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), np.zeros_like(mask), 0.3, 0.0, None)
+    assert np.allclose(nothing[:, 0].reshape(2, 2, 3, 8), v.mean(1)[:, :, None], atol=1e-5)
+
+
+def test_dropped_weights_keep_their_mean_and_are_each_rows_own():
+    q, k = (jnp.asarray(RANDOM.normal(size=(1, 4, 2, 8)), jnp.float32).repeat(3000, 0) for _ in range(2))
+    mask = jnp.ones((3000, 1, 4, 4), bool)
+    keys = jax.random.split(jax.random.key(0), 3000)
+    exact, dropped = attend(q, k, k, mask, 0.3, 0.5, None), attend(q, k, k, mask, 0.3, 0.5, keys)
+    assert np.abs(dropped.mean(0) - exact[0]).max() < 0.1
+    assert not np.array_equal(dropped[0], dropped[1])
+    assert np.allclose(attend(q[:1], k[:1], k[:1], mask[:1], 0.3, 0.5, keys[:1])[0], dropped[0], atol=1e-6)

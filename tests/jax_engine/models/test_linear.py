@@ -1,0 +1,66 @@
+"""Norms, activations, embeddings and dropout against torch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from transformers.activations import ACT2FN
+
+from jax_engine.models.linear import ACTIVATIONS, Embedding, Norm, dropout, known_activation
+from lmmods.errors import UserError
+
+X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32) * 3
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations_are_transformers(name):
+    assert np.allclose(ACTIVATIONS[name](jnp.asarray(X)), ACT2FN[name](torch.tensor(X)), atol=2e-6)
+
+
+def test_an_unknown_activation_is_refused():
+    assert known_activation("gelu") == "gelu"
+    with pytest.raises(UserError, match="'mish'.*quick_gelu"):
+        known_activation("mish")
+
+
+def test_norms_are_torchs():
+    scale = np.linspace(0.5, 2, 6, dtype=np.float32)
+    layer = Norm(6, "layer", 1e-3)
+    layer.weight[...], layer.bias[...] = jnp.asarray(scale), jnp.asarray(scale - 1)
+    expected = torch.nn.functional.layer_norm(torch.tensor(X), (6,), torch.tensor(scale), torch.tensor(scale - 1), 1e-3)
+    assert np.allclose(layer(jnp.asarray(X)), expected, atol=1e-5)
+    rms = torch.nn.functional.rms_norm(torch.tensor(X), (6,), torch.tensor(scale), 1e-3).numpy()
+    for kind, weight in (("rms", scale), ("rms_plus_one", scale - 1)):
+        norm = Norm(6, kind, 1e-3)
+        norm.weight[...] = jnp.asarray(weight)
+        assert np.allclose(norm(jnp.asarray(X)), rms, atol=1e-5)
+    assert layer(jnp.asarray(X, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("padding_id", [None, 2, -1])
+def test_the_padding_row_has_no_gradient(padding_id):
+    ids = np.array([[0, 2, 4], [4, 4, 2]])
+    ours, theirs = Embedding(5, 6, nnx.Rngs(0), std=1.0, padding_id=padding_id), torch.nn.Embedding(
+        5, 6, padding_idx=padding_id)
+    if padding_id is not None:
+        assert not ours.weight[padding_id].any()
+    graph, state = nnx.split(ours)
+    gradient = jax.grad(lambda s: (nnx.merge(graph, s)(ids) * X[:2, :3]).sum())(nnx.to_pure_dict(state))["weight"]
+    (theirs(torch.tensor(ids)) * torch.tensor(X[:2, :3])).sum().backward()
+    assert np.allclose(gradient, theirs.weight.grad, atol=1e-6)
+
+
+def test_an_id_outside_the_table_is_not_silent():
+    assert np.isnan(Embedding(5, 6, nnx.Rngs(0), std=1.0)(jnp.array([[5]]))).all()
+
+
+def test_dropout_keeps_its_rate_and_mean():
+    keys = jax.random.split(jax.random.key(0), 500)
+    dropped = dropout(jnp.ones((500, 20, 10)), 0.3, keys, "here")
+    assert abs(float((dropped == 0).mean()) - 0.3) < 0.01 and abs(float(dropped.mean()) - 1) < 0.02
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.7)}
+    assert not np.array_equal(dropped, dropout(jnp.ones((500, 20, 10)), 0.3, keys, "there"))
+    assert not np.array_equal(dropped[0], dropped[1])
+    assert dropout(X, 0.3, None, "here") is X and dropout(X, 0.0, keys[:3], "here") is X

@@ -1,0 +1,34 @@
+"""The key table both ways, on trees that are not parameters and on parts of trees."""
+
+import jax
+import numpy as np
+import pytest
+
+from lmmods.errors import UserError
+
+
+def test_any_tree_of_this_shape_goes_both_ways(twin):
+    net, params = twin("albert", "masked").net, twin("albert", "masked").params
+    moments = jax.tree.map(lambda leaf: leaf**2, params)
+    again = net.from_torch(net.to_torch(moments))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(moments)))
+
+
+def test_part_of_a_tree_goes_both_ways(twin):
+    net, params = twin("albert", "masked").net, twin("albert", "masked").params
+    part = {"layers": {"attn": {"q": params["layers"]["attn"]["q"]}}}
+    query = "albert.encoder.albert_layer_groups.{}.albert_layers.{}.attention.query.{}"
+    assert set(net.to_torch(part)) == {query.format(group, place, leaf) for group in (0, 1) for place in (0, 1)
+                                       for leaf in ("weight", "bias")}
+    assert jax.tree.structure(net.from_torch(net.to_torch(part))) == jax.tree.structure(part)
+
+
+def test_unknown_names_and_missing_layers_are_refused(twin):
+    net, params = twin("llama", "causal").net, twin("llama", "causal").params
+    named = net.to_torch(params)
+    with pytest.raises(UserError, match="not of this network: extra.weight"):
+        net.from_torch(named | {"extra.weight": np.ones(2)})
+    named.pop("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight"):
+        net.from_torch(named)

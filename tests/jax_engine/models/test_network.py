@@ -1,0 +1,244 @@
+"""Every family and head against its torch twin: logits, loss, all gradients, packing; and the tree's own rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from twins import AUTO, CAUSAL, FAMILIES, PAIRS
+
+from jax_engine.models import hub
+from jax_engine.models.names import flatten
+
+every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
+LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
+every_language_model = pytest.mark.parametrize(("name", "head"), LANGUAGE, ids=map("-".join, LANGUAGE))
+
+
+def labels_of(batch):
+    random = np.random.default_rng(2)
+    labels = random.integers(0, 37, batch["input_ids"].shape)
+    real = batch["attention_mask"] > 0
+    return np.where(real & (random.random(labels.shape) < 0.7), labels, -100)
+
+
+def our_loss(net, params, batch, labels, row_keys=None):
+    logits = net.logits(params, net.hidden(params, batch, row_keys))
+    if net.head == "qa":
+        real = batch["attention_mask"][..., None] > 0
+        spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
+        return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the latter so that biases have gradients
+    scored = logits
+    if net.head == "causal":
+        scored, labels = logits[:, :-1], labels[:, 1:]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(scored), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return -jnp.where(labels >= 0, picked, 0).sum(), logits
+
+
+def torch_loss(twin, batch, labels):
+    inputs = {name: torch.tensor(value) for name, value in batch.items()}
+    output = twin.torch(**inputs)
+    if twin.head == "qa":
+        logits = torch.stack([output.start_logits, output.end_logits], -1)
+        padding = inputs["attention_mask"][..., None] == 0
+        spans = -logits.masked_fill(padding, -1e4).log_softmax(1)[:, 4].sum()
+        return logits, spans + logits.tanh().masked_fill(padding, 0).sum()
+    logits, labels = output.logits, torch.tensor(labels)
+    pairs = (logits[:, :-1], labels[:, 1:]) if twin.head == "causal" else (logits, labels)
+    return logits, torch.nn.functional.cross_entropy(pairs[0].flatten(0, 1), pairs[1].flatten(), reduction="sum")
+
+
+@every_pair
+def test_logits_loss_and_all_gradients_are_torchs(twin, name, head):
+    twin = twin(name, head)
+    batch = twin.batch()
+    labels = labels_of(batch)
+    real = batch["attention_mask"] > 0
+    twin.torch.zero_grad()
+    logits, loss = torch_loss(twin, batch, labels)
+    loss.backward()
+    (value, ours), grads = jax.jit(jax.value_and_grad(
+        lambda p: our_loss(twin.net, p, batch, labels), has_aux=True))(twin.params)
+    ours = np.asarray(ours)
+    theirs = logits.detach().numpy()
+    assert ours.dtype == np.float32
+    assert np.abs(ours - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    assert abs(float(value) - loss.item()) <= 1e-4 * abs(loss.item())
+    named = twin.net.to_torch(grads)
+    expected = {n: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()
+                for n, p in twin.torch.named_parameters()}
+    assert list(named) == list(expected)
+    largest = max(np.abs(gradient).max() for gradient in expected.values())
+    for key, gradient in expected.items():
+        # Some have no gradient in exact arithmetic (the bias of keys); their rounding is measured against the largest.
+        scale = max(np.abs(gradient).max(), 1e-3 * largest)
+        assert np.abs(named[key] - gradient).max() <= 1e-4 * scale, key
+
+
+@every_pair
+def test_saved_folder_is_the_same_model_for_transformers(twin, name, head, tmp_path):
+    twin = twin(name, head)
+    hub.save(twin.net, twin.params, tmp_path)
+    again = type(twin.torch).from_pretrained(tmp_path).eval()
+    before = dict(twin.torch.named_parameters())
+    assert all(torch.equal(value, before[key]) for key, value in again.named_parameters())
+    saved, original = again.config.to_dict(), type(twin.torch).from_pretrained(twin.folder).config.to_dict()
+    assert saved | {"_name_or_path": ""} == original | {"_name_or_path": ""}
+    batch = twin.batch()
+    inputs = {key: torch.tensor(value) for key, value in batch.items()}
+    with torch.no_grad():
+        ours, theirs = again(**inputs), twin.torch(**inputs)
+    assert torch.equal(ours.start_logits if head == "qa" else ours.logits,
+                       theirs.start_logits if head == "qa" else theirs.logits)
+
+
+@every_language_model
+def test_packed_documents_are_as_apart(twin, name, head):
+    twin = twin(name, head)
+    random = np.random.default_rng(3)
+    first, second = random.integers(4, 37, (1, 5)), random.integers(4, 37, (1, 4))
+    ids = np.concatenate([first, second, np.full((1, 2), twin.pad)], 1)
+    packed = {"input_ids": ids, "attention_mask": np.ones_like(ids),
+              "position_ids": np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]]),
+              "segment_ids": np.array([[1] * 5 + [2] * 4 + [0] * 2])}
+    forward = jax.jit(lambda batch: twin.net.logits(twin.params, twin.net.hidden(twin.params, batch)))
+    together = np.asarray(forward(packed))
+    for part, place in ((first, slice(0, 5)), (second, slice(5, 9))):
+        apart = np.asarray(forward({"input_ids": part, "attention_mask": np.ones_like(part)}))
+        assert np.abs(together[:, place] - apart).max() <= 1e-5 * np.abs(apart).max()
+    changed = dict(packed, input_ids=np.concatenate([first[:, ::-1], ids[:, 5:]], 1))
+    assert np.array_equal(np.asarray(forward(changed))[:, 5:9], together[:, 5:9])
+
+
+@every_language_model
+def test_random_start_has_the_distributions_of_transformers(name, head):
+    sizes = {"vocab_size": 300}
+    config = transformers.CONFIG_MAPPING[name](**FAMILIES[name] | sizes, initializer_range=0.05)
+    torch.manual_seed(0)
+    theirs = dict(getattr(transformers, AUTO[head]).from_config(config).named_parameters())
+    net = hub.network(config, head)
+    ours = net.to_torch(jax.jit(net.init)(jax.random.key(0)))
+    assert list(ours) == list(theirs)
+    for key, value in theirs.items():
+        value = value.detach().numpy()
+        assert ours[key].shape == value.shape, key
+        if value.std() == 0:
+            assert (ours[key] == value).all(), key
+        else:
+            spread = 5 / np.sqrt(2 * value.size) + 5 / np.sqrt(2 * value.size)
+            assert abs(ours[key].std() / value.std() - 1) < spread, key
+            assert ((ours[key] == 0).all(-1) == (value == 0).all(-1)).all(), key
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "albert"])
+def test_remat_and_unroll_change_no_gradient(twin, name):
+    head = "masked" if name == "albert" else "causal"
+    twin = twin(name, head)
+    batch = twin.batch()
+    labels = labels_of(batch)
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def gradients(**options):
+        net = hub.network(twin.net.config, head, **options)
+        gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, keys)[0]))
+        return gradient(twin.params), "remat" in str(jax.make_jaxpr(gradient)(twin.params))
+
+    plain, has_remat = gradients()
+    assert not has_remat
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
+    for options in ({"remat": "minimal"}, {"remat": "full"}, {"unroll": 3}):
+        other, has_remat = gradients(**options)
+        assert has_remat == ("remat" in options)
+        for path, leaf in flatten(plain).items():
+            scale = max(float(jnp.abs(leaf).max()), 1e-3 * largest)
+            assert jnp.abs(leaf - flatten(other)[path]).max() <= 1e-5 * scale, path
+
+
+@pytest.mark.parametrize(("name", "head"), [("gpt2", "causal"), ("bert", "masked"), ("distilbert", "qa")])
+def test_a_rows_dropout_does_not_depend_on_its_batch(twin, name, head):
+    twin = twin(name, head)
+    batch = twin.batch() | {"attention_mask": np.ones((4, 9), int)}
+    keys = jax.random.split(jax.random.key(5), 4)
+    hidden = jax.jit(twin.net.hidden)
+    whole = np.asarray(hidden(twin.params, batch, keys))
+    for row in range(4):
+        alone = np.asarray(hidden(twin.params, {k: v[row:row + 1] for k, v in batch.items()}, keys[row:row + 1]))
+        assert np.allclose(alone[0], whole[row], atol=1e-5)
+    longer = {k: np.pad(v, ((0, 0), (0, 3))) for k, v in batch.items()}
+    assert np.allclose(np.asarray(hidden(twin.params, longer, keys))[:, :9], whole, atol=1e-5)
+    assert not np.allclose(np.asarray(hidden(twin.params, batch, keys[::-1])), whole, atol=1e-2)
+    assert not np.allclose(np.asarray(hidden(twin.params, batch)), whole, atol=1e-2)
+
+
+def test_dropout_sites_are_torchs(twin):
+    """With one rate at a time switched on, the output moves exactly where torch's does."""
+    rates = {"gpt2": ["embd_pdrop", "attn_pdrop", "resid_pdrop"], "llama": ["attention_dropout"],
+             "ctrl": ["embd_pdrop", "resid_pdrop"], "openai-gpt": ["embd_pdrop", "attn_pdrop", "resid_pdrop"],
+             "bert": ["hidden_dropout_prob", "attention_probs_dropout_prob"],
+             "albert": ["hidden_dropout_prob", "attention_probs_dropout_prob"],
+             "distilbert": ["dropout", "attention_dropout", "qa_dropout"]}
+    for name, fields in rates.items():
+        head = "causal" if name in CAUSAL else "qa"
+        for chosen in fields:
+            twin_ = twin(name, head, **{field: 0.3 * (field == chosen) for field in fields})
+            batch = {k: v[:1] for k, v in twin_.batch().items()}
+            inputs = {k: torch.tensor(np.repeat(v, 600, 0)) for k, v in batch.items()}
+            torch.manual_seed(1)
+            twin_.torch.train()
+            with torch.no_grad():
+                output = twin_.torch(**inputs)
+            twin_.torch.eval()
+            theirs = (torch.stack([output.start_logits, output.end_logits], -1) if head == "qa" else output.logits)
+            many = {k: np.repeat(v, 600, 0) for k, v in batch.items()}
+            keys = jax.random.split(jax.random.key(9), 600)
+            ours = np.asarray(jax.jit(lambda p, net=twin_.net, many=many, keys=keys: net.logits(
+                p, net.hidden(p, many, keys)))(twin_.params))
+            spread, expected = ours.std(0), theirs.std(0).numpy()
+            assert abs(spread.mean() / expected.mean() - 1) < 0.05, (name, chosen)
+
+
+@every_pair
+def test_decay_is_on_matrices_as_torch_sees_them(twin, name, head):
+    twin = twin(name, head)
+    decays = flatten(twin.net.decays(twin.params))
+    for key, path, _ in twin.net.names():
+        assert decays[path] == (dict(twin.torch.named_parameters())[key].ndim >= 2), key
+    assert all(flatten(twin.net.trainable(twin.params)).values())
+
+
+def test_half_precision_products_keep_float32_where_it_matters(twin):
+    twin = twin("llama", "causal")
+    batch = twin.batch()
+    net = hub.network(twin.net.config, "causal", compute_dtype="bfloat16")
+    hidden = net.hidden(twin.params, batch)
+    logits = net.logits(twin.params, hidden)
+    assert hidden.dtype == jnp.float32 and logits.dtype == jnp.float32
+    exact = np.asarray(twin.net.logits(twin.params, twin.net.hidden(twin.params, batch)))
+    real = batch["attention_mask"] > 0
+    assert 0 < np.abs(np.asarray(logits) - exact)[real].max() < 0.03 * np.abs(exact).max()
+    small = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), twin.params)
+    assert net.hidden(small, batch).dtype == jnp.bfloat16 and net.logits(small, hidden).dtype == jnp.float32
+
+
+def test_a_row_of_padding_gives_finite_gradients(twin):
+    for name, head in (("gpt2", "causal"), ("bert", "masked")):
+        tw = twin(name, head)
+        batch = tw.batch()
+        batch["attention_mask"] = batch["attention_mask"] * np.array([[0], [1], [1], [1]])
+        grads = jax.grad(lambda p, tw=tw, batch=batch: our_loss(tw.net, p, batch, labels_of(batch))[0])(tw.params)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_rows_longer_than_the_positions_are_refused(twin):
+    from lmmods.errors import UserError
+
+    for name, head, room in (("gpt2", "causal", 32), ("roberta", "masked", 28)):
+        tw = twin(name, head)
+        ids = np.ones((1, room + 1), int)
+        with pytest.raises(UserError, match=f"{room} positions"):
+            tw.net.hidden(tw.params, {"input_ids": ids, "attention_mask": ids})
+        tw.net.hidden(tw.params, {"input_ids": ids[:, 1:], "attention_mask": ids[:, 1:]})
+    with pytest.raises(UserError, match="token_type_ids"):
+        tw = twin("gpt2", "causal")
+        tw.net.hidden(tw.params, {"input_ids": ids, "token_type_ids": ids})

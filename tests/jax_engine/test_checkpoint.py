@@ -1,0 +1,205 @@
+"""Checkpoints: bits there and back, on other devices, to and from the torch engine, and through a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jax_engine.checkpoint import Writer, pack, pack_window, read, unpack, unpack_window, write
+from jax_engine.optim import build, step_scalars
+from jax_engine.parallel import MeshSharding, Replicas
+from jax_engine.steps import Steps
+from lmmods.callbacks.checkpoint import FolderCheckpointIO
+from lmmods.errors import UserError
+from lmmods.modules.optim import build_optimizer
+from lmmods.settings import Optimizer
+
+RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="adafactor", lr=1e-2),
+         Optimizer(name="sgd", lr=1e-2), Optimizer(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
+         Optimizer(name="lion", lr=1e-3, weight_decay=0.1)]
+
+
+def stepped(toy, parallel, settings, num_steps=2):
+    """A state after some updates with gradients of one constant per leaf element."""
+    params = toy.init(jax.random.key(0))
+    steps = Steps(parallel, None, build(settings, toy.decays(params)), 0)
+    state = steps.new_state(parallel.put_state(params))
+    for step in range(num_steps):
+        window = parallel.put_sums(gradients_of(params, step))
+        state, _ = steps.update(state, window, parallel.put_scalars(step_scalars(settings, step, 9)))
+    return steps, state
+
+
+def gradients_of(params, step):
+    random = np.random.default_rng(step)
+    sums = {"total": np.float32(1.1), "weight": np.int32(3), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
+    return {"gradients": jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params), "sums": sums}
+
+
+def equal(first, second):
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+def save(toy, parallel, state, settings, folder, step=2):
+    write(folder, {**pack(parallel.fetch_state(state), settings, step, 9, toy.to_torch), "global_step": step})
+
+
+@pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
+def test_bits_return_on_other_devices(toy, tmp_path, settings):
+    before, after = MeshSharding(data=2, fsdp=4), Replicas(jax.devices()[:2])
+    _, state = stepped(toy, before, settings)
+    save(toy, before, state, settings, tmp_path / "step=2")
+    _, fresh = stepped(toy, after, settings, 0)
+    content = read(tmp_path / "step=2")
+    restored = unpack(content, after.shapes(fresh), toy.to_torch, toy.from_torch)
+    assert equal(restored, before.fetch_state(state)) and content["global_step"] == 2
+    assert equal(after.fetch_state(after.put_state(restored)), restored)
+    _, fresh = stepped(toy, before, settings, 0)
+    placed = before.put_state(unpack(content, before.shapes(fresh), toy.to_torch, toy.from_torch))
+    assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, state)
+
+
+@pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
+def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
+    """JAX takes two steps, torch the third; JAX reads torch's checkpoint and takes the same third and fourth."""
+    one = Replicas(jax.devices()[:1])
+    steps, state = stepped(toy, one, settings)
+    save(toy, one, state, settings, tmp_path / "jax")
+    content = FolderCheckpointIO().load_checkpoint(tmp_path / "jax")
+    named = [(name, torch.nn.Parameter(tensor.clone())) for name, tensor in content["state_dict"].items()]
+    optimizer = build_optimizer(named, settings)
+    optimizer.load_state_dict(content["optimizer_states"][0])
+
+    def torch_step(step):
+        params = toy.init(jax.random.key(0))
+        for (_, p), g in zip(named, toy.to_torch(gradients_of(params, step)["gradients"]).values(), strict=True):
+            p.grad = torch.tensor(g) / 3
+        optimizer.step()
+
+    torch_step(2)
+    FolderCheckpointIO().save_checkpoint({"state_dict": dict(named), "param_names": [name for name, _ in named],
+                                          "optimizer_states": [optimizer.state_dict()]}, tmp_path / "torch")
+    restored = unpack(read(tmp_path / "torch"), one.shapes(state), toy.to_torch, toy.from_torch)
+    assert all(np.array_equal(toy.to_torch(restored["trainable"])[name.removeprefix("model.")], p.detach())
+               for name, p in named)
+    state = one.put_state(restored)
+    window = one.put_sums(gradients_of(toy.init(jax.random.key(0)), 3))
+    state, _ = steps.update(state, window, one.put_scalars(step_scalars(settings, 3, 9)))
+    torch_step(3)
+    for (name, p), ours in zip(named, toy.to_torch(one.fetch_state(state["trainable"])).values(), strict=True):
+        assert np.abs(ours - p.detach().numpy()).max() <= 1e-6 * p.abs().max().item(), name
+
+
+def test_groups_of_torch(toy):
+    one = Replicas(jax.devices()[:1])
+    content = pack(one.fetch_state(stepped(toy, one, RULES[0])[1]), RULES[0], 2, 9, toy.to_torch)
+    (optimizer,) = content["optimizer_states"]
+    matrices, others = optimizer["param_groups"]
+    assert matrices["params"] == [0, 1, 2, 3] and matrices["weight_decay"] == 0.1
+    assert others["params"] == list(range(4, 11)) and others["weight_decay"] == 0.0
+    assert optimizer["state"][0]["exp_avg"].shape == (64, 16) and optimizer["state"][0]["step"] == 2
+
+
+def test_an_open_window_returns(toy, tmp_path):
+    four = Replicas(jax.devices()[:4])
+    params = toy.init(jax.random.key(0))
+    window = gradients_of(params, 0)
+    write(tmp_path / "c", {"window": pack_window(four.fetch_sums(four.put_sums(window)), 3, toy.to_torch)})
+    content = read(tmp_path / "c")["window"]
+    assert content["num_batches"] == 3 and content["sums"].dtype == np.float64
+    assert equal(unpack_window(content, toy.from_torch), window)
+    content["divisor"] = 8.0
+    assert equal(unpack_window(content, toy.from_torch)["gradients"],
+                 jax.tree.map(lambda g: 8 * g, window["gradients"]))
+
+
+def test_before_the_first_step_there_is_no_optimizer_state(toy, tmp_path):
+    one = Replicas(jax.devices()[:1])
+    _, state = stepped(toy, one, RULES[0], 0)
+    save(toy, one, state, RULES[0], tmp_path / "c", step=0)
+    content = read(tmp_path / "c")
+    assert content["optimizer_states"][0]["state"] == {}
+    assert equal(unpack(content, one.shapes(state), toy.to_torch, toy.from_torch), one.fetch_state(state))
+
+
+def test_another_model_or_optimizer_is_refused(toy, tmp_path):
+    one = Replicas(jax.devices()[:1])
+    _, state = stepped(toy, one, RULES[0])
+    save(toy, one, state, RULES[0], tmp_path / "c")
+    content = read(tmp_path / "c")
+    with pytest.raises(UserError, match="exp_avg_sq_(row|col) of embed.weight: it is of another optimizer"):
+        unpack(content, one.shapes(stepped(toy, one, RULES[1], 0)[1]), toy.to_torch, toy.from_torch)
+    toy.num_layers = 4
+    _, deeper = stepped(toy, one, RULES[0], 0)
+    with pytest.raises(UserError, match="another model: 3 parameters are missing from it, e.g. model.layers.3.norm"):
+        unpack(content, one.shapes(deeper), toy.to_torch, toy.from_torch)
+    toy.num_layers, toy.size = 3, 8
+    _, narrower = stepped(toy, one, RULES[0], 0)
+    with pytest.raises(UserError, match="have another shape in it"):
+        unpack(content, one.shapes(narrower), toy.to_torch, toy.from_torch)
+
+
+def test_damage_is_found(tmp_path):
+    write(tmp_path / "c", {"state_dict": {"a": np.arange(3.0)}, "optimizer_states": []})
+    with open(tmp_path / "c" / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+        read(tmp_path / "c")
+
+
+def test_arrays_of_any_layout_and_dtype(tmp_path):
+    import ml_dtypes
+
+    arrays = {"view": np.arange(6.0).reshape(2, 3).T, "scalar": np.array(2.5, np.float32),
+              "half": np.arange(3).astype(ml_dtypes.bfloat16), "integers": np.arange(3)}
+    write(tmp_path / "c", {"state_dict": arrays, "plain": {"list": [1, "x", None]}})
+    content = read(tmp_path / "c")
+    assert equal(content["state_dict"], arrays) and content["plain"] == {"list": [1, "x", None]}
+
+
+def test_writing_happens_aside_and_its_errors_come_with_the_next_call(tmp_path, monkeypatch):
+    import jax_engine.checkpoint as checkpoint
+
+    writer, done = Writer(), []
+    writer.save(tmp_path / "first", {"x": np.ones(3)}, lambda: done.append((tmp_path / "first").is_dir()))
+    writer.wait()
+    assert done == [True] and np.array_equal(read(tmp_path / "first")["x"], np.ones(3))
+
+    def slow(*_):
+        time.sleep(0.3)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    begun = time.monotonic()
+    writer.save(tmp_path / "second", {})
+    assert time.monotonic() - begun < 0.2
+    with pytest.raises(OSError, match="disk full"):
+        writer.save(tmp_path / "third", {})
+    writer.wait()
+
+
+def test_a_kill_during_the_save_leaves_the_old_one(tmp_path):
+    folder = tmp_path / "step=2"
+    write(folder, {"x": np.ones(3)})
+    script = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import jax_engine.checkpoint as checkpoint
+checkpoint.commit_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+writer = checkpoint.Writer()
+writer.save(Path(sys.argv[1]), {"x": np.zeros(3)})
+writer.wait()
+"""
+    result = subprocess.run([sys.executable, "-c", script, str(folder)], timeout=120)
+    assert result.returncode == -signal.SIGKILL
+    assert np.array_equal(read(folder)["x"], np.ones(3))
+    assert any(name.startswith(".step=2-") for name in os.listdir(tmp_path))

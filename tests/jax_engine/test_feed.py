@@ -1,0 +1,152 @@
+"""Micro-batches of a loader, stacked for the devices: shapes, padding, positions, and the thread that does it."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jax_engine.feed import Feed
+from jax_engine.parallel import MeshSharding, Replicas
+from lmmods.data.collate import Collator
+from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.sampler import evaluation_order, training_order
+
+LENGTHS = np.array([3, 9, 5, 2, 7, 4, 6, 8, 1, 5, 3])
+PAD = 63
+B = 2
+
+
+class Rows:
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, number):
+        if number < 0:
+            return None
+        ids = np.arange(LENGTHS[number]) + 5 * number
+        return {"input_ids": ids, "labels": ids, "segment_ids": np.ones_like(ids), "position_ids": np.arange(len(ids)),
+                "index": number, "start_positions": 0, "end_positions": len(ids) - 1}
+
+
+KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
+
+
+def collate(keys=KEYS):
+    return Collator(keys, PAD, 2, 16)
+
+
+def training_loader():
+    def order_of(epoch):
+        return training_order(LENGTHS, B, [7, epoch])
+
+    return StatefulLoader(Rows(), order_of, collate(), Share(), B)
+
+
+def four():
+    return Replicas(jax.devices()[:4])
+
+
+def plain(loader):
+    return [{name: tensor.numpy() for name, tensor in batch.items()} for batch in loader]
+
+
+@pytest.mark.parametrize("parallel", [four, lambda: MeshSharding(devices=jax.devices()[:4]),
+                                      lambda: Replicas(jax.devices()[:1])])
+def test_every_share_gets_the_next_micro_batch(parallel):
+    parallel = parallel()
+    wanted, groups = plain(training_loader()), list(Feed(training_loader(), parallel, B, PAD, epoch=0))
+    count = parallel.num_shares
+    assert [group.num_batches for group in groups] == [min(count, 6 - start) for start in range(0, 6, count)]
+    for number, group in enumerate(groups):
+        length = group.host["input_ids"].shape[2]
+        members = wanted[number * count : (number + 1) * count]
+        assert length == max(batch["input_ids"].shape[1] for batch in members)
+        for share, batch in enumerate(members):
+            rows, width = batch["input_ids"].shape
+            for name, x in batch.items():
+                assert np.array_equal(group.host[name][share, :rows, :width], x), name
+        for name, x in group.batch.items():
+            assert x.dtype == np.int32 and np.array_equal(parallel.fetch_rows(x), group.host[name]), name
+
+
+def test_padding_carries_no_weight():
+    last = list(Feed(training_loader(), four(), B, PAD))[-1].host  # 11 rows: two micro-batches, one of a single row
+    real = sum(int((batch["labels"] != -100).any(1).sum()) for batch in plain(training_loader())[4:])
+    assert real == (last["labels"] != -100).any(2).sum() < last["labels"].shape[0] * B
+    empty = (last["labels"] == -100).all(2)
+    assert (last["input_ids"][empty] == PAD).all() and (last["attention_mask"][empty].sum(1) == 1).all()
+    assert (last["segment_ids"][empty].sum(1) == 1).all() and not last["position_ids"][empty].any()
+    assert (last["attention_mask"].sum(2) >= 1).all()
+
+
+def test_answer_spans():
+    keys = ("input_ids", "index", "start_positions", "end_positions")
+    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(keys), Share())
+    groups = list(Feed(loader, four(), B, PAD))
+    assert all(group.position is None for group in groups)
+    index = np.concatenate([group.host["index"].ravel() for group in groups])
+    assert sorted(index[index >= 0]) == list(range(11)) and (index == -1).sum() == 16 - 11
+    for group in groups:
+        padding = group.host["index"] == -1
+        assert (group.host["start_positions"][padding] == -100).all()
+        assert (group.host["end_positions"][padding] == -100).all()
+        assert (group.host["width"] <= group.host["input_ids"].shape[2]).all()
+    assert groups[0].host["width"][:, 0].tolist() == [10, 8, 6, 4]
+
+
+def test_places_are_epoch_and_number_also_after_a_resume():
+    groups = list(Feed(training_loader(), four(), B, PAD, epoch=3))
+    assert [group.host["place"].tolist() for group in groups] == [[[3, n] for n in range(start, start + 4)]
+                                                                  for start in (0, 4)]
+    resumed = training_loader()
+    resumed.load_state_dict(groups[0].position)
+    (group,) = Feed(resumed, four(), B, PAD, epoch=3, start=groups[0].position["batches"])
+    assert all(np.array_equal(group.host[name], x) for name, x in groups[1].host.items())
+
+
+def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
+    loader = training_loader()
+    with Feed(loader, Replicas(jax.devices()[:1]), B, PAD, ahead=3) as feed:
+        iterator = iter(feed)
+        first = next(iterator)
+        while loader.state_dict()["batches"] < 4:
+            time.sleep(0.01)
+        assert first.position["batches"] == 1 and next(iterator).position["batches"] == 2
+
+
+def test_a_mistake_in_the_loader_reaches_the_consumer():
+    def broken():
+        yield {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+        raise ValueError("row 17")
+
+    received = []
+    with pytest.raises(ValueError, match="row 17"):
+        for group in Feed(broken(), Replicas(jax.devices()[:1]), B, PAD):
+            received.append(group)
+    assert len(received) == 1 and not feeds_alive()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_ends_the_thread(taken):
+    def endless():
+        while True:
+            yield {"input_ids": torch.ones(1, 3, dtype=torch.long)}
+
+    with Feed(endless(), Replicas(jax.devices()[:1]), B, PAD) as feed:
+        iterator = iter(feed)
+        for _ in range(taken):
+            next(iterator)
+    assert not feeds_alive()
+
+
+def test_leaving_a_loop_ends_the_thread():
+    for _ in Feed(training_loader(), four(), B, PAD):
+        break
+    assert not feeds_alive()
+
+
+def feeds_alive():
+    return [thread for thread in threading.enumerate() if thread.name == "feed"]

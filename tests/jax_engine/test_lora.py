@@ -1,0 +1,255 @@
+"""Adapters against PEFT: logits, gradients, names, folders both ways; and what is refused."""
+
+import copy
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from twins import Twin
+
+from jax_engine import lora as adapters
+from jax_engine.models import hub
+from jax_engine.models.names import flatten
+from lmmods.errors import UserError
+from lmmods.settings import LoRA
+
+TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    made = {}
+
+    def make(name, head):
+        if (name, head) not in made:
+            made[name, head] = Twin(name, head, tmp_path_factory.mktemp(name))
+        return made[name, head]
+
+    return make
+
+
+def wrapped(twin, lora):
+    """PEFT's model with random adapters and the JAX network with the same ones."""
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets,
+                        modules_to_save=copy.copy(lora.modules_to_save), use_dora=lora.dora, use_rslora=lora.rslora,
+                        task_type=TASKS[twin.head])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(copy.deepcopy(twin.torch), config).eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+            elif parameter.requires_grad:
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+    net = hub.network(twin.net.config, twin.head, lora=lora)
+    fresh = hub.load(net, str(twin.folder))
+    trained = net.from_torch({name: value.detach().numpy() for name, value in model.named_parameters()
+                              if value.requires_grad})
+    _, frozen = adapters.split(fresh, net.trainable(fresh))
+    return model, net, adapters.join(trained, frozen)
+
+
+def logits_of(model, batch):
+    # PEFT's own wrapper for question answering forgets token_type_ids; what it wraps does not.
+    network = model.base_model if isinstance(model, PeftModel) else model
+    output = network(**{key: torch.tensor(value) for key, value in batch.items()})
+    return output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
+
+
+CASES = [
+    ("llama", "causal", LoRA(rank=4, alpha=16)),
+    ("llama", "causal", LoRA(rank=4, alpha=8, rslora=True, targets=["q_proj", "mlp.down_proj"])),
+    ("llama", "causal", LoRA(rank=4, alpha=8, dora=True)),
+    ("llama", "causal", LoRA(rank=2, alpha=8, modules_to_save=["lm_head", "embed_tokens", "input_layernorm"])),
+    ("gpt2", "causal", LoRA(rank=4, alpha=16)),
+    ("gpt2", "causal", LoRA(rank=4, alpha=8, dora=True)),
+    ("gpt2", "causal", LoRA(rank=4, alpha=8, targets=["c_attn"], modules_to_save=["lm_head"])),
+    ("gpt2", "causal", LoRA(rank=4, alpha=8, targets=["c_fc"], modules_to_save=["wte"])),
+    ("bert", "masked", LoRA(rank=4, alpha=16)),
+    ("bert", "masked", LoRA(rank=4, alpha=16, dora=True, rslora=True)),
+    ("albert", "masked", LoRA(rank=3, alpha=6)),
+    ("bert", "qa", LoRA(rank=4, alpha=16, targets=["query", "attention.output.dense"])),
+]
+
+
+@pytest.mark.parametrize(("name", "head", "lora"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)])
+def test_logits_gradients_names_and_folders_are_pefts(twin, name, head, lora, tmp_path):
+    twin = twin(name, head)
+    model, net, params = wrapped(twin, lora)
+    batch = twin.batch()
+    real = batch["attention_mask"] > 0
+    trained, frozen = adapters.split(params, net.trainable(params))
+
+    def loss(trained):
+        params = adapters.join(trained, frozen)
+        logits = net.logits(params, net.hidden(params, batch))
+        return jnp.where(real[..., None], jnp.tanh(logits), 0).sum(), logits
+
+    (_, ours), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
+    theirs = logits_of(model, batch)
+    theirs[torch.tensor(real)].tanh().sum().backward()
+    theirs = theirs.detach().numpy()
+    assert np.abs(np.asarray(ours) - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    expected = {key: p.grad.numpy() for key, p in model.named_parameters() if p.requires_grad}
+    named = net.to_torch(grads)
+    assert list(named) == list(expected)
+    largest = max(np.abs(gradient).max() for gradient in expected.values())
+    for key, gradient in expected.items():
+        scale = max(np.abs(gradient).max(), 1e-3 * largest)
+        assert np.abs(named[key] - gradient).max() <= 1e-4 * scale, key
+    frozen_names = {key for key, p in model.named_parameters() if not p.requires_grad and "original_module" not in key}
+    # A copy that trains beside a tied weight leaves the weight itself under the other name.
+    assert frozen_names <= set(net.to_torch(frozen)) | {"base_model.model.transformer.wte.weight"}
+
+    adapters.save_adapter(net, params, tmp_path / "ours", base=str(twin.folder))
+    model.save_pretrained(tmp_path / "theirs")
+    mine, peft = load_file(tmp_path / "ours" / "adapter_model.safetensors"), load_file(
+        tmp_path / "theirs" / "adapter_model.safetensors")
+    assert mine.keys() == peft.keys() and all(torch.equal(mine[key], peft[key]) for key in mine)
+    again = PeftModel.from_pretrained(copy.deepcopy(twin.torch), tmp_path / "ours").eval()
+    assert torch.equal(logits_of(again, batch), logits_of(model, batch))
+    settings = adapters.adapter_settings(tmp_path / "theirs")
+    back = hub.network(twin.net.config, head, lora=settings)
+    loaded = adapters.load_adapter(back, tmp_path / "theirs")
+    assert jax.tree.structure(loaded) == jax.tree.structure(trained)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(trained)))
+
+
+def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(twin):
+    twin = twin("llama", "causal")
+    batch = twin.batch()
+    for lora in (LoRA(rank=64), LoRA(rank=64, dora=True)):
+        net = hub.network(twin.net.config, "causal", lora=lora)
+        params = hub.load(net, str(twin.folder), seed=1)
+        plain = twin.net.logits(twin.params, twin.net.hidden(twin.params, batch))
+        assert np.allclose(net.logits(params, net.hidden(params, batch)), plain, atol=1e-5)
+        peft = dict(get_peft_model(copy.deepcopy(twin.torch), LoraConfig(
+            r=64, target_modules="all-linear", use_dora=lora.dora)).named_parameters())
+        for key, value in net.to_torch(adapters.split(params, net.trainable(params))[0]).items():
+            theirs = peft[key].detach().numpy()
+            if "lora_A" in key:
+                bound = 1 / np.sqrt(value.shape[1])
+                assert np.abs(value).max() <= bound and np.abs(theirs).max() <= bound
+                assert abs(value.std() / theirs.std() - 1) < 0.1 and abs(value.mean()) < 0.1 * bound
+            else:
+                assert np.allclose(value, theirs, atol=1e-6), key
+        again, other = hub.load(net, str(twin.folder), seed=1), hub.load(net, str(twin.folder), seed=2)
+        q = ("layers", "attn", "q", "lora_A")
+        assert np.array_equal(flatten(again)[q], flatten(params)[q])
+        assert not np.array_equal(flatten(other)[q], flatten(params)[q])
+        assert not np.array_equal(flatten(params)[q][0], flatten(params)[q][1])
+
+
+def test_random_start_has_adapters_too(twin):
+    net = hub.network(twin("gpt2", "causal").config, "causal", lora=LoRA(rank=4, dora=True))
+    params = jax.jit(net.init)(jax.random.key(0))
+    qkv = params["layers"]["attn"]["qkv"]
+    assert np.allclose(qkv["lora_magnitude_vector"], np.linalg.norm(qkv["weight"], axis=1), atol=1e-6)
+    assert not qkv["lora_B"].any() and jnp.abs(qkv["lora_A"]).max() <= 1 / np.sqrt(24)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_dropout_is_on_the_adapters_input_alone(twin, dora):
+    """Averaged over many masks the adapter's part is what it is without dropout, and the base never moves."""
+    twin = twin("llama", "causal")
+    plain = LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora)
+    _, net, params = wrapped(twin, plain)
+    dropped = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora,
+                                                               dropout=0.25))
+    from jax_engine.models.linear import Linear
+
+    linear = {name: next(node for node in _linears(network) if node.path == "layers.attn.q")
+              for name, network in (("plain", net), ("dropped", dropped))}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 24)), jnp.float32)
+    weights = jax.tree.map(lambda leaf: leaf[0], params["layers"]["attn"]["q"])
+
+    def apply(node, x, keys):
+        from flax import nnx
+
+        assert isinstance(node, Linear)
+        return nnx.merge(nnx.split(node)[0], weights)(x, keys)
+
+    exact = apply(linear["plain"], x, None)
+    assert np.allclose(apply(linear["dropped"], x, None), exact)
+    many = apply(linear["dropped"], jnp.repeat(x, 4000, 0), jax.random.split(jax.random.key(0), 4000))
+    assert np.abs(many.mean(0) - exact[0]).max() < 0.1 * np.abs(exact).max()
+    assert many.std(0).min() > 0
+    without = {**weights, "lora_B": jnp.zeros_like(weights["lora_B"])}
+    weights = without
+    if not dora:
+        assert np.allclose(apply(linear["dropped"], jnp.repeat(x, 4, 0), jax.random.split(jax.random.key(0), 4)),
+                           x[0] @ weights["weight"].T, atol=1e-5)
+
+
+def _linears(network):
+    from flax import nnx
+
+    from jax_engine.models.block import Block
+    from jax_engine.models.linear import Linear
+
+    block = nnx.eval_shape(lambda: Block(network.arch, network.build, nnx.Rngs(0)))
+    return [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
+
+
+def test_only_the_adapters_train(twin):
+    twin = twin("llama", "causal")
+    net = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
+    params = hub.load(net, str(twin.folder))
+    trained, frozen = adapters.split(params, net.trainable(params))
+    assert {path[-1] for path in flatten(trained)} == {"lora_A", "lora_B", "weight"}
+    assert [path for path in flatten(trained) if path[-1] == "weight"] == [("norm", "weight")]
+    assert {path[-1] for path in flatten(frozen)} == {"weight", "bias"}
+    joined = adapters.join(trained, frozen)
+    assert flatten(joined).keys() == flatten(params).keys()
+    decays = flatten(net.decays(trained))
+    assert all(decays[path] == (path[-1] in ("lora_A", "lora_B")) for path in decays)
+    hub_folder_names = net.to_torch(params, plain=True)
+    assert hub_folder_names.keys() == dict(twin.torch.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(("lora", "message"), [
+    (LoRA(targets=["q_prj"]), "lora.targets: 'q_prj' matches no module of this model. Candidates: down_proj, gate"),
+    (LoRA(targets=["lm_head"]), "lora.targets: 'lm_head' matches no module"),
+    (LoRA(modules_to_save=["lm_had"]), "lora.modules_to_save: 'lm_had' matches no module"),
+    (LoRA(targets=["layers.0.self_attn.q_proj"]), "some layers only"),
+    (LoRA(modules_to_save=["o_proj"]), "o_proj is also among lora.targets"),
+])
+def test_targets_that_do_not_fit_are_refused_by_name(twin, lora, message):
+    with pytest.raises(UserError, match=message):
+        hub.network(twin("llama", "causal").net.config, "causal", lora=lora)
+
+
+def test_a_tied_masked_head_cannot_train_apart(twin):
+    with pytest.raises(UserError, match="one matrix"):
+        hub.network(twin("bert", "masked").net.config, "masked", lora=LoRA(modules_to_save=["word_embeddings"]))
+
+
+def test_adapters_that_do_not_fit_are_refused(twin, tmp_path):
+    twin = twin("llama", "causal")
+    lora = LoRA(rank=4, targets=["q_proj"])
+    net = hub.network(twin.net.config, "causal", lora=lora)
+    params = hub.load(net, str(twin.folder))
+    with pytest.raises(UserError, match="no adapter_config.json"):
+        adapters.adapter_settings(tmp_path)
+    adapters.save_adapter(net, params, tmp_path)
+    assert adapters.adapter_settings(tmp_path) == lora
+    other = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, targets=["k_proj"]))
+    with pytest.raises(UserError, match="k_proj.lora_A.*Not expected.*q_proj.lora_A"):
+        adapters.load_adapter(other, tmp_path)
+    wider = hub.network(twin.net.config, "causal", lora=LoRA(rank=8, targets=["q_proj"]))
+    with pytest.raises(UserError, match="wanted"):
+        adapters.load_adapter(wider, tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    for change in ({"rank_pattern": {"q_proj": 8}}, {"bias": "all"}, {"peft_type": "IA3"},
+                   {"target_modules": ".*q_proj"}):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(written | change))
+        with pytest.raises(UserError, match=next(iter(change))):
+            adapters.adapter_settings(tmp_path)

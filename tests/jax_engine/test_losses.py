@@ -1,0 +1,161 @@
+"""Losses against those of the torch engine: values, gradients, memory, compiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_engine import losses
+from jax_engine.losses import IGNORED, span_loss, token_loss
+from jax_engine.parallel import SHARE_AXES, MeshSharding
+from lmmods.modules import loss as torch_loss
+from lmmods.modules import qa
+
+B, T, D, V = 8, 9, 12, 50
+
+
+def draw(labelled, seed=0):
+    random = np.random.default_rng(seed)
+    targets = np.where(random.random((B, T)) < labelled, random.integers(0, V, (B, T)), IGNORED)
+    return (random.normal(size=(B, T, D)).astype(np.float32), targets,
+            {"weight": random.normal(size=(V, D)).astype(np.float32), "bias": random.normal(size=V).astype(np.float32)})
+
+
+def ours(hidden, targets, params, count=True, vocab_size=V):
+    sums = token_loss(hidden, targets, lambda h: h @ params["weight"].T + params["bias"], vocab_size, count)
+    return sums.total, sums
+
+
+def theirs(hidden, targets, params):
+    hidden, weight, bias = (torch.tensor(x, requires_grad=True) for x in (hidden, params["weight"], params["bias"]))
+    sums = torch_loss.token_loss(hidden, torch.tensor(targets), lambda h: h @ weight.T + bias, [weight, bias], V, True)
+    sums.total.backward()
+    return sums, hidden.grad.numpy(), {"weight": weight.grad.numpy(), "bias": bias.grad.numpy()}
+
+
+def close(actual, wanted, tolerance=1e-6):
+    return np.abs(np.asarray(actual) - np.asarray(wanted)).max() <= tolerance * max(np.abs(wanted).max(), 1)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * V * 5)
+
+
+@pytest.mark.parametrize("labelled", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_token_loss_equals_torchs(labelled, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * V * 5)
+    hidden, targets, params = draw(labelled)
+    wanted, wanted_hidden, wanted_params = theirs(hidden, targets, params)
+    differentiate = jax.jit(jax.value_and_grad(ours, argnums=(0, 2), has_aux=True))
+    (total, sums), (by_hidden, by_params) = differentiate(hidden, targets, params)
+    assert close(total, wanted.total.item()) and close(by_hidden, wanted_hidden)
+    assert all(close(by_params[name], wanted_params[name]) for name in by_params)
+    assert (sums.weight, sums.correct) == (wanted.weight.item(), wanted.correct.item())
+    without_gradient = jax.jit(ours)(hidden, targets, params)[1]
+    assert close(without_gradient.total, wanted.total.item()) and without_gradient.correct == sums.correct
+
+
+def test_cotangent_scales_the_gradient(small_chunks):
+    hidden, targets, params = draw(0.4)
+    once = jax.grad(lambda h: ours(h, targets, params)[0])(hidden)
+    assert close(jax.grad(lambda h: -3 * ours(h, targets, params)[0])(hidden), -3 * once)
+
+
+def test_any_head_is_differentiated(small_chunks):
+    """A soft-cap, an adapter and a tied table used elsewhere: equal to the loss over full logits."""
+    hidden, targets, params = draw(0.5)
+    params["lora"] = np.full((V, D), 0.1, np.float32)
+
+    def head(params, h):
+        return 5 * jnp.tanh(h @ (params["weight"] + params["lora"]).T / 5 + params["bias"])
+
+    def chunked(params):
+        return token_loss(hidden * params["weight"][:1], targets, lambda h: head(params, h), V).total
+
+    def full(params):
+        log_probs = jax.nn.log_softmax(head(params, hidden * params["weight"][:1]))
+        picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+        return -jnp.where(targets == IGNORED, 0, picked).sum()
+
+    for actual, wanted in zip(*(jax.tree.leaves(jax.grad(f)(params)) for f in (chunked, full)), strict=True):
+        assert close(actual, wanted, 3e-6)
+
+
+def test_one_compile_for_any_number_of_labels(small_chunks):
+    step = jax.jit(jax.grad(ours, has_aux=True))
+    for labelled in (0.0, 0.1, 0.9, 1.0):
+        step(*draw(labelled))
+    assert step._cache_size() == 1
+
+
+def test_bfloat16_hidden_states_give_a_float32_loss(small_chunks):
+    hidden, targets, params = draw(1.0)
+    total = ours(jnp.asarray(hidden, jnp.bfloat16), targets, params)[0]
+    exact = ours(np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float32), targets, params)[0]
+    assert total.dtype == jnp.float32 and abs(total - exact) / (B * T) < 2e-3
+
+
+@pytest.mark.parametrize("trains_head", [True, False])
+def test_memory_of_a_wide_vocabulary(trains_head):
+    """At V = 128k: a chunk of logits and its gradient; never [B, T, V]."""
+    wide, rows, length, size = 128_000, 4, 512, 16
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
+              (((rows, length, size), jnp.float32), ((rows, length), jnp.int32), ((wide, size), jnp.float32))]
+
+    def total(hidden, targets, weight):
+        return token_loss(hidden, targets, lambda h: h @ weight.T, wide).total
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 2) if trains_head else (0,))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * losses.CHUNK_BYTES < 4 * rows * length * wide / 10
+
+
+def test_a_frozen_head_costs_no_gradient():
+    hidden, targets, params = draw(0.5)
+    text = str(jax.make_jaxpr(jax.grad(lambda h: ours(h, targets, params, False)[0]))(hidden))
+    assert f"f32[1,{V},{D}]" not in text
+    text = str(jax.make_jaxpr(jax.grad(lambda p: ours(hidden, targets, p, False)[0]))(params))
+    assert f"f32[1,{V},{D}]" in text
+
+
+def test_same_on_a_mesh(small_chunks):
+    hidden, targets, params = draw(0.3)
+    mesh = MeshSharding(data=2, fsdp=2, tensor=2).mesh
+    wanted_total, wanted = jax.value_and_grad(lambda h, t, p: ours(h, t, p)[0], argnums=(0, 2))(hidden, targets, params)
+    rows = NamedSharding(mesh, PartitionSpec(SHARE_AXES))
+    args = (jax.device_put(hidden, rows), jax.device_put(targets, rows),
+            {"weight": jax.device_put(params["weight"], NamedSharding(mesh, PartitionSpec("fsdp"))),
+             "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))})
+    with jax.set_mesh(mesh):
+        (total, sums), found = jax.jit(jax.value_and_grad(ours, argnums=(0, 2), has_aux=True))(*args)
+    assert close(total, wanted_total) and sums.weight == (targets != IGNORED).sum()
+    assert all(close(*pair, 3e-6) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+
+
+def test_shift_labels():
+    labels = np.array([[5, 6, IGNORED, 7]])
+    assert np.array_equal(losses.shift_labels(labels), torch_loss.shift_labels(torch.tensor(labels)))
+
+
+@pytest.mark.parametrize("added", [0, 4])
+def test_span_loss_equals_torchs(added):
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(5, 7, 2)).astype(np.float32)
+    batch = {"start_positions": np.array([0, 3, IGNORED, 6, 2]), "end_positions": np.array([1, 3, IGNORED, 6, 5])}
+    tensor = torch.tensor(logits, requires_grad=True)
+    wanted = qa.span_loss(tensor[..., 0], tensor[..., 1], {name: torch.tensor(x) for name, x in batch.items()})
+    wanted.total.backward()
+    padded = np.pad(logits, ((0, 0), (0, added), (0, 0)), constant_values=9.0)
+    batch["width"] = np.full(5, 7)
+
+    def total(logits):
+        sums = span_loss(logits, batch)
+        return sums.total, sums.weight
+
+    (value, weight), gradient = jax.value_and_grad(total, has_aux=True)(padded)
+    assert close(value, wanted.total.item()) and weight == wanted.weight.item() == 4
+    assert close(gradient[:, :7], tensor.grad.numpy()) and not gradient[:, 7:].any()

@@ -1,0 +1,128 @@
+"""Update rules against torch.optim, transformers and bitsandbytes, a stack of layers against layers one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from jax_engine.optim import build, step_scalars
+from jax_engine.state import flatten
+from lmmods.errors import UserError
+from lmmods.modules.optim import build_optimizer, build_schedule
+from lmmods.settings import Optimizer
+
+NUM_STEPS = 50
+SHAPES = {"matrix": (6, 10), "vector": (7,), "stack_matrix": (3, 5, 8), "stack_vector": (3, 9)}
+DECAYS = {name: "matrix" in name for name in SHAPES}
+RULES = {
+    "adamw": Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=5),
+    "adamw_betas": Optimizer(name="adamw", lr=1e-2, betas=[0.8, 0.95], eps=1e-6, schedule="linear", warmup=0.1),
+    "adafactor": Optimizer(name="adafactor", lr=1e-2, weight_decay=0.1),
+    "sgd": Optimizer(name="sgd", lr=1e-2, weight_decay=0.1, schedule="wsd"),
+    "sgd_momentum": Optimizer(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "lion": Optimizer(name="lion", lr=1e-3, betas=[0.9, 0.99], weight_decay=0.1, schedule="linear", warmup=3),
+}
+
+
+def layers(name, array):
+    """The parameters that torch has for ours."""
+    return list(array) if name.startswith("stack") else [array]
+
+
+def run_torch(settings, params, gradients):
+    """Parameters after all steps, and the learning rate of each."""
+    named = [(f"{name}.{i}", torch.nn.Parameter(torch.tensor(part)))
+             for name, p in params.items() for i, part in enumerate(layers(name, p))]
+    optimizer = build_optimizer(named, settings)
+    schedule = build_schedule(optimizer, settings, NUM_STEPS)
+    rates = []
+    for step in range(NUM_STEPS):
+        parts = [part for name in params for part in layers(name, gradients[step][name])]
+        for (_, p), part in zip(named, parts, strict=True):
+            p.grad = torch.tensor(part)
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    values = iter(p.detach().numpy() for _, p in named)
+    moved = {name: np.stack([next(values) for _ in layers(name, p)]).reshape(p.shape) for name, p in params.items()}
+    return moved, rates
+
+
+def draw():
+    random = np.random.default_rng(0)
+    params = {name: random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    # layers of very different gradients, so that statistics shared between them would show
+    scale = {name: 10.0 ** np.arange(-1, 2).reshape(3, *[1] * (len(s) - 1)) if name.startswith("stack") else 1.0
+             for name, s in SHAPES.items()}
+    gradients = [{name: (scale[name] * random.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()}
+                 for _ in range(NUM_STEPS)]
+    return params, gradients
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fifty_steps_are_those_of_the_torch_engine(rule):
+    settings = RULES[rule]
+    params, gradients = draw()
+    wanted, rates = run_torch(settings, params, gradients)
+    optimizer = build(settings, DECAYS)
+
+    @jax.jit
+    def step(params, state, gradients, scalars):
+        updates, state = optimizer.update(gradients, state, params, **scalars)
+        return optax.apply_updates(params, updates), state
+
+    ours, state = jax.tree.map(jnp.asarray, params), optimizer.init(params)
+    for number in range(NUM_STEPS):
+        scalars = step_scalars(settings, number, NUM_STEPS)
+        assert scalars["lr"] == np.float32(rates[number])
+        ours, state = step(ours, state, gradients[number], scalars)
+    assert step._cache_size() == 1
+    for name, value in ours.items():
+        assert np.abs(value - wanted[name]).max() <= 1e-6 * np.abs(wanted[name]).max(), name
+        assert np.abs(wanted[name] - params[name]).max() > 1e-3
+
+
+def test_only_matrices_decay():
+    settings = Optimizer(name="adamw", lr=0.1, weight_decay=0.5)
+    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    optimizer = build(settings, DECAYS)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params,
+                                  **step_scalars(settings, 0, 1))
+    assert {name: bool((u != 0).all()) for name, u in updates.items()} == DECAYS
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_each_layer():
+    state = build(RULES["adafactor"], DECAYS).init({name: jnp.ones(shape) for name, shape in SHAPES.items()})
+    assert {".".join(path): leaf.shape for path, leaf in flatten(state).items()} == {
+        "exp_avg_sq_row.matrix": (6,), "exp_avg_sq_col.matrix": (10,), "exp_avg_sq.vector": (7,),
+        "exp_avg_sq_row.stack_matrix": (3, 5), "exp_avg_sq_col.stack_matrix": (3, 8), "exp_avg_sq.stack_vector": (3, 9)}
+
+
+def test_plain_sgd_keeps_nothing():
+    assert build(Optimizer(name="sgd"), DECAYS).init({name: jnp.ones(s) for name, s in SHAPES.items()}) == {}
+
+
+def test_bfloat16_parameters_move_like_torchs():
+    settings = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
+    random = np.random.default_rng(0)
+    start, gradients = random.normal(size=(8, 8)), random.normal(size=(5, 8, 8))
+    param = torch.nn.Parameter(torch.tensor(start, dtype=torch.bfloat16))
+    theirs, optimizer = build_optimizer([("p", param)], settings), build(settings, {"p": True})
+    ours = {"p": jnp.asarray(start, jnp.bfloat16)}
+    state = optimizer.init(ours)
+    for number, gradient in enumerate(gradients):
+        param.grad = torch.tensor(gradient, dtype=torch.bfloat16)
+        theirs.step()
+        updates, state = optimizer.update({"p": jnp.asarray(gradient, jnp.bfloat16)}, state, ours,
+                                          **step_scalars(settings, number, 5))
+        ours = optax.apply_updates(ours, updates)
+    assert ours["p"].dtype == state["exp_avg"]["p"].dtype == jnp.bfloat16
+    assert np.abs(np.float32(ours["p"]) - param.detach().float().numpy()).max() <= 2**-8 * np.abs(start).max()
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_32bit", "lion_8bit"])
+def test_bitsandbytes_names_are_refused(name):
+    with pytest.raises(UserError, match=f"{name}.*engine: torch.*adamw"):
+        build(Optimizer(name=name), DECAYS)

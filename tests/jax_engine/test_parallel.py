@@ -1,0 +1,183 @@
+"""Replicas and meshes of eight CPU devices against one device; layouts, compiles, what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_engine.feed import Feed
+from jax_engine.losses import IGNORED, shift_labels, token_loss
+from jax_engine.optim import build, step_scalars
+from jax_engine.parallel import MeshSharding, Replicas
+from jax_engine.steps import Clipping, Steps, window_figures
+from lmmods.errors import UserError
+from lmmods.settings import Optimizer
+
+B, NUM_STEPS = 2, 20
+SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=3)
+WAYS = {
+    "replicas": lambda: Replicas(),
+    "fsdp": lambda: MeshSharding(),
+    "data_fsdp": lambda: MeshSharding(data=2, fsdp=4),
+    "all_three": lambda: MeshSharding(data=2, fsdp=2, tensor=2),
+    "one_device_mesh": lambda: MeshSharding(devices=jax.devices()[:1]),
+}
+
+
+def batches(num_batches):
+    """Micro-batches as a torch loader yields them; lengths differ, and the last one is short of rows."""
+    random = np.random.default_rng(0)
+    for number in range(num_batches):
+        length, size = [6, 8][number % 8 // 4], B if number + 1 < num_batches else 1
+        ids = random.integers(1, 64, (size, length))
+        mask = np.arange(length) < random.integers(3, length + 1, (size, 1))
+        columns = {"input_ids": ids, "attention_mask": mask.astype(int), "labels": np.where(mask, ids, IGNORED)}
+        yield {name: torch.tensor(column) for name, column in columns.items()}
+
+
+def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
+    """Losses of all steps and the parameters after them; `per_step` micro-batches a device step, all in all."""
+    def loss(params, batch, row_keys, count_correct):
+        return token_loss(toy.hidden(params, batch, row_keys), shift_labels(batch["labels"]),
+                          lambda h: toy.logits(params, h), toy.vocab_size, count_correct)
+
+    params = toy.init(jax.random.key(0))
+    steps = Steps(parallel, loss, build(SETTINGS, toy.decays(params)), 3, Clipping(1.0))
+    state, window, losses = steps.new_state(parallel.put_state(params)), None, []
+    groups = per_step // parallel.num_shares * accumulate
+    feed = Feed(list(batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
+    for number, group in enumerate(feed, start=1):
+        scalars = parallel.put_scalars(step_scalars(SETTINGS, len(losses), num_steps))
+        if groups == 1:
+            state, figures = steps.full_step(state, {}, group.batch, scalars)
+        else:
+            window = steps.micro_step(state, {}, window or steps.open_window(state), group.batch)
+            if number % groups:
+                continue
+            (state, figures), window = steps.update(state, window, scalars), None
+        losses.append(window_figures(figures))
+    return losses, parallel.fetch_state(state)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Runs on one device, by the number of micro-batches per step."""
+    from conftest import Toy
+
+    return {count: train(Toy(), Replicas(jax.devices()[:1]), count // 8) for count in (8, 32)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_eight_devices_take_the_steps_of_one(toy, alone, way, accumulate):
+    parallel = WAYS[way]()
+    wanted_losses, wanted = alone[8 * accumulate]
+    losses, state = train(toy, parallel, accumulate)
+    assert len(losses) == NUM_STEPS
+    for ours, theirs in zip(losses, wanted_losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert [ours[name] for name in ("weight", "num_tokens", "num_rows")] == [
+            theirs[name] for name in ("weight", "num_tokens", "num_rows")]
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * max(np.abs(theirs).max(), 1)
+
+
+@pytest.mark.parametrize("way", ["replicas", "data_fsdp"])
+def test_one_compile_for_each_length(toy, way):
+    traces = []
+    for num_steps in (2, 6):
+        toy.num_traces = 0
+        train(toy, WAYS[way](), 4, num_steps)
+        traces.append(toy.num_traces)
+    assert traces[0] == traces[1]
+
+
+def test_state_is_born_and_stays_sharded(toy):
+    parallel = MeshSharding(data=2, fsdp=4)
+    (params,) = parallel.compile(lambda key: (toy.init(key),), ("scalar",), ("state",))(jax.random.key(0))
+    steps = Steps(parallel, None, build(SETTINGS, toy.decays(params)), 0)
+    state = steps.new_state(params)
+    for _ in range(2):
+        table = state["trainable"]["embed"]["tokens"]["weight"]
+        moment = state["optimizer"]["exp_avg"]["layers"]["mlp"]["up"]["weight"]
+        assert table.addressable_shards[0].data.shape == (16, 16)  # [64, 16] by rows
+        assert moment.addressable_shards[0].data.shape == (3, 16, 4)  # never across the stack of layers
+        assert state["trainable"]["layers"]["attn_norm"]["weight"].sharding.is_fully_replicated
+        window = steps.open_window(state)
+        assert window["gradients"]["embed"]["tokens"]["weight"].sharding == table.sharding
+        state, _ = steps.update(state, window, parallel.put_scalars(step_scalars(SETTINGS, 0, 1)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_host_arrays_come_back_bit_for_bit(toy, way):
+    parallel = WAYS[way]()
+    params = jax.tree.map(np.asarray, toy.init(jax.random.key(1)))
+    placed = parallel.put_state(params)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), parallel.shapes(placed)) == jax.tree.map(
+        lambda p: (p.shape, p.dtype), params)
+    for tree in (parallel.fetch_state(placed), parallel.fetch_sums(parallel.put_sums(params))):
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True))
+    rows = np.arange(3 * parallel.num_shares).reshape(-1, 3)
+    assert np.array_equal(parallel.fetch_rows(parallel.put_batch({"x": rows}))["x"], rows)
+
+
+def test_what_is_fetched_outlives_the_donated_state():
+    parallel = MeshSharding()
+    state = parallel.put_state({"weight": np.arange(16.0, dtype=np.float32).reshape(8, 2)})
+    step = parallel.compile(lambda s: (jax.tree.map(lambda x: x * 0 - 1, s),), ("state",), ("state",), donate=(0,))
+    before = parallel.fetch_state(state)
+    state = step(state)[0]
+    assert np.array_equal(before["weight"], np.arange(16.0).reshape(8, 2))
+
+
+def test_indivisible_dimensions_stay_whole_and_are_told_once(capsys):
+    parallel = MeshSharding()
+    state = parallel.put_state({"a": {"weight": np.ones((5, 7))}, "b": {"weight": np.ones((3, 16))}, "c": np.ones(3),
+                                "d": {"weight": np.ones((5, 9))}})
+    assert state["a"]["weight"].sharding.is_fully_replicated
+    assert state["b"]["weight"].addressable_shards[0].data.shape == (3, 2)
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1 and "a.weight [5, 7]" in told
+
+
+@pytest.mark.parametrize("sizes", [{"data": 3}, {"data": 2, "fsdp": 2}, {"data": 16}, {"data": -1}, {"tensor": 0},
+                                   {"fsdp": 16}])
+def test_wrong_mesh_sizes(sizes):
+    with pytest.raises(UserError, match="mesh sizes.*(8|-1 for all)"):
+        MeshSharding(**sizes)
+
+
+def test_no_array_is_rebuilt_in_full(tmp_path):
+    """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own."""
+    script = """
+import sys; sys.path[:0] = sys.argv[1:]
+from conftest import Toy
+from test_parallel import MeshSharding, train
+train(Toy(), MeshSharding(data=2, fsdp=4), 1, num_steps=1)
+train(Toy(), MeshSharding(data=2, fsdp=2, tensor=2), 2, num_steps=1)
+print("trained")
+"""
+    here = Path(__file__).parent
+    result = subprocess.run([sys.executable, "-c", script, str(here), str(here.parent.parent)], timeout=300,
+                            capture_output=True, text=True, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"})
+    assert "trained" in result.stdout, result.stderr
+    assert "rematerialization" not in result.stderr
+
+
+def test_a_step_leaves_no_values_behind_on_the_host(toy):
+    """Nothing implicit travels between host and devices."""
+    parallel = Replicas()
+    step = parallel.compile(lambda s, b, x: (jax.tree.map(lambda w: w + parallel.sum(b["x"].sum()) * x["lr"], s),),
+                            ("state", "batch", "scalar"), ("state",))
+    args = (parallel.put_state({"w": np.ones(3, np.float32)}), parallel.put_batch({"x": np.ones((8, 2), np.float32)}),
+            parallel.put_scalars({"lr": np.float32(0.5)}))
+    with jax.transfer_guard("disallow"):
+        (state,) = step(*args)
+    assert np.array_equal(parallel.fetch_state(state)["w"], np.full(3, 9, np.float32))
+    assert jnp.float32 == state["w"].dtype

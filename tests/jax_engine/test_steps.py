@@ -1,0 +1,238 @@
+"""Windows, updates and what they report, against plain gradients and torch's optimiser."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from jax_engine.losses import IGNORED, shift_labels, token_loss
+from jax_engine.optim import build, step_scalars
+from jax_engine.parallel import Replicas
+from jax_engine.state import flatten, merge, split
+from jax_engine.steps import Clipping, Steps, check_finite, row_keys, window_figures
+from lmmods.errors import UserError
+from lmmods.modules.optim import build_optimizer
+from lmmods.settings import Optimizer
+
+SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)
+B, T = 4, 10
+
+
+def loss_of(toy):
+    def loss(params, batch, row_keys, count_correct):
+        hidden = toy.hidden(params, batch, row_keys)
+        return token_loss(hidden, shift_labels(batch["labels"]), lambda h: toy.logits(params, h), toy.vocab_size,
+                          count_correct)
+
+    return loss
+
+
+def rows(seed, num_rows=B, length=T):
+    random = np.random.default_rng(seed)
+    ids = random.integers(1, 64, (num_rows, length)).astype(np.int32)
+    lengths = random.integers(3, length + 1, num_rows)
+    mask = (np.arange(length) < lengths[:, None]).astype(np.int32)
+    return {"input_ids": ids, "attention_mask": mask, "labels": np.where(mask == 1, ids, IGNORED).astype(np.int32)}
+
+
+def batch_of(parallel, rows, number=0, epoch=0):
+    return parallel.put_batch({**{name: x[None] for name, x in rows.items()},
+                               "place": np.array([[epoch, number]], np.int32)})
+
+
+@pytest.fixture
+def one():
+    return Replicas(jax.devices()[:1])
+
+
+def make(toy, parallel, settings=SETTINGS, clipping=Clipping(), **kwargs):
+    params = toy.init(jax.random.key(0))
+    optimizer = build(settings, toy.decays(params))
+    steps = Steps(parallel, loss_of(toy), optimizer, 3, clipping, **kwargs)
+    return steps, steps.new_state(parallel.put_state(params)), params
+
+
+def close(first, second, tolerance):
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(np.abs(b).max(), 1e-3) for a, b in pairs)
+
+
+def scalars(parallel, step=0, settings=SETTINGS):
+    return parallel.put_scalars(step_scalars(settings, step, 20))
+
+
+CLIPPINGS = [Clipping(), Clipping(0.05), Clipping(1e6), Clipping(0.003, "value"), Clipping(0)]
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS, ids=str)
+def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clipping):
+    toy.rate = 0.0
+    steps, state, params = make(toy, one, clipping=clipping)
+    window, pieces = steps.open_window(state), [rows(seed, length=length) for seed, length in ((0, 10), (1, 7), (2, 5))]
+    for number, piece in enumerate(pieces):
+        window = steps.micro_step(state, {}, window, batch_of(one, piece, number))
+    state, figures = steps.update(state, window, scalars(one))
+
+    def total(params):
+        sums = [loss_of(toy)(params, piece, None, False) for piece in pieces]
+        return sum(s.total for s in sums) / sum(s.weight for s in sums)
+
+    value, gradient = jax.value_and_grad(total)(params)
+    named = [(name, torch.nn.Parameter(torch.tensor(p))) for name, p in toy.to_torch(params).items()]
+    for (_, p), g in zip(named, toy.to_torch(gradient).values(), strict=True):
+        p.grad = torch.tensor(g)
+    tensors = [p for _, p in named]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in tensors])
+    if clipping.algorithm == "value":
+        torch.nn.utils.clip_grad_value_(tensors, clipping.value)
+    elif clipping.value:
+        torch.nn.utils.clip_grad_norm_(tensors, clipping.value)
+    build_optimizer(named, SETTINGS).step()
+
+    plain = window_figures(figures)
+    assert plain["loss"] == pytest.approx(float(value), rel=1e-6)
+    assert plain["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert plain["num_tokens"] == sum(piece["attention_mask"].sum() for piece in pieces) and plain["num_rows"] == 12
+    moved = toy.to_torch(one.fetch_state(state["trainable"]))
+    moments = toy.to_torch(one.fetch_state(state["optimizer"]["exp_avg"]))
+    for name, p in named:
+        assert np.abs(moved[name] - p.detach().numpy()).max() <= 2e-5
+        assert np.abs(moments[name] / (1 - SETTINGS.betas[0]) - p.grad.numpy()).max() <= 1e-5 * p.grad.abs().max()
+
+
+def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
+    """8 rows at once = 2 x 4 = 4 x 2, dropout on, lengths of their own, padding rows in between."""
+    settings = Optimizer(name="sgd", lr=0.1)
+    everything, results = rows(5, 8), []
+    for size in (8, 4, 2):
+        steps, state, _ = make(toy, one, settings)
+        window = steps.open_window(state)
+        for number in range(8 // size):
+            piece = {name: x[number * size : (number + 1) * size] for name, x in everything.items()}
+            longest = piece["attention_mask"].sum(1).max()
+            piece = {name: x[:, :longest] for name, x in piece.items()}
+            window = steps.micro_step(state, {}, window, batch_of(one, piece, number))
+        state, figures = steps.update(state, window, scalars(one, settings=settings))
+        results.append((one.fetch_state(state["trainable"]), window_figures(figures)))
+    steps, state, _ = make(toy, one, settings)
+    state, figures = steps.full_step(state, {}, batch_of(one, everything), scalars(one, settings=settings))
+    results.append((one.fetch_state(state["trainable"]), window_figures(figures)))
+    for params, figures in results[1:]:
+        assert close(params, results[0][0], 1e-6) and figures == pytest.approx(results[0][1], rel=1e-5)
+
+
+def test_a_micro_batch_without_labels_changes_nothing(toy, one):
+    steps, state, params = make(toy, one, Optimizer(name="sgd", lr=0.1))
+    empty = rows(0)
+    empty["labels"][:] = IGNORED
+    window = steps.micro_step(state, {}, steps.open_window(state), batch_of(one, empty))
+    state, figures = steps.update(state, window, scalars(one, settings=Optimizer(name="sgd")))
+    assert set(window_figures(figures).values()) == {0}
+    assert close(one.fetch_state(state["trainable"]), params, 0.0)
+
+
+def test_frozen_parameters_stay_and_have_no_state(toy, one):
+    params = toy.init(jax.random.key(0))
+    trains = jax.tree.map(lambda _: False, params)
+    trains["layers"]["mlp"]["up"]["weight"] = True
+    trainable, frozen = split(params, trains)
+    assert jax.tree.structure(merge(trainable, frozen)) == jax.tree.structure(params)
+    steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(trainable)), 3)
+    state, base = steps.new_state(one.put_state(trainable)), one.put_state(frozen)
+    state, _ = steps.full_step(state, base, batch_of(one, rows(0)), scalars(one))
+    assert len(flatten(state["optimizer"])) == 2 and len(flatten(state["trainable"])) == 1
+    assert close(one.fetch_state(base), frozen, 0.0)
+    assert not close(one.fetch_state(state["trainable"]), trainable, 1e-4)
+
+
+def test_dropout_depends_on_seed_epoch_and_place(toy, one):
+    totals = []
+    for seed in (3, 4):
+        params = toy.init(jax.random.key(0))
+        steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(params)), seed)
+        state = steps.new_state(one.put_state(params))
+        for epoch, number in ((0, 0), (1, 0), (0, 1), (0, 0)):
+            window = steps.micro_step(state, {}, steps.open_window(state), batch_of(one, rows(0), number, epoch))
+            totals.append(one.fetch_sums(window)["sums"]["total"].item())
+    assert len(set(totals)) == 6 and totals[0] == totals[3] and totals[4] == totals[7]
+
+
+def test_row_keys_are_those_of_the_places_in_the_epoch():
+    def data(place, size):
+        return np.asarray(jax.random.key_data(row_keys(7, jnp.array(place), size)))
+
+    whole = data([[2, 3]], 8)
+    assert np.array_equal(whole, data([[2, 6], [2, 7]], 4))
+    assert np.array_equal(whole[4:6], data([[2, 14]], 2))
+    assert len(np.unique(data([[0, 0], [0, 1], [1, 0], [1, 1]], 8), axis=0)) == 32
+
+
+def test_evaluation_and_prediction_keep_the_state(toy, one):
+    def predict(params, batch):
+        return {"best": toy.logits(params, toy.hidden(params, batch)).argmax(-1)}
+
+    steps, state, params = make(toy, one, predict=predict)
+    batch = batch_of(one, rows(0))
+    first = jax.device_get(steps.eval_step(state["trainable"], {}, batch))
+    again = jax.device_get(steps.eval_step(state["trainable"], {}, batch))
+    assert first == again and set(first) == {"total", "weight", "correct"}
+    wanted = loss_of(toy)(params, rows(0), None, True)
+    assert first["total"] == pytest.approx(wanted.total.item(), rel=1e-6) and first["correct"] == wanted.correct
+    best = one.fetch_rows(steps.predict_step(state["trainable"], {}, batch))["best"]
+    assert np.array_equal(best, predict(params, rows(0))["best"][None])
+
+
+def test_each_shape_is_compiled_once_and_nothing_waits(toy, one):
+    steps, state, _ = make(toy, one)
+    window = steps.open_window(state)
+    batches = [batch_of(one, rows(number, length=length), number) for number, length in enumerate((10, 6, 10, 6))]
+    numbers = [scalars(one, step) for step in range(3)]
+    after_first = None
+    with jax.transfer_guard("disallow"):
+        for step in range(3):
+            window = steps.open_window(state)
+            for batch in batches:
+                window = steps.micro_step(state, {}, window, batch)
+            state, _ = steps.update(state, window, numbers[step])
+            after_first = after_first or toy.num_traces
+    assert toy.num_traces == after_first <= 4  # scan bodies are traced up to twice for a shape
+
+
+def test_state_and_window_are_donated(toy, one):
+    steps, state, _ = make(toy, one)
+    window = steps.open_window(state)
+    new = steps.micro_step(state, {}, window, batch_of(one, rows(0)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(window["gradients"]))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    steps.update(state, new, scalars(one))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_bfloat16_gradients_are_summed_in_float32(toy, one):
+    steps, state, params = make(toy, one)
+    small = one.put_state(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+    state = steps.new_state(small)
+    window = steps.open_window(state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(window["gradients"])} == {jnp.dtype("float32")}
+    state, _ = steps.update(state, window, scalars(one))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["trainable"])} == {jnp.dtype("bfloat16")}
+
+
+def test_what_is_not_finite_is_told(toy, one):
+    steps, state, params = make(toy, one)
+    params["head"]["bias"] = params["head"]["bias"].at[0].set(jnp.nan)
+    state = steps.new_state(one.put_state(params))
+    _, figures = steps.full_step(state, {}, batch_of(one, rows(0)), scalars(one))
+    with pytest.raises(UserError, match="Step 4 .epoch 2.: loss is nan"):
+        check_finite(window_figures(figures), 4, 2)
+    check_finite({"loss": 1.0, "grad_norm": 2.0}, 4, 2)
+    with pytest.raises(UserError, match="gradient norm inf"):
+        check_finite({"loss": 1.0, "grad_norm": float("inf")}, 4, 2)
+
+
+def test_global_norm_is_torchs():
+    tree = {"a": np.arange(5.0), "b": {"c": -np.ones((2, 3))}}
+    norm = torch.nn.utils.get_total_norm([torch.tensor(x) for x in jax.tree.leaves(tree)])
+    assert optax.global_norm(tree) == pytest.approx(norm.item())

@@ -1,0 +1,70 @@
+"""Tiny torch twins of every family with every head: not square, random in every parameter, and a folder of each."""
+
+import numpy as np
+import torch
+import transformers
+
+from jax_engine.models import hub
+
+VOCAB = 37
+DECODER = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = DECODER | {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
+                   "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 10, "pad_token_id": 0}
+GPT = DECODER | {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 32}
+BERT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 3, "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5}
+FAMILIES = {
+    "gpt2": GPT | {"n_inner": 20, "scale_attn_by_inverse_layer_idx": True},
+    "openai-gpt": GPT,
+    "ctrl": GPT | {"dff": 20},
+    "llama": LLAMA | {"mlp_bias": True, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}},
+    "mistral": LLAMA | {"sliding_window": 4},
+    "qwen2": {k: v for k, v in LLAMA.items() if k != "head_dim"} | {
+        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}},
+    "qwen3": LLAMA | {"attention_bias": True},
+    "gemma": LLAMA,
+    "bert": BERT,
+    "roberta": BERT | {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2},
+    "albert": BERT | {"embedding_size": 10, "num_hidden_groups": 2, "inner_group_num": 2, "pad_token_id": 0},
+    "distilbert": {"vocab_size": VOCAB, "dim": 24, "hidden_dim": 20, "n_layers": 3, "n_heads": 3,
+                   "max_position_embeddings": 32},
+}
+AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "qa": "AutoModelForQuestionAnswering"}
+CAUSAL = ["gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma"]
+ENCODERS = ["bert", "roberta", "albert", "distilbert"]
+PAIRS = [*((name, "causal") for name in CAUSAL), *((name, "masked") for name in ENCODERS),
+         *((name, "qa") for name in ["gpt2", "llama", "mistral", "qwen2", "qwen3", *ENCODERS])]
+
+
+class Twin:
+    """A torch model, its folder, and the JAX network loaded from there."""
+
+    def __init__(self, name: str, head: str, folder, **changes):
+        config = transformers.CONFIG_MAPPING[name](**FAMILIES[name] | changes)
+        torch.manual_seed(0)
+        self.torch = getattr(transformers, AUTO[head]).from_config(config).eval()
+        with torch.no_grad():
+            for parameter in self.torch.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.25)
+        self.torch.save_pretrained(folder)
+        self.folder, self.head, self.config = folder, head, config
+        self.net = hub.network(hub.load_config(str(folder)), head)
+        self.params = hub.load(self.net, str(folder))
+        self.pad = 0 if config.pad_token_id is None else config.pad_token_id
+
+    def batch(self) -> dict[str, np.ndarray]:
+        """Four rows of 9: full, padded on the right, padded on the left, and one with the padding token in its text."""
+        random = np.random.default_rng(1)
+        ids = random.integers(4, VOCAB, (4, 9))
+        mask = np.ones_like(ids)
+        mask[1, 6:] = 0
+        mask[2, :4] = 0
+        ids[mask == 0] = self.pad
+        ids[3, 4] = self.pad
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if self.net.arch.num_types:
+            batch["token_type_ids"] = np.ones_like(ids) * (np.arange(9) > 4)
+        return batch

@@ -1,0 +1,171 @@
+"""Two steps of SGD on many architectures, through the whole program, against transformers' own loss in a bare loop."""
+
+import copy
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoTokenizer
+
+from lmmods.cli import main
+from lmmods.modules.base import TaskModule
+from lmmods.modules.causal import keeps_packed_apart
+from tests.data.conftest import CORPUS
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import squad
+
+LR = 0.1
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 72}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+DECODERS = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 72, "resid_pdrop": 0, "embd_pdrop": 0,
+             "attn_pdrop": 0},
+    "llama": GROUPED, "qwen2": GROUPED, "qwen3": {**GROUPED, "head_dim": 8}, "mistral": GROUPED,
+    "gemma": {**GROUPED, "head_dim": 8}, "gpt_neox": SMALL, "phi": SMALL,
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 72, "word_embed_proj_dim": 32, "dropout": 0.0},
+}
+STILL = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODERS = {
+    "bert": STILL, "roberta": STILL, "albert": {**STILL, "embedding_size": 16, "classifier_dropout_prob": 0.0},
+    "electra": {**STILL, "embedding_size": 16},
+    "deberta-v2": {**STILL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0,
+                   "qa_dropout": 0.0, "max_position_embeddings": 72},
+}
+ONE_SEGMENT = ("roberta", "distilbert")  # they take no token_type_ids, or only zeros
+
+
+def make_folder(root, name: str, fields: dict, tokenizer_folder, auto_class: str) -> str:
+    """A random model of this architecture with a tokenizer beside it."""
+    folder = root / name
+    shutil.copytree(tokenizer_folder, folder)
+    if name in ENCODERS:  # or AutoTokenizer takes the class, and the kind of vocabulary, that goes with the model
+        inputs = ["input_ids", "attention_mask", *(() if name in ONE_SEGMENT else ("token_type_ids",))]
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    special = {key: getattr(tokenizer, key) or 0 for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name](**fields, **special, vocab_size=len(tokenizer) + 8)
+    getattr(transformers, auto_class).from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The network as it started, the module, and the batches it trained on."""
+    found = {"batches": []}
+    configure, step = TaskModule.configure_model, TaskModule.training_step
+
+    def configure_model(self):
+        configure(self)
+        found.setdefault("start", copy.deepcopy(self.model))
+        found["module"] = self
+
+    def training_step(self, batch, batch_idx):
+        found["batches"].append({key: value for key, value in batch.items() if key != "index"})
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(TaskModule, "configure_model", configure_model)
+    monkeypatch.setattr(TaskModule, "training_step", training_step)
+    return found
+
+
+def assert_two_steps_equal_those_of_a_bare_loop(seen: dict, metrics_csv) -> None:
+    network = seen["start"].train()
+    trained = [p for p in network.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.SGD(trained, LR), []
+    for batch in seen["batches"]:
+        output = network(**batch)
+        losses.append(output.loss.item())
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with open(metrics_csv, newline="") as file:
+        told = [float(row["train/loss"]) for row in csv.DictReader(file)]
+    assert len(told) == 2 and told == pytest.approx(losses, rel=1e-5)
+    before = dict(seen["start"].named_parameters())
+    after = seen["module"].model.state_dict()
+    assert any(param.requires_grad for param in before.values())
+    for name, param in before.items():
+        assert torch.allclose(after[name], param, rtol=1e-4, atol=1e-6), name
+
+
+def two_steps(recipe, task: str, pretrained: str, lora: bool, data: dict) -> list[str]:
+    model = {"pretrained": pretrained, "lora": {"rank": 4} if lora else None, "optimizer": {"name": "sgd", "lr": LR}}
+    return recipe(model={"class_path": task, "init_args": model}, trainer__max_steps=2, trainer__limit_val_batches=0,
+                  data={"class_path": f"{task}Data", "init_args": {"max_length": 64, "batch_size": 4, **data}})
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory, tokenizer_folder):
+    root, made = tmp_path_factory.mktemp("decoders"), {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            made[name] = make_folder(root, name, DECODERS[name], tokenizer_folder, "AutoModelForCausalLM")
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory, bert_folder):  # noqa: F811
+    root, made = tmp_path_factory.mktemp("encoders"), {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            made[name] = make_folder(root, name, ENCODERS[name], bert_folder, "AutoModelForMaskedLM")
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_causal_lm(name, lora, decoder, recipe, seen, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(line[: 20 + 9 * n] for n, line in enumerate(CORPUS)))
+    data = {"source": str(tmp_path / "text.txt"), "documents": "paragraph", "join": False}
+    assert main(["fit", *two_steps(recipe, "CLM", decoder(name), lora, data)]) == 0
+    assert_two_steps_equal_those_of_a_bare_loop(seen, tmp_path / "run" / "metrics.csv")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_documents_are_kept_apart_or_found_leaking(name, decoder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(decoder(name))
+    assert keeps_packed_apart(model) is (name != "opt")
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_masked_lm(name, lora, encoder, recipe, seen, tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(CORPUS))
+    data = {"source": str(tmp_path / "text.txt"), "documents": "line", "join": False}
+    assert main(["fit", *two_steps(recipe, "MLM", encoder(name), lora, data)]) == 0
+    assert_two_steps_equal_those_of_a_bare_loop(seen, tmp_path / "run" / "metrics.csv")
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_question_answering(name, lora, encoder, recipe, seen, tmp_path):
+    data = {"source": squad(tmp_path), "question_max_length": 16, "stride": 16}
+    assert main(["fit", *two_steps(recipe, "QA", encoder(name), lora, data)]) == 0
+    assert all(("token_type_ids" in batch) is (name not in ONE_SEGMENT) for batch in seen["batches"])
+    assert_two_steps_equal_those_of_a_bare_loop(seen, tmp_path / "run" / "metrics.csv")
+
+
+@pytest.mark.parametrize("task", ["MLM", "QA"])
+def test_an_encoder_on_a_4_bit_base(task, encoder, recipe, tmp_path, seen):
+    (tmp_path / "text.txt").write_text("\n".join(CORPUS))
+    data = {"QA": {"source": squad(tmp_path), "question_max_length": 16, "stride": 16},
+            "MLM": {"source": str(tmp_path / "text.txt"), "documents": "line"}}[task]
+    arguments = two_steps(recipe, task, encoder("bert"), True, data)
+    assert main(["fit", *arguments, "--model.quantize", "nf4"]) == 0
+    kinds = {type(module).__name__ for module in seen["module"].model.modules()}
+    assert "Linear4bit" in kinds
+    assert all(torch.isfinite(param).all() for param in seen["module"].trainable().values())

@@ -1,0 +1,121 @@
+"""The card of every task: its own words load the model, and the hub's reader understands its metadata."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from transformers import BertConfig, BertModel
+
+from lmmods.card import hub_id, model_card
+from lmmods.cli import main
+from lmmods.run import RunFolder, write_json, write_text
+from tests.data.conftest import CORPUS
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import squad
+
+PART = {"rows": 9, "tokens": 90, "length": {"median": 10.0, "max": 12},
+        "padding_share": {"shuffled": 0.1, "group_by_length": 0.05}}
+REPORT = {"sources": {"someone/rows": {"rows_read": 10, "rows_kept": 9, "dropped": {
+    "empty text": {"rows": 1, "first": ["rows.jsonl:3"]}}}}, "splits": {"train": PART}, "tokenizer": []}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that writes what a card is made of."""
+    def write(metrics: dict | None = None, **recipe) -> RunFolder:
+        folder = RunFolder(tmp_path / "tiny")
+        write_json(folder.data_report, REPORT)
+        if metrics is not None:
+            write_json(folder.metrics_json, metrics)
+        if recipe:
+            write_text(folder.config, yaml.safe_dump(recipe))
+        return folder
+
+    return write
+
+
+def test_metadata_is_what_the_hub_reads(run):
+    metrics = {"val/f1": 88.5, "val/exact_match": 81.0, "val/loss": float("nan"), "test/f1": 87.0, "train/loss": 1.0}
+    folder = run(metrics,
+                 model={"init_args": {"revision": "v1", "quantize": "nf4"}}, publish={"repo": "me/x", "license": "mit"},
+                 data={"init_args": {"source": ["rajpurkar/squad", "my/rows.jsonl.gz", "alpaca"],
+                                     "val_source": {"path": "rajpurkar/squad", "split": "validation"},
+                                     "test_source": "held/out.json"}})
+    card = model_card(folder, "google-bert/bert-base-uncased", True, "AutoModelForQuestionAnswering")
+    told = ModelCard(card).data
+    assert (told.license, told.library_name, told.pipeline_tag) == ("mit", "peft", "question-answering")
+    assert told.base_model == "google-bert/bert-base-uncased"
+    assert told.datasets == ["rajpurkar/squad", "tatsu-lab/alpaca"]
+    assert told.tags == ["lmmods", "qlora"] and told.model_name == "tiny"
+    assert {(r.task_type, r.dataset_type, r.dataset_name, r.dataset_split, r.metric_type, r.metric_value)
+            for r in told.eval_results} == {
+        ("question-answering", "rajpurkar/squad", "rajpurkar/squad", "validation", "f1", 88.5),
+        ("question-answering", "rajpurkar/squad", "rajpurkar/squad", "validation", "exact_match", 81.0),
+        ("question-answering", "local", "out", "test", "f1", 87.0)}
+    assert "10 rows read, 9 kept" in card and "dropped 1: empty text" in card
+    assert "from_pretrained(\"google-bert/bert-base-uncased\", revision='v1')" in card
+
+
+def test_a_card_while_training_has_no_metrics_yet(run):
+    card = model_card(run(), None, False, "AutoModelForCausalLM")
+    told = ModelCard(card).data
+    assert told.eval_results is None and "## Metrics" not in card
+    assert "Trained from scratch" in card and told.base_model is None
+
+
+def test_a_local_base_is_no_hub_id(tmp_path):
+    assert hub_id("gpt2") == "gpt2" and hub_id("org/name-1.5_b") == "org/name-1.5_b"
+    for name in (None, str(tmp_path), "a/b/c", "../model", "with space", "rows.jsonl"):
+        assert hub_id(name) is None
+
+
+# The words under "Load" -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def bert_base(tmp_path_factory, bert_folder):  # noqa: F811
+    """A random BERT body with its tokenizer."""
+    folder = tmp_path_factory.mktemp("base") / "bert"
+    shutil.copytree(bert_folder, folder)
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                        num_attention_heads=2, max_position_embeddings=64)
+    BertModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def changes_of(task: str, lora: bool, tmp_path, bert: str, llama: str, rows: str) -> dict:
+    causal = task in ("SFT", "CLM")
+    (tmp_path / "text.txt").write_text("\n".join(CORPUS))
+    model = {"pretrained": llama if causal else bert, "lora": {"rank": 2} if lora else None}
+    sources = {"SFT": {"source": rows}, "QA": {"source": squad(tmp_path), "question_max_length": 16, "stride": 16}}
+    data = {"val_size": 0.2, "max_length": 64, "batch_size": 4, **sources.get(task, {
+        "source": str(tmp_path / "text.txt"), "documents": "paragraph" if causal else "line"})}
+    return {"model": {"class_path": task, "init_args": model}, "data": {"class_path": f"{task}Data", "init_args": data},
+            "trainer__max_steps": 1, "trainer__val_check_interval": 1, "trainer__limit_val_batches": 0}
+
+
+@pytest.mark.parametrize(("task", "lora"), [("SFT", True), ("CLM", False), ("MLM", True), ("MLM", False), ("QA", True),
+                                            ("QA", False)])
+def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_base, llama_folder, instructions,
+                                             monkeypatch):
+    changes = changes_of(task, lora, tmp_path, bert_base, str(llama_folder), str(instructions))
+    assert main(["fit", *recipe(**changes)]) == 0
+    folder = tmp_path / "run" / "model"
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(folder)
+    found: dict = {}
+    exec(code, found)  # noqa: S102 - the point of the test
+    network = found["model"].get_base_model() if lora else found["model"]
+    ending = {"MLM": "ForMaskedLM", "QA": "ForQuestionAnswering"}.get(task, "ForCausalLM")
+    assert type(network).__name__.endswith(ending)
+    ids = torch.tensor([[3, 4, 5]])
+    output = network(input_ids=ids)
+    assert torch.isfinite(output.start_logits if task == "QA" else output.logits).all()
+    if lora:
+        adapter = json.loads((folder / "adapter_config.json").read_text())
+        assert adapter["r"] == 2

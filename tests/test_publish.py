@@ -1,0 +1,162 @@
+"""Publishing to the hub, against a stand-in that records what it is asked. Needs no network and no token."""
+
+import json
+import threading
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from safetensors.torch import load_file
+
+from lmmods.callbacks.publish import Publish
+from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.run import RunFolder
+
+TOKEN = "hf_secretOfThisTest"
+
+
+class Hub:
+    """What HfApi is asked for, in the order of the calls; `broken` names the uploads (from 0) that fail."""
+
+    def __init__(self):
+        self.created, self.uploads = [], []
+        self.broken, self.private, self.down = set(), True, False
+        self.gate = None  # an upload waits for it
+
+    def create_repo(self, repo, *, private, exist_ok):
+        if self.down:
+            raise OSError("no route to the hub")
+        self.created.append((repo, private, exist_ok))
+
+    def repo_info(self, repo):
+        return type("Info", (), {"private": self.private})()
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        if self.gate is not None:
+            self.gate.wait(20)
+        number = len(self.uploads)
+        card = (Path(folder_path) / "README.md").read_text()
+        self.uploads.append((repo_id, commit_message, {path.name for path in Path(folder_path).iterdir()}, card))
+        if number in self.broken:
+            raise OSError(f"the connection broke\nBearer {TOKEN}" if number else f"illegal header Bearer {TOKEN}")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    fake = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
+    return fake
+
+
+@pytest.fixture
+def wait_for_uploads(monkeypatch):
+    """Each upload ends before training goes on, so that none is left out."""
+    saved = Publish.on_checkpoint_saved
+
+    def on_checkpoint_saved(self, *args):
+        saved(self, *args)
+        if self._upload is not None:
+            self._upload.join()
+
+    monkeypatch.setattr(Publish, "on_checkpoint_saved", on_checkpoint_saved)
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def block(**changes) -> dict:
+    return {"publish": {"repo": "someone/tiny", **changes}}
+
+
+def test_the_finished_model_is_uploaded_with_its_card(recipe, folder, hub, capsys):
+    assert main(["fit", *recipe(**block(license="mit"))]) == 0
+    assert hub.created == [("someone/tiny", True, True)]
+    [(repo, message, files, card)] = hub.uploads
+    assert repo == "someone/tiny" and "6" in message
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files
+    metrics = json.loads(folder.metrics_json.read_text())
+    told = huggingface_hub.ModelCard(card).data
+    assert told.license == "mit" and told.library_name == "peft" and told.pipeline_tag == "text-generation"
+    assert {result.metric_name: result.metric_value for result in told.eval_results} == {
+        name: value for name, value in metrics.items() if name.startswith("val/")}
+    assert 'name = "someone/tiny"' in card
+    assert "Uploaded" in capsys.readouterr().out
+
+
+def test_each_checkpoint_is_uploaded_and_training_does_not_feel_it(recipe, folder, hub, tmp_path, wait_for_uploads):
+    changes = {"model__init_args__save_dtype": "bfloat16"}  # rounds the exported weights, not those in training
+    assert main(["fit", *recipe(**block(when="save"), **changes)]) == 0
+    assert [message for _, message, _, _ in hub.uploads] == [
+        "Step 2", "Step 4", "Step 6", "Finished at step 6"]
+    assert all({"adapter_model.safetensors", "README.md"} <= files for _, _, files, _ in hub.uploads)
+    assert not (folder.root / ".publish").exists()
+    alone = RunFolder(tmp_path / "alone")
+    assert main(["fit", *recipe("alone.yaml", trainer__default_root_dir=str(alone.root), **changes)]) == 0
+    for file in ("model", "optimizer"):
+        weights, expected = (load_file(run.resolve("last") / f"{file}.safetensors") for run in (folder, alone))
+        assert all((weights[name] == tensor).all() for name, tensor in expected.items())
+
+
+def test_failed_uploads_are_told_once_and_training_goes_on(recipe, folder, hub, capsys, wait_for_uploads):
+    hub.broken = {0, 1}
+    assert main(["fit", *recipe(**block(when="save"))]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("warning: The upload of step 2") == 1 and "The upload of step 4" not in said.out
+    assert len(hub.uploads) == 4 and folder.completed.exists()
+    written = "".join(path.read_text(errors="ignore") for path in folder.root.rglob("*") if path.is_file())
+    assert TOKEN not in said.out + said.err + written and "***" in said.out
+
+
+def test_a_failed_last_upload_is_an_error_after_all_is_saved(recipe, folder, hub, capsys):
+    hub.broken = {0}
+    assert main(["fit", *recipe(**block())]) == 2
+    said = capsys.readouterr().err
+    assert f"hf upload someone/tiny {folder.model}" in said and TOKEN not in said
+    assert folder.completed.exists() and (folder.model / "adapter_model.safetensors").exists()
+    assert folder.names()[-1] == "step=6"
+
+
+def test_a_slow_upload_leaves_the_next_one_out(recipe, hub, capsys, monkeypatch):
+    hub.gate = threading.Event()  # opens after the last step
+    monkeypatch.setattr(Publish, "on_train_end", lambda *_: hub.gate.set())
+    assert main(["fit", *recipe(**block(when="save"))]) == 0
+    assert "step 4 is left out" in capsys.readouterr().out
+    assert [message for _, message, _, _ in hub.uploads] == ["Step 2", "Finished at step 6"]
+
+
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda hub, patch: patch.setattr(huggingface_hub, "get_token", lambda: None), "no Hugging Face token"),
+    (lambda hub, patch: patch.setattr(hub, "down", True), "no route to the hub"),
+    (lambda hub, patch: patch.setattr(hub, "private", False), "someone/tiny exists and is public"),
+])
+def test_what_cannot_be_published_is_refused_before_training(recipe, folder, hub, monkeypatch, capsys, break_it,
+                                                             message):
+    break_it(hub, monkeypatch)
+    assert main(["fit", *recipe(**block())]) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.root.exists() and not hub.uploads
+
+
+def test_a_token_in_the_recipe_is_refused_and_not_repeated(recipe, folder, hub, capsys):
+    assert main(["fit", *recipe(**block(token=TOKEN))]) == 2
+    said = capsys.readouterr()
+    assert "token" in said.err and TOKEN not in said.out + said.err
+
+
+def test_without_a_repository_the_hub_is_left_alone(recipe, folder, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", None)
+    assert main(["fit", *recipe()]) == 0
+    assert main(["validate", *recipe("other.yaml", **block()), "--ckpt_path", "last"]) == 0
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"repo": "no-user"}, "publish.repo is no-user"), ({"repo": "a/b/c"}, "publish.repo"),
+    ({"license": "mit"}, "publish.license"),
+])
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(UserError, match=message):
+        Publish(**settings)
