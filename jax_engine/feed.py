@@ -26,7 +26,7 @@ class Group:
 
     Args:
         batch: On the devices: [shares, B, ...] int32, with `place` [shares, 2], the epoch and the number of the
-            micro-batch in it, and, for answer spans, `width` [shares, B], the length before stacking.
+            micro-batch in it.
         host: This process's shares of it in host memory.
         num_batches: Micro-batches of the loader in it; the remaining shares hold padding.
         position: `state_dict()` of the loader after these micro-batches; None where it has none.
@@ -129,9 +129,6 @@ class Feed:
         stacked = {name: np.stack([self._filled(name, group[share][name] if share < len(group) else x[:0], length)
                                    for share in own]) for name, x in group[0].items()}
         stacked["place"] = np.array([[self._epoch, number + share] for share in own], np.int32)
-        if "labels" not in stacked:
-            widths = [group[share]["input_ids"].shape[1] if share < len(group) else length for share in own]
-            stacked["width"] = np.repeat(np.array(widths, np.int32)[:, None], self._batch_size, axis=1)
         return stacked
 
     def _filled(self, name: str, x: np.ndarray, length: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import math
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from jax_engine.models.architecture import Head
 from jax_engine.models.linear import Build
-from jax_engine.models.names import LORA_LEAVES, flatten, unflatten
+from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network, Tree
+from jax_engine.state import Path as LeafPath
+from jax_engine.state import flatten, split, unflatten
+from lmmods.adapters import fresh_lora_A
 from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
@@ -78,36 +79,28 @@ def _matching(network: Network, key: str, names: list[str], present: Iterable[st
 
 
 def add_fresh(network: Network, base: Tree, seed: int) -> Tree:
-    """The base with new adapters beside it, float32: A uniform in +-1/sqrt(in), B zero, DoRA's magnitudes |W|.
+    """The base with new adapters beside it, float32: A as `fresh_lora_A`, B zero, DoRA's magnitudes |W|.
 
     Args:
         base: Numpy arrays without adapters.
     """
     leaves = flatten(base)
+    if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
+        # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
+        leaves["head", "weight"] = leaves["embed", "tokens", "weight"].copy()
+    first: dict[LeafPath, list[np.ndarray]] = {}
+    for name, path, _ in network.names():
+        if path[-1] == "lora_A":
+            first.setdefault(path, []).append(fresh_lora_A(seed, name, network.shape(path)))
     for path, shape in flatten(network.shapes).items():
         if path[-1] == "lora_A":
-            random = np.random.default_rng([seed, zlib.crc32(".".join(path).encode())])
-            bound = 1 / math.sqrt(shape.shape[-1])
-            leaves[path] = random.uniform(-bound, bound, shape.shape).astype(np.float32)
+            leaves[path] = np.stack(first[path]).reshape(shape.shape)
         elif path[-1] == "lora_B":
             leaves[path] = np.zeros(shape.shape, np.float32)
         elif path[-1] == "lora_magnitude_vector":
             weight = leaves[(*path[:-1], "weight")].astype(np.float32)
             leaves[path] = np.linalg.norm(weight, axis=-2 if network.arch.conv1d else -1)
     return unflatten(leaves)
-
-
-def split(params: Tree, chosen: Tree) -> tuple[Tree, Tree]:
-    """Part a tree into the leaves that a tree of booleans (`network.trainable(params)`) chooses and the rest."""
-    chosen = flatten(chosen)
-    leaves = flatten(params)
-    return (unflatten({path: leaf for path, leaf in leaves.items() if chosen[path]}),
-            unflatten({path: leaf for path, leaf in leaves.items() if not chosen[path]}))
-
-
-def join(first: Tree, second: Tree) -> Tree:
-    """Undo `split`."""
-    return unflatten(flatten(first) | flatten(second))
 
 
 def save_adapter(network: Network, params: Tree, folder: str | Path, base: str | None = None) -> None:

@@ -74,15 +74,14 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
 
 
 def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
-    """Sum over windows of the mean of start and end cross-entropy.
+    """Sum over windows of the mean of start and end cross-entropy over the window's own tokens.
 
     Args:
         logits: [B, T, 2] of start and end.
-        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored; `width` [B], the length
-            of the window's own batch: columns from there on were added to stack batches, and are no candidates.
+        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored; `attention_mask` [B, T].
     """
     logits = logits.astype(jnp.float32)
-    outside = jnp.arange(logits.shape[1])[None] >= batch["width"][:, None]
+    outside = batch["attention_mask"] == 0
     log_probs = jax.nn.log_softmax(jnp.where(outside[..., None], jnp.finfo(jnp.float32).min, logits), axis=1)
     positions = jnp.stack([batch["start_positions"], batch["end_positions"]], axis=-1)
     picked = jnp.take_along_axis(log_probs, jnp.maximum(positions, 0)[:, None], axis=1)[:, 0]

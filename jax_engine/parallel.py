@@ -59,7 +59,7 @@ class Parallel(ABC):
 
     @abstractmethod
     def compile(self, function: Callable, inputs: tuple[Kind, ...], outputs: tuple[Kind, ...],
-                donate: tuple[int, ...] = ()) -> Callable:
+                donate: tuple[int, ...] = ()) -> "Compiled":
         """A compiled step.
 
         Args:
@@ -143,7 +143,8 @@ class Replicas(Parallel):
                         in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
                         out_axes=tuple(None if kind == "scalar" else 0 for kind in outputs))
         # pmap must map something, hence the first argument
-        return _in_turn(partial(step, self._place(np.array(self.local_shares))), self.num_shares)
+        first = self._place(np.array(self.local_shares))
+        return Compiled(partial(step, first), partial(step.lower, first), self.num_shares)
 
     def sum(self, tree):
         return jax.lax.psum(tree, _REPLICA_AXIS)
@@ -240,18 +241,25 @@ class MeshSharding(Parallel):
 
     def compile(self, function, inputs, outputs, donate=()):
         layouts = {"scalar": self._replicated, "batch": self._by_share}
-        compiled: list[Callable] = []
+        compiled: list[Any] = []
+
+        def program(args):
+            if not compiled:  # a state's layout depends on its leaves, which only the arguments tell
+                results = jax.eval_shape(function, *args)
+                out = tuple(self.shardings(result) if kind == "state" else layouts[kind]
+                            for kind, result in zip(outputs, results, strict=True))
+                compiled.append(jax.jit(function, donate_argnums=donate, out_shardings=out))
+            return compiled[0]
 
         def step(*args):
             with jax.set_mesh(self.mesh):
-                if not compiled:  # a state's layout depends on its leaves, which only the arguments tell
-                    results = jax.eval_shape(function, *args)
-                    out = tuple(self.shardings(result) if kind == "state" else layouts[kind]
-                                for kind, result in zip(outputs, results, strict=True))
-                    compiled.append(jax.jit(function, donate_argnums=donate, out_shardings=out))
-                return compiled[0](*args)
+                return program(args)(*args)
 
-        return _in_turn(step, self.mesh.size)
+        def lower(*args):
+            with jax.set_mesh(self.mesh):
+                return program(args).lower(*args)
+
+        return Compiled(step, lower, self.mesh.size)
 
     def put_state(self, tree):
         return jax.tree.map(_place, tree, self.shardings(jax.tree.map(np.asarray, tree)))
@@ -307,15 +315,22 @@ def _own(devices: Sequence[jax.Device]) -> tuple[int, ...]:
     return tuple(place for place, device in enumerate(devices) if device.process_index == jax.process_index())
 
 
-def _in_turn(step: Callable, num_devices: int) -> Callable:
-    """On several CPU devices finish each step before the next is sent off.
+class Compiled:
+    """A step, compiled for each shape it is called with.
 
-    Their threads come from one pool, and steps in flight that wait for each other's devices stop for ever.
+    On several CPU devices each call is finished before the next is sent off: their threads come from one pool, and
+    steps in flight that wait for each other's devices stop for ever.
+
+    Args:
+        call: The program.
+        lower: The same arguments -> the program as jax.stages.Lowered.
+        num_devices: How many it runs on.
     """
-    if jax.default_backend() != "cpu" or num_devices == 1:
-        return step
 
-    def wait(*args):
-        return jax.block_until_ready(step(*args))
+    def __init__(self, call: Callable, lower: Callable, num_devices: int):
+        self._call, self.lower = call, lower
+        self._waits = jax.default_backend() == "cpu" and num_devices > 1
 
-    return wait
+    def __call__(self, *args: Any) -> Any:
+        results = self._call(*args)
+        return jax.block_until_ready(results) if self._waits else results

@@ -103,6 +103,11 @@ class Steps:
         """What `predict_step` returned, of this process's shares, on the host."""
         return self._parallel.fetch_rows(rows)
 
+    def memory(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]) -> dict[str, int]:
+        """Bytes on each device that a compiled `full_step` needs: `arguments` (state and batch) and `temporary`."""
+        found = self._full.lower(state, frozen, batch, scalars).compile().memory_analysis()
+        return {"arguments": found.argument_size_in_bytes, "temporary": found.temp_size_in_bytes}
+
     # What is compiled ------------------------------------------------------------------------------------------------
 
     def _micro_step(self, state, frozen, window, batch):

@@ -219,7 +219,8 @@ class Trainer:
         state = self.steps.new_state(self.weights.trainable)
         group = next(iter(self._groups(loader, datamodule.batch_size, 1)))
         memory = self.steps.memory(state, self.weights.frozen, group.batch, self._scalars(0))
-        print(f"Memory of a compiled step on each device: {memory}.")
+        parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
+        print(f"Memory of a compiled step on each device, for the first batch: {parts}.")
 
     # Start -----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from lmmods.console import say
 
-
 # Launchers pass on signals that the process has also had itself; within so many seconds they are the same one.
 PASSED_ON = 2.0
 

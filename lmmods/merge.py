@@ -8,6 +8,7 @@ from typing import Literal
 import yaml
 from jsonargparse import ArgumentParser
 
+from lmmods.card import hub_id
 from lmmods.errors import UserError
 from lmmods.run import RunFolder, commit_folder
 
@@ -205,6 +206,7 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
 
 
 def _card(recipe: _Recipe, base: str, report: list[tuple[str, _Distance]]) -> str:
-    header = yaml.safe_dump({"library_name": "transformers", "base_model": recipe.pretrained}, sort_keys=False)
+    base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
+    header = yaml.safe_dump({"library_name": "transformers", **base_model}, sort_keys=False)
     return (f"---\n{header}---\n\n# {recipe.run.name}, merged\n\nThe adapter of this run merged into `"
             f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n")

@@ -30,7 +30,7 @@ class Architecture:
         windows: For each layer, how far back it attends in tokens, or None for everything.
         attention_scales: For each layer, the factor on query times key.
         passes: Which stored layer each step of the depth runs; layers may be shared (Lan et al. 2019).
-        layers_per_group: How the torch names number the stored layers, in groups of so many.
+        layers_per_group: Set where torch's names number the stored layers by group and place in it.
         init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those inside, and
             `residual_std` of those that write to the residual stream.
         residual_dropout: After the attention's output; `mlp_dropout` after the MLP's, `qa_dropout` before
@@ -72,7 +72,7 @@ class Architecture:
     mlp_bias: bool = True
     gated: bool = False
     qk_norm: bool = False
-    layers_per_group: int = 1
+    layers_per_group: int | None = None
     tied: bool = True
     head_bias: bool = False
     head_activation: str = "gelu"

@@ -19,9 +19,10 @@ from jax_engine import lora as adapters
 from jax_engine.models import families
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
-from jax_engine.models.names import Path as LeafPath
-from jax_engine.models.names import some, unflatten
+from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
+from jax_engine.state import Path as LeafPath
+from jax_engine.state import unflatten
 from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
@@ -104,7 +105,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
     """
     family = family_of(config, head)
-    refuse(config, quantization_config=None)
+    refuse(config, quantization_config=None, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
     dtype = jnp.dtype(compute_dtype)
     bare = Network(config, family, arch, head, Build(dtype), remat=remat, unroll=unroll)
@@ -215,7 +216,7 @@ def _put(leaves: dict[LeafPath, np.ndarray], network: Network, path: LeafPath, l
 def _open(folder: str, revision: str | None):
     """Yield (key, function that reads it) of every tensor of a folder or hub id."""
     folder = _local(folder, revision)
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -234,7 +235,7 @@ def _open(folder: str, revision: str | None):
 def _open_pickled(folder: Path):
     files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise UserError(f"{folder} holds neither *.safetensors nor pytorch_model*.bin: it has no weights.")
+        raise UserError(f"{folder} holds neither model*.safetensors nor pytorch_model*.bin: it has no weights.")
     # The only use of torch in this engine: nothing else reads its pickles safely. Imported only for such a folder.
     torch = importlib.import_module("torch")
     for file in files:
@@ -249,8 +250,8 @@ def _local(folder: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(folder, revision=revision, allow_patterns=["*.safetensors", "*.index.json"]))
-        if not list(path.glob("*.safetensors")):
+        path = Path(snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors*"]))
+        if not list(path.glob("model*.safetensors")):
             path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
     except (OSError, ValueError) as error:
         raise UserError(f"model.pretrained: there is no folder {folder!r}, and as a hub id it cannot be loaded: "

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from jax_engine.models.architecture import Architecture, Family, Head
+from jax_engine.state import Path, flatten, unflatten
 from lmmods.errors import UserError
 
 Tree = dict[str, Any]
-Path = tuple[str, ...]
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
 PEFT_PREFIX = "base_model.model."
 
@@ -62,9 +62,9 @@ class Names:
 
     def module(self, ours: str, layer: int | None) -> str:
         """Torch's name of one of our modules, without any wrapping."""
-        theirs = self.modules[ours]
-        return theirs if layer is None else theirs.format(layer // self._per_group, layer % self._per_group) \
-            if theirs.count("{}") == 2 else theirs.format(layer)
+        if layer is None:
+            return self.modules[ours]
+        return self.modules[ours].format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
 
     def module_layers(self, ours: str) -> list[str]:
         """Torch's names of a module in all layers."""
@@ -113,24 +113,6 @@ class Names:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
         return unflatten({path: np.stack([parts[layer] for layer in range(self.stored)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
-
-
-def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:
-    """Leaves of nested dicts by their path."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {path: leaf for key, node in tree.items() for path, leaf in flatten(node, (*prefix, key)).items()}
-
-
-def unflatten(leaves: dict[Path, Any]) -> Tree:
-    """Undo `flatten`."""
-    tree: Tree = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 def some(names: list[str], limit: int = 8) -> str:

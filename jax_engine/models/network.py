@@ -19,7 +19,8 @@ from jax_engine.models.block import Block
 from jax_engine.models.decoder import CausalHead, DecoderEmbedding
 from jax_engine.models.encoder import EncoderEmbedding, MaskedHead, SpanHead
 from jax_engine.models.linear import Build, Linear, Norm, dropout, fold
-from jax_engine.models.names import Names, flatten, unflatten
+from jax_engine.models.names import Names
+from jax_engine.state import flatten, unflatten
 from lmmods.errors import UserError
 
 Tree = dict[str, Any]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jax_engine.feed import Group
@@ -38,7 +39,7 @@ class QA(Task):
         logits = self._spans(params, rows)
         if "start_positions" not in rows:
             return {"logits": logits}
-        scored = {name: rows[name] for name in ("start_positions", "end_positions", "width")}
+        scored = {name: rows[name] for name in ("start_positions", "end_positions", "attention_mask")}
         losses = jax.vmap(lambda x, row: span_loss(x[None], jax.tree.map(lambda leaf: leaf[None], row)).total)(
             logits, scored)
         return {"logits": logits, "loss": losses.astype(jnp.float32)}
@@ -65,12 +66,11 @@ class QA(Task):
 
 
 def _by_window(group: Group, logits: Any) -> dict[int, tuple]:
-    """Start and end logits [T] of each window of a group, by its index; T is the length of the window's own batch."""
+    """Start and end logits [T] of each window of a group, by its index; T ends with the window's last token."""
     found = {}
-    widths = group.host.get("width")
     for share, indices in enumerate(group.host["index"].tolist()):
         for row, index in enumerate(indices):
             if index >= 0:
-                width = int(widths[share][row]) if widths is not None else logits.shape[2]
-                found[index] = (logits[share, row, :width, 0], logits[share, row, :width, 1])
+                end = np.flatnonzero(group.host["attention_mask"][share, row])[-1] + 1
+                found[index] = (logits[share, row, :end, 0], logits[share, row, :end, 1])
     return found

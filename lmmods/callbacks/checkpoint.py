@@ -17,6 +17,7 @@ from lmmods.errors import UserError
 from lmmods.interruption import stop
 from lmmods.keep import KeepRules
 from lmmods.run import checkpoint_name, commit_folder, write_json
+from lmmods.strategies import DeepSpeed
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -113,7 +114,8 @@ class Checkpoint(KeepRules, L.Callback):
         step_done = not module.window.is_open
         due = step_done and self.is_due(trainer.global_step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
-        may_stop = (step_done or trainer.world_size == 1) and trainer.interrupt_requested()
+        alone = trainer.world_size == 1 and not isinstance(trainer.strategy, DeepSpeed)
+        may_stop = (step_done or alone) and trainer.interrupt_requested()
         if due or may_stop or trainer.is_last_batch_of_run():
             self.save(trainer)
 

@@ -20,8 +20,8 @@ def describe_source(info: dict[str, Any]) -> dict[str, Any]:
         "rows_dropped": sum(entry["rows"] for entry in info["dropped"].values()),
         "dropped": info["dropped"],
         **counts,
-        "labelled_share": counts.get("labelled_tokens", 0) / tokens if tokens else 0.0,
-        "eos_share": counts.get("responses_complete", kept) / kept if kept else 0.0,
+        **({"labelled_share": counts["labelled_tokens"] / tokens} if tokens and "labelled_tokens" in counts else {}),
+        **({"eos_share": counts["responses_complete"] / kept} if kept and "responses_complete" in counts else {}),
     }
 
 

@@ -160,7 +160,7 @@ class TaskModule(L.LightningModule, ABC):
 
     def _with_adapter(self, model: nn.Module, trainable_tokens: list[int], dtype: torch.dtype) -> nn.Module:
         if self.adapter is None:
-            return loading.add_lora(model, self.lora, trainable_tokens, dtype, self.task_type)
+            return loading.add_lora(model, self.lora, trainable_tokens, dtype, self.task_type, base_seed())
         return loading.continue_adapter(model, self.adapter, dtype)
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -317,9 +317,10 @@ class TaskModule(L.LightningModule, ABC):
         """
         # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
         options = {"save_embedding_layers": False} if self.trains_adapter else {}
-        if self.device_mesh is not None:
+        sharded = any(sharding.is_cut(param) for param in self.model.parameters())
+        if sharded:
             options["state_dict"] = self._whole_state()
-        trained = {} if self.device_mesh is not None else {p: p.data for p in self.trainable().values()}
+        trained = {} if sharded else {p: p.data for p in self.trainable().values()}
         if self.save_dtype:
             for param in trained:
                 param.data = param.data.to(self.save_dtype)
@@ -330,12 +331,13 @@ class TaskModule(L.LightningModule, ABC):
 
     def _whole_state(self) -> dict[str, Tensor]:
         """What goes into model/, gathered from all processes; a tied parameter appears once."""
-        wanted = {name: param.detach() for name, param in self.model.named_parameters()
-                  if param.requires_grad or not self.trains_adapter}
+        wanted = {name: tensor for name, tensor in self.model.named_parameters()
+                  if tensor.requires_grad or not self.trains_adapter}
         buffers = set(self.model.state_dict()) & {name for name, _ in self.model.named_buffers()}
         if not self.trains_adapter:
             wanted |= {name: self.model.get_buffer(name) for name in sorted(buffers)}
-        return {name: sharding.whole(tensor).to(self.save_dtype or tensor.dtype) for name, tensor in wanted.items()}
+        return {name: sharding.whole(tensor).detach().to(self.save_dtype or tensor.dtype)
+                for name, tensor in wanted.items()}
 
 
 def base_seed() -> int:

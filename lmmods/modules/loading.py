@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lmmods.adapters import fresh_lora_A
 from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
@@ -167,13 +168,14 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
-             task_type: str | None = None) -> nn.Module:
+             task_type: str | None = None, seed: int = 0) -> nn.Module:
     """Wrap `model` with a fresh PEFT adapter; the base is frozen.
 
     Args:
         trainable_tokens: Rows of the embedding that train beside the adapter (tokens new to the model).
         dtype: Of the adapter's weights.
         task_type: PEFT's name of the task, by which its own loaders pick the model class.
+        seed: Of the first weights.
 
     Raises:
         UserError: A target matches no module.
@@ -195,7 +197,12 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         exclude_modules=["qa_outputs"] if task_type == "QUESTION_ANS" else None,
         task_type=task_type,
     )
-    return _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if ".lora_A." in name:
+                param.copy_(torch.from_numpy(fresh_lora_A(seed, name, tuple(param.shape))))
+    return _cast_trainable(wrapped, dtype)
 
 
 def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Module:

@@ -26,7 +26,9 @@ class QA(TaskModule):
 
     def _forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-        output = self.model(**inputs)
+        # PEFT's wrapper for this task drops token_type_ids; the adapters lie in the network itself.
+        network = self.model.get_base_model() if self.trains_adapter else self.model
+        output = network(**inputs)
         return output.start_logits, output.end_logits
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
@@ -60,14 +62,19 @@ class QA(TaskModule):
 
 
 def span_loss(start: Tensor, end: Tensor, batch: dict[str, Tensor]) -> LossSums:
-    """Sum over windows of the mean of start and end cross-entropy.
+    """Sum over windows of the mean of start and end cross-entropy over the window's own tokens.
+
+    In transformers padding takes part in the softmax, so that a loss depends on the rows it shares a batch with.
 
     Args:
         start: [B, T] logits.
         end: [B, T] logits.
-        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored.
+        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored; `attention_mask` [B, T].
     """
-    losses = [F.cross_entropy(logits.float(), batch[name], ignore_index=IGNORED, reduction="sum")
+    padding = batch["attention_mask"] == 0
+    lowest = torch.finfo(torch.float32).min
+    losses = [F.cross_entropy(logits.float().masked_fill(padding, lowest), batch[name], ignore_index=IGNORED,
+                              reduction="sum")
               for logits, name in ((start, "start_positions"), (end, "end_positions"))]
     weight = (batch["start_positions"] != IGNORED).sum().float()
     return LossSums(torch.stack(losses).mean(), weight)

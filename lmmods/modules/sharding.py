@@ -1,4 +1,4 @@
-"""Parameters cut over processes (FSDP2), and whole tensors out of them and back."""
+"""Parameters cut over processes (FSDP2, DeepSpeed ZeRO-3), and whole tensors out of them and back."""
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,24 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
+def outside_blocks(network: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are in no repeated layer: embeddings, the last norm, the head."""
+    inside = {param for block in _blocks(network) for param in block.parameters()}
+    return [param for param in network.parameters() if param not in inside]
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether each process holds a part of the tensor only."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one, on every process (all must call this); any other as it is."""
+    if hasattr(tensor, "ds_id"):
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

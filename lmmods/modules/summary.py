@@ -37,7 +37,7 @@ def summarize(model: nn.Module) -> Summary:
         dtypes[kind] = dtypes.get(kind, 0) + num_elements(param)
     return Summary(
         num_params=sum(num_elements(p) for p in params),
-        num_trainable=sum(p.numel() for p in params if p.requires_grad),
+        num_trainable=sum(num_elements(p) for p in params if p.requires_grad),
         dtypes=dtypes,
         weight_bytes=sum(p.numel() * p.element_size() + _scale_bytes(p) for p in params),
     )
@@ -46,7 +46,7 @@ def summarize(model: nn.Module) -> Summary:
 def num_elements(param: Tensor) -> int:
     """Elements of a parameter; of a packed 4-bit one, the weights it stands for."""
     state = getattr(param, "quant_state", None)
-    return state.shape.numel() if state is not None else param.numel()
+    return state.shape.numel() if state is not None else getattr(param, "ds_numel", param.numel())
 
 
 def storage_name(param: Tensor) -> str:
@@ -70,7 +70,7 @@ def flops_per_token(model: nn.Module) -> int:
     Attention scores are left out, as is usual (Kaplan et al. 2020), and so is the embedding, which is looked up.
     """
     embedding = model.get_input_embeddings()
-    looked_up = 0 if model.config.tie_word_embeddings else embedding.weight.numel()
+    looked_up = 0 if model.config.tie_word_embeddings else num_elements(embedding.weight)
     sizes = summarize(model)
     return 4 * (sizes.num_params - looked_up) + 2 * sizes.num_trainable
 

@@ -15,7 +15,7 @@ from twins import Twin
 
 from jax_engine import lora as adapters
 from jax_engine.models import hub
-from jax_engine.models.names import flatten
+from jax_engine.state import flatten, merge, split
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
 
@@ -53,8 +53,8 @@ def wrapped(twin, lora):
     fresh = hub.load(net, str(twin.folder))
     trained = net.from_torch({name: value.detach().numpy() for name, value in model.named_parameters()
                               if value.requires_grad})
-    _, frozen = adapters.split(fresh, net.trainable(fresh))
-    return model, net, adapters.join(trained, frozen)
+    _, frozen = split(fresh, net.trainable(fresh))
+    return model, net, merge(trained, frozen)
 
 
 def logits_of(model, batch):
@@ -86,10 +86,10 @@ def test_logits_gradients_names_and_folders_are_pefts(twin, name, head, lora, tm
     model, net, params = wrapped(twin, lora)
     batch = twin.batch()
     real = batch["attention_mask"] > 0
-    trained, frozen = adapters.split(params, net.trainable(params))
+    trained, frozen = split(params, net.trainable(params))
 
     def loss(trained):
-        params = adapters.join(trained, frozen)
+        params = merge(trained, frozen)
         logits = net.logits(params, net.hidden(params, batch))
         return jnp.where(real[..., None], jnp.tanh(logits), 0).sum(), logits
 
@@ -133,7 +133,7 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(twin):
         assert np.allclose(net.logits(params, net.hidden(params, batch)), plain, atol=1e-5)
         peft = dict(get_peft_model(copy.deepcopy(twin.torch), LoraConfig(
             r=64, target_modules="all-linear", use_dora=lora.dora)).named_parameters())
-        for key, value in net.to_torch(adapters.split(params, net.trainable(params))[0]).items():
+        for key, value in net.to_torch(split(params, net.trainable(params))[0]).items():
             theirs = peft[key].detach().numpy()
             if "lora_A" in key:
                 bound = 1 / np.sqrt(value.shape[1])
@@ -203,11 +203,11 @@ def test_only_the_adapters_train(twin):
     twin = twin("llama", "causal")
     net = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
     params = hub.load(net, str(twin.folder))
-    trained, frozen = adapters.split(params, net.trainable(params))
+    trained, frozen = split(params, net.trainable(params))
     assert {path[-1] for path in flatten(trained)} == {"lora_A", "lora_B", "weight"}
     assert [path for path in flatten(trained) if path[-1] == "weight"] == [("norm", "weight")]
     assert {path[-1] for path in flatten(frozen)} == {"weight", "bias"}
-    joined = adapters.join(trained, frozen)
+    joined = merge(trained, frozen)
     assert flatten(joined).keys() == flatten(params).keys()
     decays = flatten(net.decays(trained))
     assert all(decays[path] == (path[-1] in ("lora_A", "lora_B")) for path in decays)

@@ -145,12 +145,14 @@ def test_shift_labels():
 def test_span_loss_equals_torchs(added):
     random = np.random.default_rng(0)
     logits = random.normal(size=(5, 7, 2)).astype(np.float32)
-    batch = {"start_positions": np.array([0, 3, IGNORED, 6, 2]), "end_positions": np.array([1, 3, IGNORED, 6, 5])}
+    batch = {"start_positions": np.array([0, 3, IGNORED, 6, 2]), "end_positions": np.array([1, 3, IGNORED, 6, 5]),
+             "attention_mask": np.ones((5, 7), np.int64)}
+    batch["attention_mask"][4, 6:] = 0
     tensor = torch.tensor(logits, requires_grad=True)
     wanted = qa.span_loss(tensor[..., 0], tensor[..., 1], {name: torch.tensor(x) for name, x in batch.items()})
     wanted.total.backward()
     padded = np.pad(logits, ((0, 0), (0, added), (0, 0)), constant_values=9.0)
-    batch["width"] = np.full(5, 7)
+    batch["attention_mask"] = np.pad(batch["attention_mask"], ((0, 0), (0, added)))
 
     def total(logits):
         sums = span_loss(logits, batch)

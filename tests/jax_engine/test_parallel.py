@@ -1,6 +1,8 @@
 """Replicas and meshes of eight CPU devices against one device; layouts, compiles, what is refused."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from jax_engine.steps import Clipping, Steps, window_figures
 from lmmods.errors import UserError
 from lmmods.settings import Optimizer
 
+FLAG = "--xla_force_host_platform_device_count"
 B, NUM_STEPS = 2, 20
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=3)
 WAYS = {
@@ -73,6 +76,7 @@ def alone():
     return {count: train(Toy(), Replicas(jax.devices()[:1]), count // 8) for count in (8, 32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_eight_devices_take_the_steps_of_one(toy, alone, way, accumulate):
@@ -153,21 +157,61 @@ def test_wrong_mesh_sizes(sizes):
         MeshSharding(**sizes)
 
 
-def test_no_array_is_rebuilt_in_full(tmp_path):
+def start(script, *args, **env):
+    """A process that runs a script in which this file and its conftest can be imported."""
+    here = Path(__file__).parent
+    head = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent.parent)!r}]\n"
+    return subprocess.Popen([sys.executable, "-c", head + script, *map(str, args)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
+
+
+@pytest.mark.slow
+def test_no_array_is_rebuilt_in_full():
     """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own."""
-    script = """
-import sys; sys.path[:0] = sys.argv[1:]
+    process = start("""
 from conftest import Toy
 from test_parallel import MeshSharding, train
 train(Toy(), MeshSharding(data=2, fsdp=4), 1, num_steps=1)
 train(Toy(), MeshSharding(data=2, fsdp=2, tensor=2), 2, num_steps=1)
 print("trained")
+""", TF_CPP_MIN_LOG_LEVEL="0")
+    out, err = process.communicate(timeout=300)
+    assert "trained" in out, err
+    assert "rematerialization" not in err
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(toy):
+    """Two processes of two devices each against four devices here; one micro-batch may belong to both processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = """
+import json
+import jax
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+from conftest import Toy
+from test_parallel import MeshSharding, Replicas, np, train
+for way in (Replicas(), MeshSharding(data=2, fsdp=2), MeshSharding(tensor=4)):
+    losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
+    table = state["trainable"]["embed"]["tokens"]["weight"]
+    sums = way.fetch_sums(way.put_sums({"x": np.float32(2.5)}))
+    print(json.dumps([way.local_shares, losses, table[:8].tolist(), sums["x"].item()]))
 """
-    here = Path(__file__).parent
-    result = subprocess.run([sys.executable, "-c", script, str(here), str(here.parent.parent)], timeout=300,
-                            capture_output=True, text=True, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"})
-    assert "trained" in result.stdout, result.stderr
-    assert "rematerialization" not in result.stderr
+    processes = [start(script, rank, port, XLA_FLAGS=f"{FLAG}=2") for rank in range(2)]
+    try:  # what they print fits into a pipe, so that neither waits to be read while the other is
+        results = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    wanted_losses, wanted = train(toy, Replicas(jax.devices()[:4]), 1, num_steps=2, per_step=4)
+    shares = [[[0, 1], [0, 1], [0]], [[2, 3], [2, 3], [0]]]
+    for (out, err), own in zip(results, shares, strict=True):
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
+        assert [line[0] for line in lines] == own, err
+        for _, losses, table, summed in lines:
+            assert losses == [pytest.approx(figures, rel=1e-5) for figures in wanted_losses] and summed == 2.5
+            assert np.abs(np.array(table) - wanted["trainable"]["embed"]["tokens"]["weight"][:8]).max() <= 1e-4
 
 
 def test_a_step_leaves_no_values_behind_on_the_host(toy):

@@ -67,8 +67,8 @@ def test_an_adapter_learns_and_loads(mlm, tmp_path):
 
     assert main(["fit", *mlm(trainer__default_root_dir=str(tmp_path / "base"))]) == 0
     base = tmp_path / "base" / "model"
-    adapter = {"pretrained": str(base), "lora": {"rank": 4}, "optimizer": {"lr": 1e-2}}
-    assert main(["fit", *mlm("adapter.yaml", model__init_args=adapter, trainer__max_steps=30)]) == 0
+    adapter = {"pretrained": str(base), "lora": {"rank": 8}, "optimizer": {"lr": 3e-3}}
+    assert main(["fit", *mlm("adapter.yaml", model__init_args=adapter, trainer__max_steps=80)]) == 0
     metrics = [json.loads((root / "metrics.json").read_text()) for root in (tmp_path / "base", tmp_path / "run")]
     assert metrics[1]["val/loss"] < metrics[0]["val/loss"]
     model = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(base), tmp_path / "run" / "model")

@@ -22,8 +22,26 @@ def test_loss_is_that_of_transformers():
     model = BertForQuestionAnswering(BertConfig(**{k: v for k, v in BERT.items() if k != "model_type"}, vocab_size=50))
     ids, start, end = torch.randint(0, 50, (3, 9)), torch.tensor([1, 4, 0]), torch.tensor([2, 4, 0])
     output = model.eval()(input_ids=ids, start_positions=start, end_positions=end)
-    sums = span_loss(output.start_logits, output.end_logits, {"start_positions": start, "end_positions": end})
+    batch = {"start_positions": start, "end_positions": end, "attention_mask": torch.ones_like(ids)}
+    sums = span_loss(output.start_logits, output.end_logits, batch)
     torch.testing.assert_close(sums.total / sums.weight, output.loss)
+
+
+@pytest.mark.parametrize("added", [1, 50])
+def test_padding_changes_neither_loss_nor_gradient(added):
+    torch.manual_seed(0)
+    start, end = torch.randn(2, 3, 9)
+    batch = {"start_positions": torch.tensor([1, 4, -100]), "end_positions": torch.tensor([2, 4, -100]),
+             "attention_mask": torch.ones(3, 9, dtype=torch.long)}
+    results = []
+    for padding in (0, added):
+        logits = torch.nn.functional.pad(torch.stack([start, end]), (0, padding), value=3.0).requires_grad_()
+        mask = torch.nn.functional.pad(batch["attention_mask"], (0, padding))
+        mask[2, 1:] = 0
+        sums = span_loss(*logits, {**batch, "attention_mask": mask})
+        sums.total.backward()
+        results.append((sums.total.detach(), logits.grad[..., :9]))
+    torch.testing.assert_close(*results)
 
 
 @pytest.fixture

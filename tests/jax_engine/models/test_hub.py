@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from jax_engine.models import hub
-from jax_engine.models.names import flatten
+from jax_engine.state import flatten
 from lmmods.errors import UserError
 
 
@@ -169,10 +169,13 @@ def test_configurations_by_mapping_and_with_overrides(twin):
     ({"model_type": "gemma", "use_bidirectional_attention": True}, "causal", "use_bidirectional_attention"),
     ({"model_type": "gpt2", "add_cross_attention": True}, "causal", "add_cross_attention"),
     ({"model_type": "roberta", "pad_token_id": None}, "masked", "pad_token_id"),
+    ({"model_type": "bert", "num_labels": 3}, "qa", "num_labels: 3"),
+    ({"model_type": "llama", "quantization_config": {"load_in_4bit": True}}, "causal", "quantization_config"),
 ])
 def test_what_is_not_supported_is_refused_by_name(config, head, message):
+    kind, fields = config["model_type"], {k: v for k, v in config.items() if k != "model_type"}
     with pytest.raises(UserError, match=message):
-        hub.network(hub.load_config(config), head)
+        hub.network(transformers.CONFIG_MAPPING[kind](**fields), head)
 
 
 def test_the_supported_families_are_all_tested():

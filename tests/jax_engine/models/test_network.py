@@ -9,7 +9,7 @@ import transformers
 from twins import AUTO, CAUSAL, FAMILIES, PAIRS
 
 from jax_engine.models import hub
-from jax_engine.models.names import flatten
+from jax_engine.state import flatten, unflatten
 
 every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
 LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
@@ -131,6 +131,7 @@ def test_random_start_has_the_distributions_of_transformers(name, head):
             assert ((ours[key] == 0).all(-1) == (value == 0).all(-1)).all(), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "albert"])
 def test_remat_and_unroll_change_no_gradient(twin, name):
     head = "masked" if name == "albert" else "causal"
@@ -171,6 +172,7 @@ def test_a_rows_dropout_does_not_depend_on_its_batch(twin, name, head):
     assert not np.allclose(np.asarray(hidden(twin.params, batch)), whole, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_dropout_sites_are_torchs(twin):
     """With one rate at a time switched on, the output moves exactly where torch's does."""
     rates = {"gpt2": ["embd_pdrop", "attn_pdrop", "resid_pdrop"], "llama": ["attention_dropout"],
@@ -221,12 +223,44 @@ def test_half_precision_products_keep_float32_where_it_matters(twin):
     assert net.hidden(small, batch).dtype == jnp.bfloat16 and net.logits(small, hidden).dtype == jnp.float32
 
 
+@jax.tree_util.register_pytree_node_class
+class Halves:
+    """A weight kept as two summands, as a quantised one is kept as codes and scales."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def astype(self, dtype):
+        return sum(self.parts).astype(dtype)
+
+    def tree_flatten(self):
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+
+@pytest.mark.parametrize(("name", "head"), [("llama", "causal"), ("albert", "masked")])
+def test_a_weight_may_be_kept_in_another_form(twin, name, head):
+    twin = twin(name, head)
+    batch = twin.batch()
+    leaves = flatten(twin.params)
+    kept = unflatten({path: Halves(leaf / 4, 3 * leaf / 4) if path[1] in ("attn", "mlp") and path[-1] == "weight"
+                      and len(path) == 4 and "norm" not in path[2] else leaf for path, leaf in leaves.items()})
+    hidden = jax.jit(twin.net.hidden)
+    assert np.allclose(hidden(kept, batch), hidden(twin.params, batch), atol=1e-4)
+    assert flatten(twin.net.trainable(kept)).keys() == flatten(twin.net.decays(kept)).keys() == leaves.keys()
+
+
 def test_a_row_of_padding_gives_finite_gradients(twin):
     for name, head in (("gpt2", "causal"), ("bert", "masked")):
         tw = twin(name, head)
         batch = tw.batch()
         batch["attention_mask"] = batch["attention_mask"] * np.array([[0], [1], [1], [1]])
-        grads = jax.grad(lambda p, tw=tw, batch=batch: our_loss(tw.net, p, batch, labels_of(batch))[0])(tw.params)
+        labels = labels_of(batch)
+        grads = jax.jit(jax.grad(lambda p, net=tw.net, batch=batch, labels=labels: our_loss(
+            net, p, batch, labels)[0]))(tw.params)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 

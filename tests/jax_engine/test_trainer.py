@@ -1,0 +1,243 @@
+"""The JAX trainer from the command line: exact resume, any number of devices and processes, files, mistakes."""
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from jax_engine.trainer import Trainer
+from lmmods.cli import main
+from lmmods.run import RunFolder
+
+TIMED = {"train/tokens_per_second"}
+ROOT = Path(__file__).parent.parent.parent
+FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
+
+
+def rows(run: RunFolder, without: set[str] = TIMED) -> list[dict[str, float]]:
+    with open(run.metrics_csv, newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value and key not in without}
+                for row in csv.DictReader(file)]
+
+
+def tensors(checkpoint: Path) -> dict:
+    return {name: tensor for file in ("model", "optimizer")
+            for name, tensor in load_file(checkpoint / f"{file}.safetensors").items()}
+
+
+def assert_same_run(a: RunFolder, b: RunFolder) -> None:
+    assert rows(a) == rows(b)
+    assert a.names()[-1] == b.names()[-1]
+    left, right = tensors(a.resolve("last")), tensors(b.resolve("last"))
+    assert left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+    states = [json.loads((run.resolve("last") / "state.json").read_text()) for run in (a, b)]
+    for state in states:
+        state["callbacks"]["Metrics"]["latest"].pop("train/tokens_per_second", None)
+    assert states[0] == states[1]
+
+
+@pytest.fixture
+def jax_recipe(recipe, tmp_path):
+    """A function that writes a recipe for this engine into a run folder of its own: LoRA with dropout on a Llama."""
+    def write(folder: str, **changes) -> tuple[RunFolder, list[str]]:
+        run = RunFolder(tmp_path / folder)
+        return run, recipe(f"{folder}.yaml", **{
+            "engine": "jax", "model__init_args__quantize": None, "trainer__accumulate_grad_batches": 3,
+            "trainer__gradient_clip_val": 0.5, "trainer__default_root_dir": str(run.root), **changes})
+
+    return write
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
+    left, train_round = {"batches": 0}, Trainer._train_round
+
+    def counted(trainer, group):
+        left["batches"] -= 1
+        if left["batches"] == 0:
+            trainer.interruption.requested = True
+        train_round(trainer, group)
+
+    monkeypatch.setattr(Trainer, "_train_round", counted)
+    return lambda batches: left.update(batches=batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "stops"), [
+    ({}, (1, 4, 5, 8, 11, 15)),
+    ({**FULL, "data__init_args__group_by_length": True, "trainer__val_check_interval": 1.0, "trainer__max_epochs": 2,
+      "trainer__max_steps": -1}, (2, 8)),
+    ({"data__init_args__packing": True, "trainer__limit_val_batches": 0}, (2,)),
+    ({"data__init_args__streaming": True, "data__init_args__stream_window": 16, "data__init_args__val_size": 0}, (5,)),
+], ids=["lora", "full_epochs_grouped", "packing", "streaming"])
+def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
+    straight, arguments = jax_recipe("straight", **changes)
+    assert main(["fit", *arguments]) == 0
+    for batch in stops:
+        broken, arguments = jax_recipe(f"broken{batch}", **changes)
+        stop_at(batch)
+        assert main(["fit", *arguments]) == 130, batch
+        assert not broken.completed.exists()
+        stop_at(0)
+        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+        assert_same_run(straight, broken)
+
+
+MESH = "jax_engine.devices.MeshSharding"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "strategy", "shares"), [
+    (4, "ddp", 4), (4, "fsdp", 4), (2, "ddp", 2),
+    (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4),
+], ids=["ddp4", "fsdp4", "ddp2", "mesh2x2x2"])
+def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strategy, shares):
+    """A window of 4 micro-batches on one device, or spread; dropout on; the epoch ends in a partial round."""
+    common = {**FULL, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
+    one, arguments = jax_recipe("one", **common, trainer__accumulate_grad_batches=4, trainer__val_check_interval=24)
+    assert main(["fit", *arguments]) == 0
+    many, arguments = jax_recipe("many", **common, trainer__devices=devices, trainer__strategy=strategy,
+                                 trainer__accumulate_grad_batches=4 // shares, trainer__val_check_interval=24 // shares)
+    assert main(["fit", *arguments]) == 0
+    for row, wanted in zip(rows(many, TIMED | {"train/epoch"}), rows(one, TIMED | {"train/epoch"}), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    for name, weight in load_file(many.resolve("last") / "model.safetensors").items():
+        wanted = load_file(one.resolve("last") / "model.safetensors")[name]
+        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted), rtol=1e-3, atol=2e-5)
+
+
+def with_two(arguments: list[str]) -> list[str]:
+    """Run a command in two processes joined on this machine; what each said."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+                   "XLA_FLAGS": flags}
+    processes = [subprocess.Popen([sys.executable, "train.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True, env={**environment, "RANK": str(rank)})
+                 for rank in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, strategy):
+    common = {"data__init_args__batch_size": 3, "trainer__max_steps": 6, "checkpoint": {"every_n_steps": 3,
+              "keep_last": 9}}
+    one, arguments = jax_recipe("one", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=12)
+    assert main(["fit", *arguments]) == 0
+    two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
+                              trainer__val_check_interval=6, trainer__devices=1)
+    said = with_two(["fit", *for_two])
+    assert sum("Parameters:" in text for text in said) == 1
+    untimed = TIMED | {"train/epoch"}
+    for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    _, for_one = jax_recipe("two", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=12)
+    assert main(["fit", *for_one, "--ckpt_path", "3", "--overwrite", "true"]) == 0
+    for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    with_two(["fit", *for_two, "--ckpt_path", "3", "--overwrite", "true"])
+    for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_run_folder_as_of_the_other_engine(jax_recipe):
+    run, arguments = jax_recipe("run", **FULL, trainer__max_steps=4)
+    assert main(["fit", *arguments]) == 0
+    assert {"config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
+            "completed"} <= {path.name for path in run.root.iterdir()}
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    saved = load_file(run.resolve("last") / "model.safetensors")
+    assert all(torch.equal(tensor, torch.from_numpy(saved[f"model.{name}"]))
+               for name, tensor in model.state_dict().items())
+    assert main(["validate", "--config", str(run.config), "--ckpt_path", "last"]) == 0
+    assert main(["fit", *arguments]) == 2  # a finished run is not overwritten
+
+
+def test_early_stopping(jax_recipe):
+    run, arguments = jax_recipe("run", trainer__max_steps=40, trainer__val_check_interval=3, trainer__callbacks=[
+        {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2, "min_delta": 100.0}}])
+    assert main(["fit", *arguments]) == 0
+    assert json.loads(run.metrics_json.read_text())["trainer/global_step"] == 3  # the first is the best, then two more
+    assert run.completed.exists()
+
+
+def test_fractions_of_epochs(jax_recipe):
+    """32 rows in batches of 4, windows of 2: 4 steps an epoch, and the schedule ends where the run does."""
+    run, arguments = jax_recipe("run", trainer__max_epochs=1.5, trainer__max_steps=-1,
+                                trainer__accumulate_grad_batches=2, model__init_args__optimizer={
+                                    "lr": 0.01, "schedule": "linear"})
+    assert main(["fit", *arguments]) == 0
+    lr = [row["train/lr"] for row in rows(run)]
+    assert lr == pytest.approx([0.01 * (1 - step / 6) for step in range(6)])
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"trainer__devices": 64}, "trainer.devices is 64, but this machine has"),
+    ({"trainer__strategy": {"class_path": MESH, "init_args": {"data": 3, "fsdp": 1, "tensor": 1}}}, "strategy: mesh"),
+    ({"trainer__enable_model_summary": True}, "enable_model_summary"),
+    ({"model__init_args__quantize": "nf4"}, "model.quantize is 'nf4'"),
+    ({"model__init_args__optimizer": {"name": "paged_adamw_8bit"}}, "adamw"),
+    ({"trainer__precision": "16-mixed"}, "precision"),
+    ({"trainer__max_steps": -1}, "trainer.max_steps or trainer.max_epochs is missing"),
+    ({"model__init_args__generation": {"num_beams": 2}, "command": "predict"}, "generation.num_beams is 2"),
+    ({"trainer__val_check_interval": 1.5}, "val_check_interval is 1.5"),
+])
+def test_mistakes_are_one_message(jax_recipe, capfd, changes, message):
+    command = changes.pop("command", "fit")
+    run, arguments = jax_recipe("run", **changes)
+    assert main([command, *arguments]) == 2
+    said = capfd.readouterr().err
+    assert message in said and "Traceback" not in said
+    assert not run.root.exists()
+
+
+@pytest.mark.slow
+def test_signals_save_and_leave_with_130(jax_recipe):
+    run, arguments = jax_recipe("run", trainer__max_steps=100000, trainer__limit_val_batches=0)
+    process = subprocess.Popen([sys.executable, "train.py", "fit", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    while not run.metrics_csv.exists():
+        assert process.poll() is None, process.stdout.read()
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "--ckpt_path last" in said and "Traceback" not in said
+    assert run.find("last") is not None
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
+    """Between two logged steps nothing is fetched from the devices."""
+    import jax
+
+    fetched, get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(1) or get(tree))
+    _, arguments = jax_recipe("run", trainer__log_every_n_steps=3, trainer__max_steps=9, checkpoint={
+        "every_n_steps": None}, trainer__limit_val_batches=0)
+    train_round = Trainer._train_round
+
+    def guarded(trainer, group):
+        before = len(fetched)
+        last = trainer.position.step == 8
+        with jax.transfer_guard_device_to_host("allow" if last or trainer.position.step % 3 == 0 else "disallow"):
+            train_round(trainer, group)
+        assert len(fetched) == before or last or trainer.position.step % 3 == 1
+
+    monkeypatch.setattr(Trainer, "_train_round", guarded)
+    assert main(["fit", *arguments]) == 0
+    assert fetched

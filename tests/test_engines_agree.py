@@ -1,0 +1,130 @@
+"""The same recipe on both engines: the same losses step by step, the same metrics, the same predictions."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+)
+
+from lmmods.cli import main
+from lmmods.run import RunFolder
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import squad
+
+# A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
+WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
+TIMED = {"train/tokens_per_second"}
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
+GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
+
+
+def rows(run: RunFolder) -> list[dict[str, float]]:
+    with open(run.metrics_csv, newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value and key not in TIMED}
+                for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
+    """A function that fits a task on each engine, from the same weights; returns the two run folders."""
+    text = tmp_path / "texts.txt"
+    text.write_text("\n\n".join(f"the quick brown fox jumps over {n} lazy dogs" * (1 + n % 3) for n in range(40)))
+    gaps = tmp_path / "gaps.txt"
+    gaps.write_text("the quick [MASK] fox\n\njumps [MASK] the lazy [MASK]")
+    source = squad(tmp_path)
+    texts = {"source": str(text), "documents": "paragraph", "val_size": 0.2, "max_length": 48}
+
+    def folder(auto, config: dict, tokenizer) -> str:
+        torch.manual_seed(0)
+        fields = {**config, "vocab_size": len(AutoTokenizer.from_pretrained(tokenizer))}
+        path = tmp_path / config["model_type"]
+        auto.from_config(CONFIG_MAPPING[fields.pop("model_type")](**fields)).save_pretrained(path)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(path)
+        return str(path)
+
+    def fit(name: str, **changes) -> tuple[RunFolder, RunFolder]:
+        auto, config, tokenizer, data = {
+            "SFT": (AutoModelForCausalLM, LLAMA, tokenizer_folder, {}),
+            "CLM": (AutoModelForCausalLM, GPT2, tokenizer_folder, {"class_path": "CLMData", "init_args": texts}),
+            "MLM": (AutoModelForMaskedLM, BERT, bert_folder, {"class_path": "MLMData", "init_args": {
+                **texts, "predict_source": str(gaps)}}),
+            "QA": (AutoModelForQuestionAnswering, BERT, bert_folder, {"class_path": "QAData", "init_args": {
+                "source": source, "val_source": source, "max_length": 48, "stride": 16, "question_max_length": 16}}),
+        }[name]
+        runs = []
+        for engine in ("torch", "jax"):
+            run = RunFolder(tmp_path / engine)
+            model = {"pretrained": folder(auto, config, tokenizer), "optimizer": {
+                "lr": 1e-3, "weight_decay": 0.1, "schedule": "linear", "warmup": 4}}
+            if name in ("SFT", "CLM"):
+                model["generation"] = {"max_new_tokens": 8}
+            arguments = recipe(f"{engine}.yaml", **{
+                "engine": engine, "model": {"class_path": name, "init_args": model}, **({"data": data} if data else {}),
+                "data__init_args__batch_size": 3, "trainer__max_steps": 20, "trainer__gradient_clip_val": 0.5,
+                "trainer__val_check_interval": 20, "trainer__accumulate_grad_batches": 2,
+                "trainer__default_root_dir": str(run.root), **changes})
+            assert main(["fit", *arguments]) == 0
+            assert main(["predict", *arguments, "--ckpt_path", "last"]) == 0
+            runs.append(run)
+        return tuple(runs)
+
+    return fit
+
+
+def same_predictions(run: RunFolder, other: RunFolder) -> None:
+    """The same texts and tokens; probabilities to rounding."""
+    found, wanted = ([json.loads(line) for line in folder.predictions.read_text().splitlines()]
+                     for folder in (run, other))
+    probabilities = [[gap.pop("probability") for row in rows for gaps in row.get("fills", []) for gap in gaps]
+                     for rows in (found, wanted)]
+    assert found == wanted and probabilities[0] == pytest.approx(probabilities[1], rel=1e-3)
+
+
+LORA = {"rank": 4, "alpha": 16, "targets": "all-linear"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "changes"), [
+    ("SFT", {}),
+    ("SFT", {"model__init_args__lora": LORA, "data__init_args__packing": True}),
+    ("SFT", {"model__init_args__lora": {**LORA, "dora": True}, "data__init_args__group_by_length": True}),
+    ("CLM", {}),
+    ("CLM", {"model__init_args__lora": {**LORA, "rslora": True, "modules_to_save": ["lm_head"]}}),
+    ("MLM", {}),
+    ("QA", {}),
+], ids=["sft", "sft-lora-packed", "sft-dora-grouped", "clm", "clm-rslora", "mlm", "qa"])
+def test_both_engines_say_the_same(both, name, changes):
+    on_torch, on_jax = both(name, **changes)
+    expected, found = rows(on_torch), rows(on_jax)
+    assert len(expected) == len(found) == 20
+    for row, wanted in zip(found, expected):
+        assert row.keys() == wanted.keys()
+        assert row["train/loss"] == pytest.approx(wanted["train/loss"], abs=1e-5), row["step"]
+        assert row == pytest.approx(wanted, rel=1e-4)
+    metrics, wanted = (json.loads(run.metrics_json.read_text()) for run in (on_jax, on_torch))
+    assert metrics.keys() == wanted.keys()
+    assert {k: v for k, v in metrics.items() if k not in TIMED} == pytest.approx(
+        {k: v for k, v in wanted.items() if k not in TIMED}, rel=1e-4)
+    same_predictions(on_jax, on_torch)
+    report, wanted = (json.loads(run.data_report.read_text()) for run in (on_jax, on_torch))
+    assert report == wanted
+    exported, = (path.name for path in on_torch.model.glob("*.safetensors"))
+    weights, wanted = (load_file(run.model / exported) for run in (on_jax, on_torch))
+    assert weights.keys() == wanted.keys()
+    for key, weight in weights.items():
+        if key.endswith(WITHOUT_GRADIENT):
+            continue
+        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted[key]), rtol=1e-3, atol=2e-5)
