@@ -67,12 +67,13 @@ def _has_started() -> bool:
 
 def _join(num_nodes: int) -> None:
     """Connect the processes of several machines (jax.distributed)."""
-    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
     if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
         return
-    if "MASTER_ADDR" in os.environ:  # torchrun, or by hand in its way
-        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}",
-                                   int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    if "MASTER_ADDR" in os.environ:  # torchrun, which keeps MASTER_PORT for itself, or by hand in its way
+        port = int(os.environ.get("MASTER_PORT", "29500")) + 1
+        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{port}", int(os.environ["WORLD_SIZE"]),
+                                   int(os.environ["RANK"]))
     else:
         jax.distributed.initialize()
     if jax.process_count() % num_nodes:

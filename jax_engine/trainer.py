@@ -29,6 +29,7 @@ from lmmods.interruption import Interruption, stop
 from lmmods.keep import KeepRules
 from lmmods.loggers import Logger, MetricsCSV
 from lmmods.progress import Bar, describe
+from lmmods.publishing import Publisher
 from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json, write_text
 from lmmods.throughput import Stopwatch, peak_flops
 
@@ -112,7 +113,7 @@ class Trainer:
         self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         self.callbacks = callbacks or []
-        self.checkpoint: KeepRules = KeepRules()
+        self.checkpoint, self.publish = KeepRules(), Publisher()
         self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
@@ -144,6 +145,8 @@ class Trainer:
             self.run_folder.check_can_resume(resumed, overwrite)
         else:
             self.run_folder.check_can_start(overwrite)
+        if self.publish.repo is not None and (problem := self.publish.problem()):
+            raise UserError(problem)
         self._prepare("fit", model, datamodule)
         loader = datamodule.train_dataloader()
         self._plan(loader)
@@ -153,7 +156,6 @@ class Trainer:
         self.window, self.open_batches = None, 0
         if resumed:
             self._restore(resumed)
-            loader = datamodule.train_dataloader()  # stands where the checkpoint stood
         elif self.num_sanity_val_steps:
             self._evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(resumed)
@@ -514,6 +516,17 @@ class Trainer:
             self._writer.wait()
             machines.barrier("checkpoint")
             stop(self.position.step, path)
+        if self.publish.repo is not None and self.publish.when == "save":
+            self._publish_aside()
+
+    def _publish_aside(self) -> None:
+        if machines.any_of(self.publish.is_busy):
+            return say(f"The upload to {self.publish.repo} is still under way: step {self.position.step} is left out.")
+        trainable = self.parallel.fetch_state(self.train_state["trainable"])
+        if self._is_first:
+            folder = self.run_folder.root / ".publish"
+            self._export(trainable, folder)
+            self.publish.upload_aside(folder, self.position.step)
 
     def _content(self) -> dict[str, Any]:
         """A checkpoint, laid out as Lightning's. All processes must call this."""
@@ -559,6 +572,8 @@ class Trainer:
             say(f"Wrote {folder.model}.")
         for logger in self.loggers[1:]:
             logger.finalize("success")
+        if self._is_first and self.publish.repo is not None:
+            self.publish.finish(folder.model, self.position.step)
         machines.barrier("export")
 
     def _export(self, trainable: Tree, path: Path) -> None:

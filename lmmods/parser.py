@@ -27,7 +27,7 @@ class Engine:
     module: type
     data: type
     checkpoint: type
-    publish: type | None = None
+    publish: type
 
 
 def torch_engine() -> Engine:
@@ -45,9 +45,9 @@ def torch_engine() -> Engine:
 def jax_engine() -> Engine:
     from lmmods.data.base import DataModule
 
-    trainer, task, rules = importlib.import_module("jax_engine.engine").load()
+    trainer, task, rules, publisher = importlib.import_module("jax_engine.engine").load()
     import_all("lmmods.data")
-    return Engine(trainer, task, DataModule, rules)
+    return Engine(trainer, task, DataModule, rules, publisher)
 
 
 class Parser(LightningArgumentParser):
@@ -151,8 +151,7 @@ class EngineCLI(LightningCLI):
         parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
                             help="torch (Lightning) or jax (Flax)")
         parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
-        if self.engine.publish is not None:
-            parser.add_lightning_class_args(self.engine.publish, "publish")
+        parser.add_lightning_class_args(self.engine.publish, "publish")
 
     def before_instantiate_classes(self) -> None:
         self.recipe = self.config[self.subcommand]
@@ -166,8 +165,9 @@ class EngineCLI(LightningCLI):
         recipe = yaml.safe_load(dump)
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
-        if not issubclass(self.engine.checkpoint, Callback):  # else it is among the trainer's callbacks
-            self.trainer.checkpoint = self.config_init[self.subcommand].checkpoint
+        if not issubclass(self.engine.checkpoint, Callback):  # else both are among the trainer's callbacks
+            made = self.config_init[self.subcommand]
+            self.trainer.checkpoint, self.trainer.publish = made.checkpoint, made.publish
         self.trainer.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         self.datamodule.connect(
             pretrained=self.model.pretrained,

@@ -4,18 +4,38 @@ import copy
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lmmods.errors import UserError
 from lmmods.modules.sharding import load_into, local, outside_blocks, placed_like, whole
 from lmmods.modules.window import Window
+
+
+def chosen(strategy: str | Strategy) -> str | Strategy:
+    """What Lightning's trainer is given for `trainer.strategy`.
+
+    Raises:
+        UserError: DeepSpeed without its package, or a strategy under which gradients or checkpoints may be wrong.
+    """
+    if strategy == "fsdp":
+        return FSDP2()
+    if isinstance(strategy, DeepSpeed):
+        strategy.check()
+    if isinstance(strategy, (str, FSDP2, DeepSpeed)) or type(strategy) in (DDPStrategy, SingleDeviceStrategy):
+        return strategy
+    name = type(strategy).__name__
+    instead = {"ModelParallelStrategy": "fsdp or lmmods.strategies.FSDP2", "FSDPStrategy": "fsdp",
+               "DeepSpeedStrategy": "lmmods.strategies.DeepSpeed"}
+    raise UserError(f"trainer.strategy: {name} has not been tried here, and gradients or checkpoints could be wrong. "
+                    f"Use {instead.get(name, 'ddp, fsdp or lmmods.strategies.DeepSpeed')} instead.")
 
 
 class FSDP2(ModelParallelStrategy):
@@ -35,7 +55,17 @@ class FSDP2(ModelParallelStrategy):
 
     lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as with every other strategy
 
+    def check_run(self, module: L.LightningModule) -> None:
+        """UserError for what cannot work on parameters that are cut."""
+        if module.quantize == "int8":
+            raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot cut its scales: use nf4 "
+                            "or fp4, or strategy ddp.")
+        if module.optimizer_settings.name not in ("adamw", "sgd"):
+            raise UserError(f"optimizer.name {module.optimizer_settings.name} does not go with strategy fsdp, whose "
+                            "parameters are cut over processes: use adamw or sgd, or strategy ddp.")
+
     def setup_environment(self) -> None:
+        self.check_run(self.lightning_module)
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -90,28 +120,25 @@ class DeepSpeed(DDPStrategy):
         stage: Of ZeRO.
         offload_optimizer: Keep optimiser state in the host's memory and update there.
         offload_parameters: Keep the parts of the parameters in the host's memory; stage 3 only.
+        persistence_threshold: Parameters with at most so many elements stay whole between uses in stage 3.
         process_group_backend: `nccl`, `gloo`; null takes the device's own.
-
-    Raises:
-        UserError: deepspeed is not installed.
     """
 
     def __init__(self, stage: Literal[2, 3] = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
-                 process_group_backend: str | None = None):
+                 persistence_threshold: int = 100_000, process_group_backend: str | None = None):
+        super().__init__(process_group_backend=process_group_backend)
+        self.stage, self.persistence_threshold = stage, persistence_threshold
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+
+    def check(self) -> None:
+        """UserError where deepspeed is not installed or the options exclude each other."""
         if importlib.util.find_spec("deepspeed") is None:
             raise UserError("trainer.strategy: DeepSpeed needs the deepspeed package: pip install -e .[deepspeed]. "
                             "Without it, fsdp cuts parameters, gradients and optimiser state too.")
-        if offload_parameters and stage != 3:
-            raise UserError("trainer.strategy: offload_parameters needs stage 3.")
-        super().__init__(process_group_backend=process_group_backend)
-        self.stage = stage
-        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        if self.offload_parameters and self.stage != 3:
+            raise UserError("trainer.strategy: DeepSpeed's offload_parameters needs stage 3.")
 
-    def setup_environment(self) -> None:
-        self._refuse(self.lightning_module)
-        super().setup_environment()
-
-    def _refuse(self, module: L.LightningModule) -> None:
+    def check_run(self, module: L.LightningModule) -> None:
         """UserError for what ZeRO would not train exactly."""
         trainer, name = module.trainer, module.optimizer_settings.name
         if module.quantize and self.stage == 3:
@@ -128,6 +155,10 @@ class DeepSpeed(DDPStrategy):
             raise UserError("trainer.gradient_clip_algorithm value does not go with DeepSpeed, which clips by norm.")
 
     # Set-up ----------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        self.check_run(self.lightning_module)
+        super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -154,7 +185,7 @@ class DeepSpeed(DDPStrategy):
 
     def _config(self) -> dict[str, Any]:
         trainer = self.lightning_module.trainer
-        zero: dict[str, Any] = {"stage": self.stage}
+        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": self.persistence_threshold}
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu"}
         if self.offload_parameters:
@@ -177,6 +208,9 @@ class DeepSpeed(DDPStrategy):
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.model.backward(loss, scale_wrt_gas=False)
         return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def block_backward_sync(self) -> AbstractContextManager:
+        return nullcontext()  # every micro-batch's gradient is cut at once
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Divide the gradient by the window's weight, clip and update.
@@ -234,7 +268,8 @@ class DeepSpeed(DDPStrategy):
         values = zero.optimizer.state[vector]
         cut = [key for key, value in values.items() if torch.is_tensor(value) and value.shape == vector.shape]
         rest = {key: value for key, value in values.items() if key not in cut}
-        state = {index: copy.deepcopy(rest) | {key: self._kept(safe_get_full_optimizer_state(param, key)) for key in cut}
+        state = {index: copy.deepcopy(rest)
+                 | {key: self._kept(safe_get_full_optimizer_state(param, key)) for key in cut}
                  for index, param in enumerate(sum(self._groups, []))}
         indices = iter(range(len(state)))
         groups = [{**group, "params": [next(indices) for _ in params]}
@@ -246,6 +281,9 @@ class DeepSpeed(DDPStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint["window"]:
+            raise UserError("This checkpoint stands between two optimiser steps, where DeepSpeed cannot go on. Resume "
+                            "from one without + in its name, or with strategy ddp or fsdp.")
         saved, = checkpoint["optimizer_states"]
         zero, values = self.model.optimizer, saved["state"][0]
         cut = [key for key, value in values.items() if torch.is_tensor(value) and value.ndim]

@@ -21,7 +21,7 @@ from lmmods.inspection import show
 from lmmods.interruption import Interruption
 from lmmods.loggers import MetricsCSV
 from lmmods.run import RunFolder
-from lmmods.strategies import FSDP2
+from lmmods.strategies import chosen
 
 
 class Trainer(L.Trainer):
@@ -32,7 +32,7 @@ class Trainer(L.Trainer):
         precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
         strategy: One process per device, each with the whole network (`ddp`) or with parameters, gradients and
             optimiser state cut over all of them (`fsdp`); `auto` takes ddp when there are several devices. As a
-            class: lmmods.strategies.FSDP2 or one of Lightning's.
+            class: lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy.
         default_root_dir: The run folder.
         check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
             whole run, whatever this says.
@@ -75,7 +75,7 @@ class Trainer(L.Trainer):
             logger=False,
             callbacks=callbacks,
             precision=precision,
-            strategy=FSDP2() if strategy == "fsdp" else strategy,
+            strategy=chosen(strategy),
             default_root_dir=default_root_dir,
             val_check_interval=val_check_interval,
             check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,

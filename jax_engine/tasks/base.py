@@ -1,5 +1,6 @@
 """What every task on JAX shares: how a network is made, and what the compiled steps call."""
 
+import json
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -231,7 +232,7 @@ class Task(ABC):
 def _refuse(name: str, value: Any, *supported: Any) -> None:
     if value not in supported:
         raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
-                        f"(it takes {', '.join(map(str, supported))}). Use engine: torch.")
+                        f"(it takes {', '.join(json.dumps(each) for each in supported)}). Use engine: torch.")
 
 
 def _fit_tokenizer(config: Any, tokenizer: Any) -> None:

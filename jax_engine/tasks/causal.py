@@ -27,6 +27,7 @@ class CausalTask(Task):
 
     def __init__(self, generation: Generation = Generation(), **kwargs: Any):
         super().__init__(**kwargs)
+        check_supported(generation)
         self.generation = generation
 
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
@@ -36,7 +37,6 @@ class CausalTask(Task):
 
     def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
                 ) -> dict[int, Any]:
-        check_supported(self.generation)
         found = {}
         for share in range(len(group.host["index"])):
             batch = {name: part[share] for name, part in group.host.items()}

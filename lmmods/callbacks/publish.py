@@ -1,20 +1,14 @@
-"""Upload of the model to a Hugging Face hub repository, at the end or at each checkpoint."""
-
-import shutil
-import threading
-from pathlib import Path
-from typing import Literal
+"""Lightning's moments of an upload to the hub."""
 
 import lightning as L
 
 from lmmods.callbacks.export import write_model
-from lmmods.card import HUB_ID
-from lmmods.console import say, warn
+from lmmods.console import say
 from lmmods.errors import UserError
-from lmmods.settings import require
+from lmmods.publishing import Publisher
 
 
-class Publish(L.Callback):
+class Publish(Publisher, L.Callback):
     """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
 
     Repository, token and right to write are tried before training. An upload that fails while training is told once
@@ -28,88 +22,25 @@ class Publish(L.Callback):
         license: License in the card, as the hub names them (apache-2.0, mit, ...).
     """
 
-    def __init__(self, repo: str | None = None, private: bool = True, when: Literal["end", "save"] = "end",
-                 license: str | None = None):
-        require(repo is None or "/" in repo and bool(HUB_ID.fullmatch(repo)), "publish.repo", repo, "user/name")
-        require(license is None or repo is not None, "publish.repo", repo, "set where publish.license is")
-        self.repo, self.private, self.when, self.license = repo, private, when, license
-        self._upload: threading.Thread | None = None
-        self._has_warned = False
-
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.repo is None or stage != "fit":
             return
-        problem = trainer.strategy.broadcast(self._problem() if trainer.is_global_zero else None)
+        problem = trainer.strategy.broadcast(self.problem() if trainer.is_global_zero else None)
         if problem:
             raise UserError(problem)
-
-    def _problem(self) -> str | None:
-        """Make the repository. What stands in the way of uploading to it, if anything does."""
-        from huggingface_hub import HfApi, get_token
-
-        if get_token() is None:
-            return (f"publish.repo is {self.repo}, but there is no Hugging Face token. Set HF_TOKEN in the environment "
-                    "or run `hf auth login`, or set publish.repo to null.")
-        try:
-            HfApi().create_repo(self.repo, private=self.private, exist_ok=True)
-            is_private = HfApi().repo_info(self.repo).private
-        except Exception as error:  # of many kinds: network, rights, name
-            return (f"publish.repo: {self.repo} cannot be made or written ({_told(error)}). Check name, token and "
-                    "network, or set publish.repo to null and upload later.")
-        if is_private != self.private:
-            return (f"publish.private is {self.private}, but {self.repo} exists and is "
-                    f"{'private' if is_private else 'public'}. Set publish.private to {is_private}, or name another "
-                    "repository.")
-        return None
 
     def on_checkpoint_saved(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Called on every process after a checkpoint is complete."""
         if self.repo is None or self.when != "save":
             return
         folder = trainer.run_folder.root / ".publish"
-        is_busy = trainer.strategy.broadcast(self._upload is not None and self._upload.is_alive())
-        if is_busy:
+        if trainer.strategy.broadcast(self.is_busy):
             return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
         write_model(trainer, module, folder)
         if trainer.is_global_zero:
-            self._upload = threading.Thread(target=self._upload_and_remove, args=(folder, trainer.global_step),
-                                            daemon=True)
-            self._upload.start()
-
-    def _upload_and_remove(self, folder: Path, step: int) -> None:
-        try:
-            self._send(folder, f"Step {step}")
-        except Exception as error:  # training goes on, whatever it was
-            if not self._has_warned:
-                warn(f"The upload of step {step} to {self.repo} failed ({_told(error)}). Training goes on; later "
-                     "checkpoints are tried too, without a word if they fail again.")
-            self._has_warned = True
-        shutil.rmtree(folder)
+            self.upload_aside(folder, trainer.global_step)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After Export has written model/."""
-        if self.repo is None or not trainer.is_global_zero:
-            return
-        if self._upload is not None:
-            self._upload.join()
-        folder = trainer.run_folder.model
-        try:
-            self._send(folder, f"Finished at step {trainer.global_step}")
-        except Exception as error:
-            raise UserError(f"The run is finished and saved, but its upload to {self.repo} failed ({_told(error)}). "
-                            f"Upload it by hand: hf upload {self.repo} {folder}") from error
-        say(f"Uploaded {folder} to {self.repo}.")
-
-    def _send(self, folder: Path, message: str) -> None:
-        from huggingface_hub import HfApi
-
-        HfApi().upload_folder(repo_id=self.repo, folder_path=folder, commit_message=message)
-
-
-def _told(error: Exception) -> str:
-    """Kind and first line of an error, without the token that some of them quote."""
-    from huggingface_hub import get_token
-
-    line = next(iter(str(error).strip().splitlines()), "")
-    token = get_token()
-    return f"{type(error).__name__}: {line.replace(token, '***') if token else line}"
+        if self.repo is not None and trainer.is_global_zero:
+            self.finish(trainer.run_folder.model, trainer.global_step)

@@ -16,7 +16,7 @@ from lmmods.architectures import position_limit
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
 from lmmods.modules.loss import IGNORED, LossSums
-from lmmods.modules.optim import build_optimizer, build_schedule
+from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
 from lmmods.modules.window import WeightedMean, Window, seed_step
 from lmmods.settings import LoRA, Optimizer, check_start, require
 
@@ -201,7 +201,7 @@ class TaskModule(L.LightningModule, ABC):
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_([sharding.local(grad) for grad in grads],
                             Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1))
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = total_norm(grads)
         self.window.close(sums, norm, optimizer.param_groups[0]["lr"])
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
             self.window.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)

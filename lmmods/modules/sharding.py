@@ -43,9 +43,9 @@ def is_cut(tensor: Tensor) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one, on every process (all must call this); any other as it is."""
     if hasattr(tensor, "ds_id"):
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters([tensor]):
+        with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -1,0 +1,61 @@
+"""What a recipe may say is the same on both engines."""
+
+import inspect
+
+import pytest
+
+from jax_engine.callbacks import EarlyStopping
+from jax_engine.tasks.clm import CLM as JaxCLM
+from jax_engine.tasks.mlm import MLM as JaxMLM
+from jax_engine.tasks.qa import QA as JaxQA
+from jax_engine.tasks.sft import SFT as JaxSFT
+from jax_engine.trainer import Trainer as JaxTrainer
+from lmmods.modules.clm import CLM
+from lmmods.modules.mlm import MLM
+from lmmods.modules.qa import QA
+from lmmods.modules.sft import SFT
+from lmmods.trainer import Trainer
+
+
+def fields(cls: type) -> dict[str, tuple]:
+    """Constructor fields of a class and its bases here: default and type."""
+    found = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith(("lmmods", "jax_engine")):
+            found |= {name: (field.default, str(field.annotation))
+                      for name, field in inspect.signature(base.__init__).parameters.items()
+                      if name not in ("self", "kwargs")}
+    return found
+
+
+@pytest.mark.parametrize(("on_torch", "on_jax"), [(CLM, JaxCLM), (MLM, JaxMLM), (QA, JaxQA), (SFT, JaxSFT)])
+def test_tasks_have_the_same_fields(on_torch, on_jax):
+    assert on_torch.__name__ == on_jax.__name__
+    assert {name: default for name, (default, _) in fields(on_torch).items()} == {
+        name: default for name, (default, _) in fields(on_jax).items()}
+    assert {name: kind for name, (_, kind) in fields(on_torch).items() if "Literal" not in kind} == {
+        name: kind for name, (_, kind) in fields(on_jax).items() if "Literal" not in kind}
+
+
+def test_the_jax_trainer_takes_lightnings_keys():
+    import lightning as L
+
+    known = set(inspect.signature(L.Trainer.__init__).parameters)
+    assert set(inspect.signature(JaxTrainer.__init__).parameters) <= known
+    ours, theirs = fields(JaxTrainer), fields(Trainer)
+    same = set(ours) & set(theirs) - {"strategy", "callbacks", "max_epochs", "precision", "logger"}
+    assert {name: ours[name][0] for name in same} == {name: theirs[name][0] for name in same}
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "inspect"])
+def test_commands_have_the_same_arguments(command):
+    on_torch, on_jax = (list(inspect.signature(getattr(cls, command)).parameters) for cls in (Trainer, JaxTrainer))
+    assert on_torch == on_jax
+
+
+def test_early_stopping_takes_lightnings_fields():
+    from lightning.pytorch.callbacks import EarlyStopping as Theirs
+
+    theirs = inspect.signature(Theirs.__init__).parameters
+    for name, field in inspect.signature(EarlyStopping.__init__).parameters.items():
+        assert name in theirs and (field.default == theirs[name].default or name == "self"), name
