@@ -13,6 +13,8 @@ from jax_engine import parallel
 from jax_engine.parallel import Parallel, Replicas
 from lmmods.errors import UserError
 
+FAKED = "xla_force_host_platform_device_count"
+
 
 @dataclass
 class MeshSharding:
@@ -40,8 +42,8 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
-    if devices not in ("auto", -1) and not _has_started():
-        jax.config.update("jax_num_cpu_devices", int(devices))
+    if devices not in ("auto", -1, 1) and not _has_started() and FAKED not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", int(devices))  # of other platforms there are as many as there are
     if detect_anomaly:
         jax.config.update("jax_debug_nans", True)
     _join(num_nodes)

@@ -50,14 +50,15 @@ class Feed:
         pad_id: Token to fill with.
         epoch: Epoch of this pass.
         start: Number of its first micro-batch within the epoch.
+        max_length: Lengths are rounded up, but not above this; None leaves them as they are.
         ahead: Groups to prepare in advance.
     """
 
     def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int, epoch: int = 0,
-                 start: int = 0, ahead: int = 2):
+                 start: int = 0, max_length: int | None = None, ahead: int = 2):
         self._loader, self._parallel, self._batch_size = loader, parallel, batch_size
         self._fill = {**_FILL, "input_ids": pad_id}
-        self._epoch, self._start = epoch, start
+        self._epoch, self._start, self._max_length = epoch, start, max_length
         self._ready: queue.Queue = queue.Queue(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="feed", daemon=True)
@@ -125,6 +126,8 @@ class Feed:
     def _stack(self, group: list[dict[str, np.ndarray]], number: int) -> dict[str, np.ndarray]:
         """Arrays [own shares, B, ...] of micro-batches `number`, `number + 1`, ... of the epoch."""
         length = max(batch["input_ids"].shape[1] for batch in group)
+        if self._max_length is not None:
+            length = max(length, min(rounded(length), self._max_length))
         own = self._parallel.local_shares
         stacked = {name: np.stack([self._filled(name, group[share][name] if share < len(group) else x[:0], length)
                                    for share in own]) for name, x in group[0].items()}
@@ -139,3 +142,9 @@ class Feed:
         if name in ("attention_mask", "segment_ids"):
             full[len(x) :, 0] = 1  # so that no softmax is over nothing
         return full
+
+
+def rounded(length: int) -> int:
+    """A length that several share, so that few shapes are compiled: at most a quarter longer, or a multiple of 32."""
+    step = max(32, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step

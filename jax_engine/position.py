@@ -60,8 +60,11 @@ def read_position(checkpoint: dict[str, Any], data_key: str, num_shares: int) ->
         UserError: It stands inside a round of this many shares.
     """
     fit = checkpoint["loops"]["fit_loop"]
-    before, data = checkpoint["world_size"], checkpoint[data_key]
-    everywhere, earlier, in_epoch = fit["epoch_loop.batch_progress"]["current"]["ready"] * before, 0, None
+    before, data, progress = checkpoint["world_size"], checkpoint[data_key], fit["epoch_loop.batch_progress"]
+    epoch, step = fit["epoch_progress"]["current"]["completed"], checkpoint["global_step"]
+    if before == num_shares:
+        return Position(epoch, progress["current"]["ready"], progress["total"]["ready"], step)
+    everywhere, earlier, in_epoch = progress["current"]["ready"] * before, 0, None
     if "num_rows" in data:  # a stream is one endless epoch
         in_epoch = -(-data["num_rows"] // data["batch_size"])
         everywhere, earlier = data["batches"], data["epoch"] * -(-in_epoch // num_shares)
@@ -70,8 +73,7 @@ def read_position(checkpoint: dict[str, Any], data_key: str, num_shares: int) ->
                         f"{everywhere}, which {num_shares} devices do not share evenly. Resume from one at another "
                         "step, or with as many devices as before.")
     rounds = -(-everywhere // num_shares)
-    return Position(epoch=fit["epoch_progress"]["current"]["completed"], rounds=rounds, total_rounds=earlier + rounds,
-                    step=checkpoint["global_step"])
+    return Position(epoch, rounds, earlier + rounds, step)
 
 
 def _batches(total: int, current: int, is_last: bool) -> dict[str, Any]:

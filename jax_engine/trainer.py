@@ -264,6 +264,7 @@ class Trainer:
         if isinstance(interval, float):
             interval = max(int(self.rounds_per_epoch * interval), 1)
         self.rounds_per_validation = interval or self.rounds_per_epoch
+        self._num_val_rounds = self._num_rounds(self.datamodule.val_dataloader(), "val")
 
     def _num_rounds(self, loader: Any, role: str) -> int:
         """Rounds of a pass over a loader, cut by `limit_<role>_batches`."""
@@ -336,7 +337,7 @@ class Trainer:
         while not self._is_done():
             if self.position.rounds >= self.rounds_per_epoch:
                 self.position.epoch, self.position.rounds = self.position.epoch + 1, 0
-                self._leave_cut_epoch(loader)
+                loader.load_state_dict(self._data_position)  # of what was read ahead nothing was used
             rounds = self.rounds_per_epoch - self.position.rounds
             for group in self._groups(loader, self.datamodule.batch_size, rounds, self.position.epoch,
                                       self.position.rounds * self.parallel.num_shares):
@@ -347,11 +348,6 @@ class Trainer:
 
     def _is_done(self) -> bool:
         return self.should_stop or self.position.step >= self.num_steps
-
-    def _leave_cut_epoch(self, loader: Any) -> None:
-        """The next pass begins a new epoch, also where `limit_train_batches` left some of this one."""
-        if self.limits["train"] is not None:
-            loader.load_state_dict({**self._data_position, "epoch": self.position.epoch, "batches": 0})
 
     def _train_round(self, group: Group) -> None:
         """One micro-batch on each share, and the step that it may complete."""
@@ -429,11 +425,12 @@ class Trainer:
     def _after_round(self, step_done: bool) -> None:
         """Validate and save when it is time."""
         ends = self._is_done()
-        if self._validation_is_due() or ends:
-            self._validate(ends)
-            return
+        if self._num_val_rounds and (self._validation_is_due() or ends):
+            return self._validate()
         due = step_done and self.checkpoint.is_due(self.position.step)
-        if due or (step_done or jax.process_count() == 1) and machines.any_of(self.interruption.requested):
+        # Several processes agree on an interruption once a step: asking each other makes them wait.
+        may_stop = (step_done or jax.process_count() == 1) and machines.any_of(self.interruption.requested)
+        if due or ends or may_stop:
             self._save()
 
     def _validation_is_due(self) -> bool:
@@ -443,18 +440,17 @@ class Trainer:
             return False
         return self.position.rounds % self.rounds_per_validation == 0
 
-    def _validate(self, is_last: bool) -> None:
+    def _validate(self) -> None:
+        """Evaluate, and save what has been evaluated."""
         self._fetch_figures()
         with self.stopwatch.paused():
             metrics = self._evaluate("val")
-        if metrics:
-            self._log(metrics, self.position.step)
-            self.bar.say(describe(metrics, "val/"))
-            for callback in self.callbacks:
-                callback.on_validation_end(self, metrics)
-            self.checkpoint.rank({**self.latest, **metrics}, self._checkpoint_path().name)
-        if metrics or is_last or self.checkpoint.is_due(self.position.step) or self.interruption.requested:
-            self._save()
+        self._log(metrics, self.position.step)
+        self.bar.say(describe(metrics, "val/"))
+        for callback in self.callbacks:
+            callback.on_validation_end(self, metrics)
+        self.checkpoint.rank(self.latest, self._checkpoint_path().name)
+        self._save()
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -491,7 +487,8 @@ class Trainer:
 
     def _groups(self, loader: Any, batch_size: int, rounds: int, epoch: int = 0, start: int = 0):
         """At most so many groups of a pass over a loader."""
-        feed = Feed(loader, self.parallel, batch_size, self.datamodule.tokenizer.pad_token_id, epoch, start)
+        data = self.datamodule
+        feed = Feed(loader, self.parallel, batch_size, data.tokenizer.pad_token_id, epoch, start, data.max_length)
         with feed:
             for number, group in enumerate(feed, start=1):
                 yield group

@@ -34,7 +34,7 @@ class Bar:
         if self._bar is not None:
             if text:
                 self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(1 if count is None else count - self._bar.n)
+            self._bar.update(1 if count is None else max(count - self._bar.n, 0))
         elif text and self._enabled:
             first, since = self._started
             left = (time.perf_counter() - since) / (count - first) * (self._total - count)

@@ -108,17 +108,17 @@ def test_offloading_changes_no_number(task, options):  # noqa: F811
 
 @installed
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("precision", "steps", "rel"), [("bf16-mixed", 3, 1e-4), ("bf16-true", 1, 1e-2)])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_half_precision(task, stage, precision):  # noqa: F811
-    """Under bf16-true one process has no float32 copies, so only its first step is the same."""
+def test_half_precision(task, stage, precision, steps, rel):  # noqa: F811
+    """The first steps only: what bfloat16 rounds the other way grows, and without float32 copies all of it does."""
     one, arguments = task("qlora", "one", trainer__precision=precision, **LORA)
     assert main(["fit", *arguments]) == 0
     two, arguments = task("qlora", "two", 2, zero(stage), trainer__precision=precision, **LORA)
     with_two(arguments)
-    count = None if precision == "bf16-mixed" else 1
-    for row, wanted in zip(figures(two)[:count], figures(one)[:count], strict=True):
-        assert row == pytest.approx(wanted, rel=1e-2), row
+    assert len(figures(two)) == len(figures(one))
+    for row, wanted in zip(figures(two)[:steps], figures(one)[:steps], strict=True):
+        assert row == pytest.approx(wanted, rel=rel), row
 
 
 @installed

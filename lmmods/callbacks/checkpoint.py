@@ -79,7 +79,10 @@ class FolderCheckpointIO(CheckpointIO):
         tensors = {}
         for top, file in (*self.FILES.items(), ("", self.REST)):
             tensors |= {f"{top}/{name}".lstrip("/"): tensor for name, tensor in _load(path, file).items()}
-        return treefile.join(json.loads((path / "state.json").read_text()), tensors)
+        content = treefile.join(json.loads((path / "state.json").read_text()), tensors)
+        # Lightning asks which of its versions wrote a checkpoint; the JAX engine knows none.
+        content.setdefault("pytorch-lightning_version", L.__version__)
+        return content
 
     def remove_checkpoint(self, path: str | os.PathLike) -> None:
         shutil.rmtree(path)

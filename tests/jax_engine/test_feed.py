@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.feed import Feed
+from jax_engine.feed import Feed, rounded
 from jax_engine.parallel import MeshSharding, Replicas
 from lmmods.data.collate import Collator
 from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
@@ -148,3 +148,11 @@ def test_leaving_a_loop_ends_the_thread():
 
 def feeds_alive():
     return [thread for thread in threading.enumerate() if thread.name == "feed"]
+
+
+@pytest.mark.parametrize(("max_length", "length"), [(512, 32), (16, 16), (None, 10)])
+def test_few_lengths_are_compiled(max_length, length):
+    groups = list(Feed(training_loader(), four(), B, PAD, max_length=max_length))
+    assert max(group.host["input_ids"].shape[2] for group in groups) == length
+    assert len({rounded(n) for n in range(1, 4097)}) <= 36 and all(n <= rounded(n) for n in range(1, 4097))
+    assert all(rounded(n) <= 1.25 * n for n in range(128, 4097))

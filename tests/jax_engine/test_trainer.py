@@ -241,3 +241,19 @@ def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
     monkeypatch.setattr(Trainer, "_train_round", guarded)
     assert main(["fit", *arguments]) == 0
     assert fetched
+
+
+@pytest.mark.slow
+def test_no_torch_network_is_imported(jax_recipe):
+    _, arguments = jax_recipe("run", **FULL, trainer__max_steps=1)
+    program = """
+import sys
+from lmmods.cli import main
+
+assert main(sys.argv[1:]) == 0
+networks = {name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name}
+assert networks <= {"transformers.models.auto.modeling_auto"}, networks
+assert not {"peft", "bitsandbytes", "lmmods.modules.base", "lmmods.trainer"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program, "fit", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
