@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint smoke clean
+.PHONY: help install demo test test-all lint smoke clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,7 +22,10 @@ demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers besid
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --overwrite true
 	$(BIN)/python demo/answers.py --run runs/sft_qlora
 
-test: $(READY) ## Run all tests
+test: $(READY) ## Run the tests, but for the slow ones
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(READY) ## Run all tests
 	$(BIN)/python -m pytest -q
 
 smoke: $(READY) ## Run the demo recipe for a few steps

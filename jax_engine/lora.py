@@ -15,9 +15,9 @@ from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network, Tree
 from jax_engine.state import Path as LeafPath
 from jax_engine.state import flatten, split, unflatten
-from lmmods.adapters import fresh_lora_A
 from lmmods.console import say
 from lmmods.errors import UserError
+from lmmods.fresh import fresh_lora_A
 from lmmods.settings import LoRA
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"

@@ -108,7 +108,7 @@ class Trainer:
         self.limits = {"train": limit_train_batches, "val": limit_val_batches, "test": limit_test_batches,
                        "predict": limit_predict_batches}
         if overfit_batches:
-            self.limits |= {"train": overfit_batches, "val": overfit_batches}
+            self.limits["val"] = overfit_batches
         self.overfit_batches = overfit_batches
         self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
@@ -234,8 +234,6 @@ class Trainer:
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule
         datamodule.trainer = self
-        if self.overfit_batches:
-            datamodule.shuffle = False
         self._seed = datamodule.seed
         datamodule.prepare_data()
         datamodule.setup(command)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lmmods.cli import ENGINES, import_all
+from lmmods.errors import UserError
 from lmmods.run import RunFolder
 from lmmods.settings import Generation, LoRA, Optimizer
 
@@ -155,6 +156,10 @@ class EngineCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self.recipe = self.config[self.subcommand]
+        strategy = self.recipe.trainer.get("strategy")
+        if str(getattr(strategy, "class_path", "")).endswith(".DeepSpeedStrategy"):
+            raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
+                            "Lightning's DeepSpeedStrategy.")
         if self.subcommand != "fit":
             self.recipe.trainer.logger = None  # the other commands log nowhere but metrics.json
         for logger in _wandb_loggers(self.recipe.trainer.logger):
@@ -165,6 +170,7 @@ class EngineCLI(LightningCLI):
         recipe = yaml.safe_load(dump)
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
+        self._make_engine_neutral(recipe)
         if not issubclass(self.engine.checkpoint, Callback):  # else both are among the trainer's callbacks
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.publish = made.checkpoint, made.publish
@@ -176,6 +182,17 @@ class EngineCLI(LightningCLI):
             seed=self.recipe.seed_everything,
             max_positions=self.model.max_positions(),
         )
+
+
+    def _make_engine_neutral(self, recipe: dict[str, Any]) -> None:
+        """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""
+        for part in (recipe["model"], recipe["data"], *(recipe["trainer"].get("callbacks") or [])):
+            part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
+        ours = inspect.signature(self.engine.trainer.__init__).parameters
+        defaults = self._parser(self.subcommand).get_defaults()["trainer"]
+        for key, value in list(recipe["trainer"].items()):
+            if value == defaults[key] and (value is None or key not in ours):
+                del recipe["trainer"][key]
 
 
 def _wandb_loggers(loggers: Any) -> list[Any]:

@@ -128,3 +128,19 @@ def test_both_engines_say_the_same(both, name, changes):
         if key.endswith(WITHOUT_GRADIENT):
             continue
         torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted[key]), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
+def test_a_run_may_change_engine(both, first, then):
+    """Stopped inside a window at step 10 of 20 and taken up by the other engine, which also evaluates it."""
+    straight, run = both("CLM", checkpoint={"every_n_steps": 10, "keep_last": 9})
+    if first == "torch":
+        straight, run = run, straight
+    expected = rows(straight)
+    arguments = ["--config", str(run.config), "--engine", then]
+    assert main(["fit", *arguments, "--ckpt_path", "10", "--overwrite", "true"]) == 0
+    assert json.loads((run.resolve("last") / "state.json").read_text())["global_step"] == 20
+    for row, wanted in zip(rows(run), expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    assert main(["validate", *arguments, "--ckpt_path", "10"]) == 0

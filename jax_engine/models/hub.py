@@ -22,9 +22,10 @@ from jax_engine.models.linear import Build
 from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
 from jax_engine.state import Path as LeafPath
-from jax_engine.state import unflatten
+from jax_engine.state import flatten, unflatten
 from lmmods.console import say
 from lmmods.errors import UserError
+from lmmods.fresh import fresh_weight
 from lmmods.settings import LoRA
 
 SHARD_BYTES = 5 * 10**9
@@ -177,7 +178,12 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     tree = unflatten(leaves)
     if headless:
         fresh = jax.device_get(jax.jit(lambda key: network.init(key)["head"])(jax.random.key(seed)))
-        tree["head"] = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), fresh)
+        leaves = {("head", *path): np.asarray(leaf) for path, leaf in flatten(fresh).items()}
+        for name, path, _ in network.names(plain=True):
+            if name in headless and "norm" not in ".".join(path):
+                std = getattr(network.config, "initializer_range", 0.02)
+                leaves[path] = fresh_weight(seed, name, network.shape(path), std)
+        tree = unflatten(flatten(tree) | {path: leaf.astype(dtype) for path, leaf in leaves.items()})
     return adapters.add_fresh(network, tree, seed) if network.lora else tree
 
 

@@ -373,12 +373,18 @@ class DataModule(lightning.LightningDataModule, ABC):
     def _stateful_loader(self) -> StatefulLoader:
         items = self._items("train")
         lengths = items.lengths
+        overfit = getattr(self.trainer, "overfit_batches", 0)  # so many, or this share, in each epoch the same
+        share = self._share()
 
         def order_of(epoch: int) -> BatchOrder:
-            order = training_order(lengths, self.batch_size, [self.seed, epoch], self.shuffle, self.group_by_length)
+            order = training_order(lengths, self.batch_size, [self.seed, epoch], self.shuffle and not overfit,
+                                   self.group_by_length)
+            if overfit:
+                whole = len(order) if isinstance(overfit, float) else share.world_size
+                order = order.first(max(int(overfit * whole), 1))
             return order.shifted(epoch * len(lengths)) if self._draws_by_epoch() else order
 
-        return StatefulLoader(items, order_of, self._collator(self._item_keys()), self._share(), self.batch_size)
+        return StatefulLoader(items, order_of, self._collator(self._item_keys()), share, self.batch_size)
 
     def _stream_loader(self) -> StreamLoader:
         if self.trainer is not None and self.trainer.max_steps == -1:

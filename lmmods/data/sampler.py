@@ -29,6 +29,10 @@ class BatchOrder:
         """The same batches with `offset` added to each row number."""
         return BatchOrder(self._order, self._batch_size, self._batches, offset)
 
+    def first(self, count: int) -> "BatchOrder":
+        """The first `count` batches alone."""
+        return BatchOrder(self._order, self._batch_size, self._batches[:count], self._offset)
+
     def __len__(self) -> int:
         return len(self._batches)
 

@@ -146,6 +146,7 @@ class TaskModule(L.LightningModule, ABC):
             frozen=self.trains_adapter,
             attention=self.attention,
             device=self.trainer.strategy.root_device,
+            seed=base_seed(),
         )
 
     def fit_tokenizer(self, model: nn.Module, tokenizer) -> None:

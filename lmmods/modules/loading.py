@@ -1,15 +1,16 @@
 """From a folder or hub id to a network ready to train: dtypes, quantisation, embeddings, adapters."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lmmods.adapters import fresh_lora_A
 from lmmods.console import say, warn
 from lmmods.errors import UserError
+from lmmods.fresh import fresh_lora_A, fresh_weight
 from lmmods.settings import LoRA
 
 Quantize = Literal["nf4", "fp4", "int8"]
@@ -30,6 +31,7 @@ def load_pretrained(
     frozen: bool = False,
     attention: str | None = None,
     device: torch.device | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.
 
@@ -44,6 +46,7 @@ def load_pretrained(
         precision: Lightning's name.
         frozen: The base itself does not train.
         device: Where quantised weights are made.
+        seed: Of the weights of a head that the checkpoint lacks.
 
     Raises:
         UserError: The model cannot be found or read.
@@ -58,17 +61,28 @@ def load_pretrained(
                "device_map": {"": device or "cpu"}} if quantize else {}
     config = load_config(pretrained, revision, trust_remote_code)
     try:
-        model = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
-                                           trust_remote_code=trust_remote_code, attn_implementation=attention,
-                                           **options)
+        model, info = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
+                                                 trust_remote_code=trust_remote_code, attn_implementation=attention,
+                                                 output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise UserError(f"model.pretrained: cannot load {pretrained!r}: {_first_line(error)}") from error
+    _start_missing(model, info["missing_keys"], seed)
     _work_around_cpu_repacking(model)
     if frozen and precision != "bf16-true":
         for module in model.modules():
             if "Norm" in type(module).__name__:
                 module.float()
     return model.train()
+
+
+@torch.no_grad()
+def _start_missing(model: nn.Module, names: Iterable[str], seed: int) -> None:
+    """Weights that transformers has drawn itself start as on the other engine."""
+    params = dict(model.named_parameters())
+    std = getattr(model.config, "initializer_range", 0.02)
+    for name in set(names) & set(params):
+        if params[name].is_floating_point() and not ("norm" in name.lower() and name.endswith("weight")):
+            params[name].copy_(torch.from_numpy(fresh_weight(seed, name, tuple(params[name].shape), std)))
 
 
 def load_config(pretrained: str, revision: str | None, trust_remote_code: bool):

@@ -58,7 +58,8 @@ def token_loss(
     hidden = hidden.flatten(0, 1).index_select(0, scored)
     targets = targets.flatten().index_select(0, scored)
     chunk = max(CHUNK_BYTES // (4 * vocab_size), 1)
-    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, head, chunk, count_correct, *params)
+    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, head, chunk, count_correct, torch.is_grad_enabled(),
+                                                *params)
     return LossSums(total, total.new_tensor(len(targets)), correct if count_correct else None)
 
 
@@ -70,8 +71,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, head, chunk, count_correct, *params):
-        wants_grad = any(ctx.needs_input_grad)
+    def forward(ctx, hidden, targets, head, chunk, count_correct, is_training, *params):
+        wants_grad = is_training and any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(total)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
@@ -97,4 +98,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, _grad_correct):
         grad_hidden, *grads = (grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
-        return grad_hidden, None, None, None, None, *grads
+        return grad_hidden, None, None, None, None, None, *grads

@@ -149,6 +149,8 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, str
     assert main(["fit", *for_one, "--ckpt_path", "3", "--overwrite", "true"]) == 0
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
+    _, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
+                            trainer__val_check_interval=6, trainer__devices=1)
     with_two(["fit", *for_two, "--ckpt_path", "3", "--overwrite", "true"])
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
