@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from toy import Toy
 
 from jax_engine.feed import Feed
 from jax_engine.losses import IGNORED, shift_labels, token_loss
@@ -71,8 +72,6 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
 @pytest.fixture(scope="module")
 def alone():
     """Runs on one device, by the number of micro-batches per step."""
-    from conftest import Toy
-
     return {count: train(Toy(), Replicas(jax.devices()[:1]), count // 8) for count in (8, 32)}
 
 
@@ -169,7 +168,7 @@ def start(script, *args, **env):
 def test_no_array_is_rebuilt_in_full():
     """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own."""
     process = start("""
-from conftest import Toy
+from toy import Toy
 from test_parallel import MeshSharding, train
 train(Toy(), MeshSharding(data=2, fsdp=4), 1, num_steps=1)
 train(Toy(), MeshSharding(data=2, fsdp=2, tensor=2), 2, num_steps=1)
@@ -190,7 +189,7 @@ def test_two_processes_take_the_steps_of_one(toy):
 import json
 import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
-from conftest import Toy
+from toy import Toy
 from test_parallel import MeshSharding, Replicas, np, train
 for way in (Replicas(), MeshSharding(data=2, fsdp=2), MeshSharding(tensor=4)):
     losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
