@@ -4,7 +4,9 @@ import os
 
 FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):  # read when the first device is asked for, not at the import of jax
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8".strip()
+    # Eight devices on a busy machine of two cores may wait for each other for longer than XLA's forty seconds.
+    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8 {patience}".strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
