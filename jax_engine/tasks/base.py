@@ -3,6 +3,7 @@
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,9 +169,8 @@ class Task(ABC):
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         """Summed loss and weight of rows [N, T]; compiled."""
 
-    def predict(self, params: Tree, rows: dict[str, Array]) -> Any:
-        """What evaluation needs of each row beside the sums, a tree of arrays [N, ...]; compiled."""
-        raise NotImplementedError
+    # Of each row, where a task needs it: (parameters, rows) -> a tree of arrays [N, ...]; compiled.
+    predict: Callable[[Tree, dict[str, Array]], Any] | None = None
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -191,10 +191,10 @@ class Task(ABC):
         return {"loss": loss, "accuracy": correct / weight if weight else math.nan,
                 "perplexity": math.exp(min(loss, 700))}, {}
 
+    @abstractmethod
     def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
                 ) -> dict[int, Any]:
         """Outputs of predict for a group of batches, by the index of their rows."""
-        raise NotImplementedError
 
     # Export ----------------------------------------------------------------------------------------------------------
 
