@@ -105,6 +105,7 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
     from transformers import BitsAndBytesConfig
 
     from lmmods.data.sft import SFTData
+    from lmmods.fresh import fresh_lora_A
 
     adam = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
     rows, _ = run(recipe, tmp_path / "ours", model__init_args__pretrained=str(no_dropout),
@@ -120,8 +121,10 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
     add_pad_row(model)
-    torch.manual_seed(7)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).train()
+    for name, param in model.named_parameters():
+        if "lora_A" in name:
+            param.data = torch.from_numpy(fresh_lora_A(7, name, tuple(param.shape)))
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
     for batch, row in zip(data.train_dataloader(), rows, strict=False):
