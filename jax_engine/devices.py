@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,9 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
-    if devices not in ("auto", -1, 1) and not _has_started() and FAKED not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", int(devices))  # of other platforms there are as many as there are
+    if devices not in ("auto", -1, 1) and FAKED not in os.environ.get("XLA_FLAGS", ""):
+        with suppress(RuntimeError):  # devices are there already; below their number is checked
+            jax.config.update("jax_num_cpu_devices", int(devices))
     if detect_anomaly:
         jax.config.update("jax_debug_nans", True)
     _join(num_nodes)
@@ -61,10 +63,6 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
         return Replicas(chosen)
     mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
     return parallel.MeshSharding(mesh.data, mesh.fsdp, mesh.tensor, chosen)
-
-
-def _has_started() -> bool:
-    return bool(jax._src.xla_bridge.backends_are_initialized())
 
 
 def _join(num_nodes: int) -> None:

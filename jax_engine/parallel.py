@@ -49,10 +49,12 @@ class Parallel(ABC):
 
     Attributes:
         num_shares: Micro-batches that a step takes, over all processes.
+        num_devices: Devices that work on them.
         local_shares: Numbers of those that this process feeds.
     """
 
     num_shares: int
+    num_devices: int
     local_shares: tuple[int, ...]
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class Replicas(Parallel):
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         devices = list(devices or jax.devices())
-        self.num_shares = len(devices)
+        self.num_shares = self.num_devices = len(devices)
         self.local_shares = _own(devices)
         self._devices = devices
         self._mesh = Mesh(np.array([devices[share] for share in self.local_shares]), (_REPLICA_AXIS,),
@@ -212,7 +214,7 @@ class MeshSharding(Parallel):
                             f"that their product is {count}.")
         grid = np.array(devices).reshape(*sizes.values())
         self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-        self.num_shares = sizes["data"] * sizes["fsdp"]
+        self.num_shares, self.num_devices = sizes["data"] * sizes["fsdp"], count
         self.local_shares = tuple(sorted({place // sizes["tensor"] for place in _own(devices)}))
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._by_share = NamedSharding(self.mesh, PartitionSpec(SHARE_AXES))

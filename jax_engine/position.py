@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lmmods.errors import UserError
+from lmmods.position import recount
 
 
 @dataclass
@@ -64,16 +64,7 @@ def read_position(checkpoint: dict[str, Any], data_key: str, num_shares: int) ->
     epoch, step = fit["epoch_progress"]["current"]["completed"], checkpoint["global_step"]
     if before == num_shares:
         return Position(epoch, progress["current"]["ready"], progress["total"]["ready"], step)
-    everywhere, earlier, in_epoch = progress["current"]["ready"] * before, 0, None
-    if "num_rows" in data:  # a stream is one endless epoch
-        in_epoch = -(-data["num_rows"] // data["batch_size"])
-        everywhere, earlier = data["batches"], data["epoch"] * -(-in_epoch // num_shares)
-    if everywhere % num_shares and everywhere != in_epoch:
-        raise UserError(f"This checkpoint of {before} devices cannot go on with {num_shares}: it stands at micro-batch "
-                        f"{everywhere}, which {num_shares} devices do not share evenly. Resume from one at another "
-                        "step, or with as many devices as before.")
-    rounds = -(-everywhere // num_shares)
-    return Position(epoch, rounds, earlier + rounds, step)
+    return Position(epoch, *recount(progress["current"]["ready"], data, before, num_shares, "devices"), step)
 
 
 def _batches(total: int, current: int, is_last: bool) -> dict[str, Any]:

@@ -330,6 +330,7 @@ class Trainer:
     def _train(self, loader: Any) -> None:
         self.bar.open("train", self.num_steps, self.position.step, unit="step")
         self._pending: list[tuple[int, float, dict[str, jax.Array]]] = []  # steps whose figures are not yet fetched
+        self._lap_tokens = 0
         self._data_position = self.datamodule.state_dict()
         self.stopwatch.start()
         while not self._is_done():
@@ -399,7 +400,7 @@ class Trainer:
             lap_tokens += figures["num_tokens"]
             self.num_rows += figures["num_rows"]
         self.num_tokens += lap_tokens
-        self._lap_tokens = getattr(self, "_lap_tokens", 0) + lap_tokens
+        self._lap_tokens += lap_tokens
         step, epoch, figures = fetched[-1]
         if step % self.log_every_n_steps == 0:
             self._log_step(step, epoch, figures)
@@ -411,7 +412,7 @@ class Trainer:
                  "grad_norm": figures["grad_norm"], "epoch": epoch, "tokens": self.num_tokens,
                  "tokens_per_second": speed}
         if (peak := peak_flops(jax.devices()[0].device_kind)) is not None:
-            shown["mfu"] = self._flops * speed / (peak * self.parallel.num_shares)
+            shown["mfu"] = self._flops * speed / (peak * self.parallel.num_devices)
         self._log({f"train/{name}": value for name, value in shown.items()}, step)
         self.bar.update(step, describe(self.latest))
 

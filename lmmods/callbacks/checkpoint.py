@@ -13,9 +13,9 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lmmods import treefile
 from lmmods.callbacks.publish import Publish
-from lmmods.errors import UserError
 from lmmods.interruption import stop
 from lmmods.keep import KeepRules
+from lmmods.position import recount
 from lmmods.run import checkpoint_name, commit_folder, write_json
 from lmmods.strategies import DeepSpeed
 
@@ -152,16 +152,8 @@ class Checkpoint(KeepRules, L.Callback):
             return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         position = checkpoint[type(trainer.datamodule).__qualname__]
-        everywhere, earlier, in_epoch = progress["current"]["ready"] * before, 0, None
-        if "num_rows" in position:  # a stream is one endless epoch
-            in_epoch = -(-position["num_rows"] // position["batch_size"])
-            everywhere, earlier = position["batches"], position["epoch"] * -(-in_epoch // now)
-        if everywhere % now and everywhere != in_epoch:
-            raise UserError(f"This checkpoint of {before} processes cannot go on with {now}: it stands at micro-batch "
-                            f"{everywhere}, which {now} processes do not share evenly. Resume from one at another "
-                            "step, or with as many processes as before.")
-        current = -(-everywhere // now)
-        for counts, ready in ((progress["current"], current), (progress["total"], earlier + current)):
+        current, total = recount(progress["current"]["ready"], position, before, now, "processes")
+        for counts, ready in ((progress["current"], current), (progress["total"], total)):
             shift = ready - counts["ready"]
             for name in counts:  # the batch under way may not be completed yet
                 counts[name] += shift

@@ -9,18 +9,7 @@ from lmmods.publishing import Publisher
 
 
 class Publish(Publisher, L.Callback):
-    """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
-
-    Repository, token and right to write are tried before training. An upload that fails while training is told once
-    and training goes on; at the end it is an error (exit status 2) after everything else has been written.
-
-    Args:
-        repo: Hub repository `user/name`, made if there is none; null uploads nothing.
-        private: Whether only its owner sees it.
-        when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
-            leaving one out while the upload before it is under way.
-        license: License in the card, as the hub names them (apache-2.0, mit, ...).
-    """
+    """Upload the model of each checkpoint, or of the finished run."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.repo is None or stage != "fit":
