@@ -1,6 +1,8 @@
 """Shared by all tests: offline, one thread, and a tiny Llama with its tokenizer in a folder."""
 
+import gc
 import os
+import sys
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
                   TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
@@ -14,6 +16,19 @@ torch.set_num_threads(1)
 
 TEXTS = ["Below is an instruction that describes a task. Write a response.", "### Instruction:\nAdd 1 and 2.\n\n",
          "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+    """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).
+
+    XLA takes about a hundred for each program on a CPU and dies of a segmentation fault where it gets no more.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
