@@ -11,6 +11,7 @@ from torch import nn
 from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.fresh import fresh_lora_A, fresh_weight
+from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.settings import LoRA
 
 Quantize = Literal["nf4", "fp4", "int8"]
@@ -67,7 +68,7 @@ def load_pretrained(
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise UserError(f"model.pretrained: cannot load {pretrained!r}: {_first_line(error)}") from error
     _start_missing(model, info["missing_keys"], seed)
-    _work_around_cpu_repacking(model)
+    work_around_cpu_kernels(model)
     if frozen and precision != "bf16-true":
         for module in model.modules():
             if "Norm" in type(module).__name__:
@@ -150,17 +151,6 @@ def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute:
         bnb_4bit_quant_storage=storage,
         llm_int8_skip_modules=skip,
     )
-
-
-def _work_around_cpu_repacking(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16.
-
-    After one forward pass in eval mode the repacked weight gives wrong gradients to later training steps, without a
-    word (bitsandbytes 0.50.2; issue 2078 of bitsandbytes-foundation/bitsandbytes is of the same family).
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
