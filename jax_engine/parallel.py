@@ -37,10 +37,11 @@ _REPLICA_AXIS = "replica"
 TABLE: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),
     (r"embed\.\w+\.weight$|\bhead\.weight$", ("fsdp", "tensor")),
-    (r"attn\.(o|out)\.weight$|mlp\.down\.weight$", ("fsdp", "tensor")),
+    (r"weight\.nested", ()),
+    (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", ("fsdp", "tensor")),
     (r"lora_A$", (None, "fsdp")),
     (r"lora_B$", ("fsdp", None)),
-    (r"\.weight$", ("tensor", "fsdp")),
+    (r"\.weight\b", ("tensor", "fsdp")),
 )
 
 

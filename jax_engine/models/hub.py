@@ -16,11 +16,13 @@ from safetensors.numpy import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from jax_engine import lora as adapters
+from jax_engine import quant
 from jax_engine.models import families
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
 from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
+from jax_engine.quant import SAVED, Quantize, Quantized, from_bitsandbytes
 from jax_engine.state import Path as LeafPath
 from jax_engine.state import flatten, unflatten
 from lmmods.console import say
@@ -106,7 +108,8 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
     """
     family = family_of(config, head)
-    refuse(config, quantization_config=None, **({"num_labels": 2} if head == "qa" else {}))
+    saved_kind(config)
+    refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
     dtype = jnp.dtype(compute_dtype)
     bare = Network(config, family, arch, head, Build(dtype), remat=remat, unroll=unroll)
@@ -115,7 +118,24 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     return adapters.adapt(bare, lora)
 
 
-def load(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0) -> Tree:
+def saved_kind(config: PreTrainedConfig) -> Quantize | None:
+    """In which code a folder keeps its linear layers; None where they are plain numbers.
+
+    Raises:
+        UserError: A code other than those of bitsandbytes.
+    """
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return None
+    method = saved.get("quant_method", "bitsandbytes")
+    if method != "bitsandbytes":
+        raise UserError(f"model.pretrained: its weights are quantised with {method}. The JAX engine reads those of "
+                        "bitsandbytes: use engine: torch, or a model that is not quantised.")
+    return "int8" if saved.get("load_in_8bit") else saved["bnb_4bit_quant_type"]
+
+
+def load(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
+         quantize: Quantize | None = None, double_quant: bool = True) -> Tree:
     """Weights of a folder or hub id as numpy arrays, with fresh adapters where the network has them.
 
     Strict: every leaf is filled once, and every key of the files is consumed, tied, or known not to be needed. A head
@@ -124,6 +144,8 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     Args:
         dtype: Of all weights.
         seed: Of what starts at random.
+        quantize: Keep linear layers in this code, layer by layer, so that the whole model is never there in full.
+        double_quant: Quantise the scales of 4-bit codes too.
 
     Raises:
         UserError: Keys that are missing, left over, or of another shape.
@@ -133,23 +155,39 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     filled: set[tuple[LeafPath, int | None]] = set()
     wanted = _wanted(network)
     copies: dict[str, tuple[LeafPath, np.ndarray]] = {}
+    linear = {(*ours.split("."), "weight") for ours in network.linears()}
+    quantised: dict[LeafPath, dict[int | None, Quantized]] = {}
+    saved: dict[tuple[LeafPath, int | None], dict[str, np.ndarray]] = {}
     problems, dropped = [], []
     for key, read in _open(folder, revision):
+        if part := SAVED.match(key):
+            if slot := _match(f"{part[1]}.weight", wanted, network):
+                saved.setdefault(slot[:2], {})[part[2]] = read()
+            continue
         slot = _match(key, wanted, network)
         if slot is None:
             (dropped if _needless(key) else problems).append(key)
             continue
         path, layer, tied = slot
         value = read()
-        if value.shape != network.shape(path):
+        if path in linear and value.dtype in (np.uint8, np.int8):
+            saved.setdefault((path, layer), {})["weight"] = value
+        elif value.shape != network.shape(path):
             problems.append(f"{key} {value.shape} (the configuration says {network.shape(path)})")
         elif tied:
             copies[key] = (path, value)
         elif (path, layer) in filled:
             problems.append(f"{key} (a second time)")
         else:
-            _put(leaves, network, path, layer, value, dtype)
+            if quantize and path in linear:
+                quantised.setdefault(path, {})[layer] = quant.quantize(value.astype(dtype), quantize, double_quant,
+                                                                       network.arch.conv1d)
+            else:
+                _put(leaves, network, path, layer, value, dtype)
             filled.add((path, layer))
+    for (path, layer), parts in saved.items():
+        quantised.setdefault(path, {})[layer] = from_bitsandbytes(parts, network.arch.conv1d)
+        filled.add((path, layer))
     for path, value in copies.values():
         if (path, None) not in filled:
             _put(leaves, network, path, None, value, dtype)
@@ -171,6 +209,9 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
         if not np.array_equal(leaves[path], value.astype(dtype)):
             raise UserError(f"{folder}: {key} differs from the weight that it is tied to: set tie_word_embeddings: "
                             "false in its config.json.")
+    leaves |= {path: parts[None] if None in parts else jax.tree.map(
+        lambda *layers: np.stack(layers), *(parts[layer] for layer in range(network.arch.num_stored_layers)))
+               for path, parts in quantised.items()}
     if others := [key for key in dropped if not BUFFERS.search(key)]:
         say(f"Not needed from {folder}: {some(others)}.")
     if headless:

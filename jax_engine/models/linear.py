@@ -7,12 +7,14 @@ block-wise quantisation sees the rows that it would see in torch.
 import math
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jax_engine.quant import Quantized
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
 
@@ -81,14 +83,20 @@ class Linear(nnx.Module):
         Args:
             keys: PRNG keys of the rows, for the adapter's dropout.
         """
-        dtype = self.build.dtype
-        matrix = self.weight.get_value().astype(dtype)
-        y = product(x, matrix, dtype, self.conv1d)
+        dtype, weight = self.build.dtype, self.weight.get_value()
+        y = self._product(x, weight)
         if self.adapted:
-            y = y + self._adapter(x, y, matrix, keys)
+            y = y + self._adapter(x, y, weight, keys)
         return y if self.bias is None else y + self.bias[...].astype(dtype)
 
-    def _adapter(self, x: Array, y: Array, matrix: Array, keys: Array | None) -> Array:
+    def _product(self, x: Array, weight: Any) -> Array:
+        """x W^T. The matrix of a quantised weight is made again in the backward pass instead of being kept for it."""
+        def times(x: Array, weight: Any) -> Array:
+            return product(x, weight.astype(self.build.dtype), self.build.dtype, self.conv1d)
+
+        return (jax.checkpoint(times) if isinstance(weight, Quantized) else times)(x, weight)
+
+    def _adapter(self, x: Array, y: Array, weight: Any, keys: Array | None) -> Array:
         """What the adapter adds to y = x W^T."""
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora_scaling(lora)
@@ -97,13 +105,13 @@ class Linear(nnx.Module):
         if not lora.dora:
             return update
         delta = self.lora_B[...].astype(jnp.float32) @ self.lora_A[...].astype(jnp.float32)
-        base = matrix.astype(jnp.float32)
+        base = weight.astype(dtype).astype(jnp.float32)
         merged = base + scaling * (delta.T if self.conv1d else delta)
         # The norm counts as a constant in the gradient (section 4.3 of the paper).
         norms = jax.lax.stop_gradient(row_norms(merged, self.conv1d))
         factor = (self.lora_magnitude_vector[...] / norms).astype(dtype)
         if dropped is not x:
-            y = product(dropped, matrix, dtype, self.conv1d)
+            y = self._product(dropped, weight)
         return (factor - 1) * y + factor * update
 
 

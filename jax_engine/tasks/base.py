@@ -38,7 +38,7 @@ class Task(ABC):
         config_overrides: Fields changed in the configuration that `config` names.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Code that comes with a model is torch code: only false here.
-        quantize: Only null here.
+        quantize: Store linear layers of the frozen base in 4 or 8 bits.
         double_quant: Quantise the 4-bit scales too.
         quant_storage: Type in which torch keeps packed 4-bit weights; nothing here.
         lora: Train an adapter instead of the model itself; null is full tuning.
@@ -72,11 +72,11 @@ class Task(ABC):
     ):
         check_start(pretrained, config, quantize, lora, adapter)
         _refuse("trust_remote_code", trust_remote_code, False)
-        _refuse("quantize", quantize, None)
         _refuse("attention", attention, None, "sdpa", "eager")
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.config, self.config_overrides = config, config_overrides or {}
         self.lora, self.adapter = lora, adapter
+        self.quantize, self.double_quant = quantize, double_quant
         self.optimizer_settings = optimizer
         self.save_dtype = save_dtype
         self.remat = {False: "none", True: "full"}.get(gradient_checkpointing, gradient_checkpointing)
@@ -103,10 +103,11 @@ class Task(ABC):
         compute = COMPUTE_DTYPES[precision]
         config = self._configuration(tokenizer)
         options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat}
+        self._check_saved(hub.saved_kind(config))
         bare = hub.network(config, self.head, **options)
         stored = compute if self.trains_adapter or precision == "bf16-true" else "float32"
         if self.pretrained:
-            params = hub.load(bare, self.pretrained, self.revision, stored, seed)
+            params = hub.load(bare, self.pretrained, self.revision, stored, seed, self.quantize, self.double_quant)
         else:
             params = jax.tree.map(lambda x: np.asarray(x).astype(stored), bare.init(jax.random.key(seed)))
         bare, params = self._with_room_for(bare, params, len(tokenizer), options)
@@ -116,6 +117,17 @@ class Task(ABC):
         else:
             self.network = bare
         return split(params, self.network.trainable(params))
+
+    def _check_saved(self, kind: str | None) -> None:
+        """A folder that is quantised already stays as it is, and trains only beside an adapter."""
+        if kind is None:
+            return
+        if self.quantize not in (None, kind):
+            raise UserError(f"model.quantize is {self.quantize}, but {self.pretrained} is saved in {kind}. Set "
+                            f"model.quantize to {kind} or null.")
+        if not self.trains_adapter:
+            raise UserError(f"model.pretrained: {self.pretrained} is saved in {kind}, so it cannot be trained in full: "
+                            "set model.lora.")
 
     def _configuration(self, tokenizer: Any) -> Any:
         if self.config is None:
@@ -212,7 +224,7 @@ class Task(ABC):
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
         """Parameters and dtypes in a line."""
-        leaves = [*jax.tree.leaves(trainable), *jax.tree.leaves(frozen)]
+        leaves = [*flatten(trainable).values(), *flatten(frozen).values()]
         total, trains = (sum(leaf.size for leaf in part) for part in (leaves, jax.tree.leaves(trainable)))
         by_type: dict[str, int] = {}
         for leaf in leaves:

@@ -1,0 +1,214 @@
+"""Quantised weights beside bitsandbytes: bits, values, networks, folders it saved, adapters on top."""
+
+import bitsandbytes as bnb
+import bitsandbytes.functional as F
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from twins import AUTO, FAMILIES, PAIRS
+
+from jax_engine import lora as adapters
+from jax_engine import quant
+from jax_engine.models import hub
+from jax_engine.state import flatten, merge, split
+from lmmods.modules.cpu_kernels import work_around_cpu_kernels
+from lmmods.settings import LoRA
+
+# Rows of whole blocks; rows that begin inside a block; a last block of a few; an odd number of elements.
+SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_kernels():
+    work_around_cpu_kernels(torch.nn.ModuleList([bnb.nn.Linear4bit(64, 64)]))
+
+
+def weight(shape, dtype=torch.float32) -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    drawn[0] = 0
+    return drawn
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(jnp.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_bits_are_those_of_bitsandbytes(kind, double, shape, dtype):
+    packed, state = F.quantize_4bit(weight(shape, dtype), quant_type=kind, compress_statistics=double)
+    ours = quant.quantize(as_numpy(weight(shape, dtype)), kind, double)
+    assert np.array_equal(ours.packed.reshape(-1)[:packed.numel()], packed.numpy().reshape(-1))
+    assert np.array_equal(ours.absmax.reshape(-1), state.absmax.numpy())
+    if double:
+        assert np.allclose(ours.nested[0], state.state2.absmax.numpy(), rtol=1e-6, atol=1e-6)
+        assert np.allclose(ours.nested[1], state.offset.numpy(), rtol=1e-6)
+    values = jax.jit(lambda w: w.astype(jnp.float32))(ours)
+    state.dtype = torch.float32
+    assert values.shape == ours.shape == shape
+    assert np.abs(values - F.dequantize_4bit(packed, state).numpy()).max() <= 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_eight_bits_are_those_of_bitsandbytes(shape):
+    codes, absmax, _ = F.int8_vectorwise_quant(weight(shape)[1:].half())
+    ours = quant.quantize(weight(shape)[1:].numpy(), "int8")
+    assert np.array_equal(ours.codes, codes.numpy()) and np.array_equal(ours.absmax, absmax.numpy())
+    assert np.allclose(ours.astype(jnp.float32), F.int8_vectorwise_dequant(codes, absmax).numpy(), rtol=1e-6)
+    zero = quant.quantize(np.zeros((2, 8), np.float32), "int8")
+    assert not np.any(zero.astype(jnp.float32))
+
+
+def test_large_matrices_are_quantised_in_pieces(monkeypatch):
+    whole = quant.quantize(weight((24, 96)).numpy(), "nf4")
+    monkeypatch.setattr(quant, "_CHUNK", 256)
+    pieces = quant.quantize(weight((24, 96)).numpy(), "nf4")
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True))
+
+
+def test_the_dynamic_type_is_that_of_bitsandbytes():
+    assert np.array_equal(quant.DYNAMIC, F.create_dynamic_map().numpy())
+
+
+# Networks ------------------------------------------------------------------------------------------------------------
+
+
+def quantised_torch(folder, head, kind, **options):
+    skip = ["qa_outputs"] if head == "qa" else None
+    config = (transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip) if kind == "int8" else
+              transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, llm_int8_skip_modules=skip,
+                                              bnb_4bit_compute_dtype=torch.float32, **options))
+    model = getattr(transformers, AUTO[head]).from_pretrained(folder, quantization_config=config, device_map="cpu",
+                                                              dtype=torch.float32)
+    work_around_cpu_kernels(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """A function that writes a small random model, wide enough for whole blocks and with rows that are not."""
+    def write(name, head):
+        config = transformers.CONFIG_MAPPING[name](**FAMILIES[name])
+        torch.manual_seed(0)
+        model = getattr(transformers, AUTO[head]).from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.25)
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        return str(folder)
+
+    return write
+
+
+def network_and_params(folder, head, **options):
+    network = hub.network(hub.load_config(folder), head)
+    return network, hub.load(network, folder, **options)
+
+
+@pytest.mark.parametrize(("name", "head"), PAIRS)
+def test_the_same_layers_are_quantised_as_in_torch(folder_of, name, head):
+    folder = folder_of(name, head)
+    model = quantised_torch(folder, head, "nf4")
+    network, params = network_and_params(folder, head, quantize="nf4")
+    theirs = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    ours = {torch_name for torch_name, path, _ in network.names(plain=True)
+            if isinstance(flatten(params)[path], quant.Quantized)}
+    assert ours == theirs
+
+
+def batch_of(vocab_size: int) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(4, vocab_size, (3, 9))
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+
+
+def logits(network, params, batch) -> np.ndarray:
+    return np.asarray(jax.jit(lambda p: network.logits(p, network.hidden(p, batch)))(params))
+
+
+@pytest.mark.parametrize(("name", "kind", "double"), [
+    ("llama", "nf4", True), ("llama", "fp4", False), ("gpt2", "nf4", True), ("gpt2", "int8", True),
+    ("gemma", "nf4", False), ("llama", "int8", True), ("albert", "nf4", True), ("bert", "fp4", True)])
+def test_logits_are_those_of_torch(folder_of, name, kind, double):
+    head = "masked" if name in ("albert", "bert") else "causal"
+    folder = folder_of(name, head)
+    options = {} if kind == "int8" else {"bnb_4bit_use_double_quant": double}
+    model = quantised_torch(folder, head, kind, **options).train()  # in eval, int8 quantises activations too
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    network, params = network_and_params(folder, head, quantize=kind, double_quant=double)
+    batch = batch_of(network.config.vocab_size)
+    expected = model(**{key: torch.from_numpy(value) for key, value in batch.items()}).logits.detach().numpy()
+    assert np.abs(logits(network, params, batch) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "nf4"), ("gpt2", "fp4"), ("llama", "int8"), ("bert", "nf4")])
+def test_folders_that_bitsandbytes_saved(folder_of, name, kind, tmp_path):
+    head = "masked" if name == "bert" else "causal"
+    folder = folder_of(name, head)
+    for double in (True, False):
+        options = {} if kind == "int8" else {"bnb_4bit_use_double_quant": double}
+        quantised_torch(folder, head, kind, **options).save_pretrained(tmp_path / str(double))
+        _, saved = network_and_params(str(tmp_path / str(double)), head)
+        _, fresh = network_and_params(folder, head, quantize=kind, double_quant=double)
+        saved, fresh = flatten(saved), flatten(fresh)
+        assert saved.keys() == fresh.keys()
+        for path, leaf in fresh.items():
+            assert jax.tree.structure(leaf) == jax.tree.structure(saved[path])
+            for ours, theirs in zip(jax.tree.leaves(leaf), jax.tree.leaves(saved[path]), strict=True):
+                assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-7), path
+
+
+@pytest.mark.parametrize("settings", [LoRA(rank=3, alpha=5), LoRA(rank=3, alpha=5, dora=True)], ids=["lora", "dora"])
+def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
+    folder = folder_of("llama", "causal")
+    base = quantised_torch(folder, "causal", "nf4", bnb_4bit_use_double_quant=True)
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", use_dora=settings.dora))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    network = hub.network(hub.load_config(folder), "causal", lora=settings)
+    bare = hub.network(hub.load_config(folder), "causal")
+    params = adapters.add_fresh(network, hub.load(bare, folder, quantize="nf4"), 0)
+    _, frozen = split(params, network.trainable(params))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = network.from_torch({name: parameter.detach().numpy() for name, parameter in trained.items()})
+    batch = batch_of(network.config.vocab_size)
+
+    def loss(trainable):
+        params = merge(trainable, frozen)
+        return jax.nn.logsumexp(network.logits(params, network.hidden(params, batch)), axis=-1).sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(trainable)
+    found = model(**{key: torch.from_numpy(part) for key, part in batch.items()}).logits.logsumexp(-1).sum()
+    found.backward()
+    assert abs(value - found.item()) <= 1e-5 * abs(value)
+    ours = network.to_torch(gradients)
+    assert ours.keys() == trained.keys()
+    for name, parameter in trained.items():
+        gradient = parameter.grad.numpy()
+        assert np.abs(ours[name] - gradient).max() <= 1e-4 * max(np.abs(gradient).max(), 1e-3), name
+
+
+def test_the_backward_pass_keeps_no_matrix(folder_of):
+    """What autodiff stores between the passes: activations, never a dequantised weight of all layers."""
+    folder = folder_of("llama", "causal")
+    network = hub.network(hub.load_config(folder), "causal", lora=LoRA(rank=2))
+    bare = hub.network(hub.load_config(folder), "causal")
+    params = adapters.add_fresh(network, hub.load(bare, folder, quantize="nf4"), 0)
+    trainable, frozen = split(params, network.trainable(params))
+    batch = batch_of(network.config.vocab_size)
+    _, pullback = jax.vjp(lambda t: network.hidden(merge(t, frozen), batch), trainable)
+    kept = [leaf.shape for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "shape")]
+    layers, matrices = network.arch.num_layers, {leaf.shape for leaf in flatten(frozen).values()
+                                                 if isinstance(leaf, quant.Quantized)}
+    assert kept and not {(layers, *shape[1:]) for shape in matrices} & set(kept)
