@@ -94,18 +94,24 @@ def same_predictions(run: RunFolder, other: RunFolder) -> None:
 
 
 LORA = {"rank": 4, "alpha": 16, "targets": "all-linear"}
+QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [
     ("SFT", {}),
-    ("SFT", {"model__init_args__lora": LORA, "data__init_args__packing": True}),
+    ("SFT", {**QLORA, "data__init_args__packing": True}),
     ("SFT", {"model__init_args__lora": {**LORA, "dora": True}, "data__init_args__group_by_length": True}),
+    ("SFT", {**QLORA, "model__init_args__quantize": "fp4", "model__init_args__double_quant": False}),
     ("CLM", {}),
     ("CLM", {"model__init_args__lora": {**LORA, "rslora": True, "modules_to_save": ["lm_head"]}}),
+    ("CLM", QLORA),
     ("MLM", {}),
+    ("MLM", QLORA),
     ("QA", {}),
-], ids=["sft", "sft-lora-packed", "sft-dora-grouped", "clm", "clm-rslora", "mlm", "qa"])
+    ("QA", QLORA),
+], ids=["sft", "sft-nf4-packed", "sft-dora-grouped", "sft-fp4", "clm", "clm-rslora", "clm-nf4", "mlm", "mlm-nf4", "qa",
+        "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)
@@ -131,10 +137,11 @@ def test_both_engines_say_the_same(both, name, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, QLORA], ids=["full", "qlora"])
 @pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
-def test_a_run_may_change_engine(both, first, then):
-    """Stopped inside a window at step 10 of 20 and taken up by the other engine, which also evaluates it."""
-    straight, run = both("CLM", checkpoint={"every_n_steps": 10, "keep_last": 9})
+def test_a_run_may_change_engine(both, first, then, changes):
+    """Taken up at step 10 of 20 by the other engine, which also evaluates it."""
+    straight, run = both("CLM", checkpoint={"every_n_steps": 10, "keep_last": 9}, **changes)
     if first == "torch":
         straight, run = run, straight
     expected = rows(straight)

@@ -17,13 +17,14 @@ from jax_engine.losses import LossSums
 from jax_engine.models import hub
 from jax_engine.models.architecture import Head
 from jax_engine.models.network import Network
+from jax_engine.quant import Quantized
 from jax_engine.state import Tree, flatten, split, unflatten
 from jax_engine.steps import Steps
 from jax_engine.weights import Weights
 from lmmods.architectures import position_limit
 from lmmods.console import say
 from lmmods.errors import UserError
-from lmmods.settings import LoRA, Optimizer, check_start
+from lmmods.settings import LoRA, Optimizer, check_start, quantised_in_full
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 
@@ -162,6 +163,9 @@ class Task(ABC):
                             "engine: torch, or add embed_tokens to lora.modules_to_save.")
         settings = self.lora or adapters.adapter_settings(self.adapter)
         self.network = hub.network(bare.config, self.head, lora=settings, **options)
+        for path, leaf in flatten(params).items():
+            if isinstance(leaf, Quantized) and self.network.trains(path):
+                raise UserError(quantised_in_full(self.network.torch_modules(".".join(path[:-1]))[0], leaf.kind))
         params = adapters.add_fresh(self.network, params, seed)
         leaves = flatten(params)
         if self.adapter is not None:

@@ -12,7 +12,7 @@ from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.fresh import fresh_lora_A, fresh_weight
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
-from lmmods.settings import LoRA
+from lmmods.settings import LoRA, quantised_in_full
 
 Quantize = Literal["nf4", "fp4", "int8"]
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -188,6 +188,10 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
 
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
     _check_targets(model, targets, settings.modules_to_save or [])
+    for name, module in model.named_modules():
+        saved = any(f".{name}.".endswith(f".{wanted}.") for wanted in settings.modules_to_save or [])
+        if saved and isinstance(module, nn.Linear) and not module.weight.is_floating_point():
+            raise UserError(quantised_in_full(name, "int8" if module.weight.dtype == torch.int8 else "4 bits"))
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,

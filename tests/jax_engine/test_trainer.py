@@ -46,12 +46,12 @@ def assert_same_run(a: RunFolder, b: RunFolder) -> None:
 
 @pytest.fixture
 def jax_recipe(recipe, tmp_path):
-    """A function that writes a recipe for this engine into a run folder of its own: LoRA with dropout on a Llama."""
+    """A function that writes a recipe for this engine into a run folder of its own: QLoRA with dropout on a Llama."""
     def write(folder: str, **changes) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
         return run, recipe(f"{folder}.yaml", **{
-            "engine": "jax", "model__init_args__quantize": None, "trainer__accumulate_grad_batches": 3,
-            "trainer__gradient_clip_val": 0.5, "trainer__default_root_dir": str(run.root), **changes})
+            "engine": "jax", "trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5,
+            "trainer__default_root_dir": str(run.root), **changes})
 
     return write
 
@@ -78,7 +78,7 @@ def stop_at(monkeypatch):
       "trainer__max_steps": -1}, (2, 8)),
     ({"data__init_args__packing": True, "trainer__limit_val_batches": 0}, (2,)),
     ({"data__init_args__streaming": True, "data__init_args__stream_window": 16, "data__init_args__val_size": 0}, (5,)),
-], ids=["lora", "full_epochs_grouped", "packing", "streaming"])
+], ids=["qlora", "full_epochs_grouped", "packing", "streaming"])
 def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
     straight, arguments = jax_recipe("straight", **changes)
     assert main(["fit", *arguments]) == 0
@@ -96,13 +96,13 @@ MESH = "jax_engine.devices.MeshSharding"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [FULL, {}], ids=["full", "qlora"])
 @pytest.mark.parametrize(("devices", "strategy", "shares"), [
-    (4, "ddp", 4), (4, "fsdp", 4), (2, "ddp", 2),
-    (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4),
-], ids=["ddp4", "fsdp4", "ddp2", "mesh2x2x2"])
-def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strategy, shares):
+    (4, "ddp", 4), (4, "fsdp", 4), (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4),
+], ids=["ddp4", "fsdp4", "mesh2x2x2"])
+def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strategy, shares, changes):
     """A window of 4 micro-batches on one device, or spread; dropout on; the epoch ends in a partial round."""
-    common = {**FULL, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
+    common = {**changes, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
     one, arguments = jax_recipe("one", **common, trainer__accumulate_grad_batches=4, trainer__val_check_interval=24)
     assert main(["fit", *arguments]) == 0
     many, arguments = jax_recipe("many", **common, trainer__devices=devices, trainer__strategy=strategy,
@@ -193,7 +193,8 @@ def test_fractions_of_epochs(jax_recipe):
     ({"trainer__devices": 64}, "trainer.devices is 64, but this machine has"),
     ({"trainer__strategy": {"class_path": MESH, "init_args": {"data": 3, "fsdp": 1, "tensor": 1}}}, "strategy: mesh"),
     ({"trainer__enable_model_summary": True}, "enable_model_summary"),
-    ({"model__init_args__quantize": "nf4"}, "model.quantize is 'nf4'"),
+    ({"model__init_args__lora": None}, "model.quantize is nf4, but quantised weights cannot be trained"),
+    ({"model__init_args__lora": {"modules_to_save": ["q_proj"], "targets": ["v_proj"]}}, "q_proj is stored in nf4"),
     ({"model__init_args__optimizer": {"name": "paged_adamw_8bit"}}, "adamw"),
     ({"trainer__precision": "16-mixed"}, "precision"),
     ({"trainer__max_steps": -1}, "trainer.max_steps or trainer.max_epochs is missing"),

@@ -142,6 +142,13 @@ def test_targets_that_match_nothing_are_named_with_candidates(llama_folder, sett
         loading.add_lora(load(llama_folder, frozen=True), settings, [], torch.float32)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_layer_is_not_trained_in_full(llama_folder, kind):
+    with pytest.raises(UserError, match=r"lora.modules_to_save: model.layers.0.self_attn.q_proj is stored in"):
+        loading.add_lora(load(llama_folder, quantize=kind, frozen=True), LoRA(modules_to_save=["q_proj"],
+                                                                               targets="v_proj"), [], torch.float32)
+
+
 def test_all_linear_leaves_the_head_alone_and_only_adapters_train(llama_folder):
     model = loading.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, dora=True, rslora=True), [], torch.float32)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
