@@ -27,8 +27,7 @@ CODEBOOKS = {
 }
 _GRID = 65535
 _STATE = "weight.quant_state.bitsandbytes__"
-# What bitsandbytes saves beside a weight: (name of the layer, part).
-SAVED = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
+_PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
 _CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
 
 
@@ -153,15 +152,23 @@ def quantize(weight: np.ndarray, kind: Quantize, double: bool = True, transposed
     return _four_bit(packed, absmax, nested, kind, weight.shape, transposed)
 
 
+def piece_of(key: str) -> tuple[str, str]:
+    """Name of the weight that a tensor in a saved folder belongs to, and which piece of it the tensor is.
+
+    What is not a companion of a quantised weight is the piece `weight` of itself.
+    """
+    found = _PIECE.match(key)
+    return (f"{found[1]}.weight", found[2]) if found else (key, "weight")
+
+
 def from_bitsandbytes(parts: dict[str, np.ndarray], transposed: bool = False) -> Quantized:
     """A matrix as bitsandbytes saved it.
 
     Args:
-        parts: Tensors of the folder by what follows the layer's name and a dot: `weight`, `weight.absmax`, ...; or
-            `weight` and `SCB`.
+        parts: Its pieces by their names: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
 
     Raises:
-        KeyError: A part is missing.
+        KeyError: One is missing.
     """
     if "SCB" in parts:
         return EightBit(parts["weight"], parts["SCB"].reshape(-1), transposed)

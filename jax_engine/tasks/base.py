@@ -14,7 +14,7 @@ from jax import Array
 from jax_engine import lora as adapters
 from jax_engine.feed import Group
 from jax_engine.losses import LossSums
-from jax_engine.models import hub
+from jax_engine.models import hub, loading
 from jax_engine.models.architecture import Head
 from jax_engine.models.network import Network
 from jax_engine.quant import Quantized
@@ -108,7 +108,7 @@ class Task(ABC):
         bare = hub.network(config, self.head, **options)
         stored = compute if self.trains_adapter or precision == "bf16-true" else "float32"
         if self.pretrained:
-            params = hub.load(bare, self.pretrained, self.revision, stored, seed, self.quantize, self.double_quant)
+            params = loading.load(bare, self.pretrained, self.revision, stored, seed, self.quantize, self.double_quant)
         else:
             params = jax.tree.map(lambda x: np.asarray(x).astype(stored), bare.init(jax.random.key(seed)))
         bare, params = self._with_room_for(bare, params, len(tokenizer), options)

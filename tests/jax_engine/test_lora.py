@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from twins import Twin
 
 from jax_engine import lora as adapters
-from jax_engine.models import hub
+from jax_engine.models import hub, loading
 from jax_engine.state import flatten, merge, split
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
@@ -50,7 +50,7 @@ def wrapped(twin, lora):
             elif parameter.requires_grad:
                 parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
     net = hub.network(twin.net.config, twin.head, lora=lora)
-    fresh = hub.load(net, str(twin.folder))
+    fresh = loading.load(net, str(twin.folder))
     trained = net.from_torch({name: value.detach().numpy() for name, value in model.named_parameters()
                               if value.requires_grad})
     _, frozen = split(fresh, net.trainable(fresh))
@@ -128,7 +128,7 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(twin):
     batch = twin.batch()
     for lora in (LoRA(rank=64), LoRA(rank=64, dora=True)):
         net = hub.network(twin.net.config, "causal", lora=lora)
-        params = hub.load(net, str(twin.folder), seed=1)
+        params = loading.load(net, str(twin.folder), seed=1)
         plain = twin.net.logits(twin.params, twin.net.hidden(twin.params, batch))
         assert np.allclose(net.logits(params, net.hidden(params, batch)), plain, atol=1e-5)
         peft = dict(get_peft_model(copy.deepcopy(twin.torch), LoraConfig(
@@ -141,7 +141,7 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(twin):
                 assert abs(value.std() / theirs.std() - 1) < 0.1 and abs(value.mean()) < 0.1 * bound
             else:
                 assert np.allclose(value, theirs, atol=1e-6), key
-        again, other = hub.load(net, str(twin.folder), seed=1), hub.load(net, str(twin.folder), seed=2)
+        again, other = loading.load(net, str(twin.folder), seed=1), loading.load(net, str(twin.folder), seed=2)
         q = ("layers", "attn", "q", "lora_A")
         assert np.array_equal(flatten(again)[q], flatten(params)[q])
         assert not np.array_equal(flatten(other)[q], flatten(params)[q])
@@ -202,7 +202,7 @@ def _linears(network):
 def test_only_the_adapters_train(twin):
     twin = twin("llama", "causal")
     net = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
-    params = hub.load(net, str(twin.folder))
+    params = loading.load(net, str(twin.folder))
     trained, frozen = split(params, net.trainable(params))
     assert {path[-1] for path in flatten(trained)} == {"lora_A", "lora_B", "weight"}
     assert [path for path in flatten(trained) if path[-1] == "weight"] == [("norm", "weight")]
@@ -236,7 +236,7 @@ def test_adapters_that_do_not_fit_are_refused(twin, tmp_path):
     twin = twin("llama", "causal")
     lora = LoRA(rank=4, targets=["q_proj"])
     net = hub.network(twin.net.config, "causal", lora=lora)
-    params = hub.load(net, str(twin.folder))
+    params = loading.load(net, str(twin.folder))
     with pytest.raises(UserError, match="no adapter_config.json"):
         adapters.adapter_settings(tmp_path)
     adapters.save_adapter(net, params, tmp_path)

@@ -13,7 +13,7 @@ from twins import AUTO, FAMILIES, PAIRS
 
 from jax_engine import lora as adapters
 from jax_engine import quant
-from jax_engine.models import hub
+from jax_engine.models import hub, loading
 from jax_engine.state import flatten, merge, split
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.settings import LoRA
@@ -109,7 +109,7 @@ def folder_of(tmp_path_factory):
 
 def network_and_params(folder, head, **options):
     network = hub.network(hub.load_config(folder), head)
-    return network, hub.load(network, folder, **options)
+    return network, loading.load(network, folder, **options)
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)
@@ -178,7 +178,7 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     network = hub.network(hub.load_config(folder), "causal", lora=settings)
     bare = hub.network(hub.load_config(folder), "causal")
-    params = adapters.add_fresh(network, hub.load(bare, folder, quantize="nf4"), 0)
+    params = adapters.add_fresh(network, loading.load(bare, folder, quantize="nf4"), 0)
     _, frozen = split(params, network.trainable(params))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trainable = network.from_torch({name: parameter.detach().numpy() for name, parameter in trained.items()})
@@ -204,7 +204,7 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
     folder = folder_of("llama", "causal")
     network = hub.network(hub.load_config(folder), "causal", lora=LoRA(rank=2))
     bare = hub.network(hub.load_config(folder), "causal")
-    params = adapters.add_fresh(network, hub.load(bare, folder, quantize="nf4"), 0)
+    params = adapters.add_fresh(network, loading.load(bare, folder, quantize="nf4"), 0)
     trainable, frozen = split(params, network.trainable(params))
     batch = batch_of(network.config.vocab_size)
     _, pullback = jax.vjp(lambda t: network.hidden(merge(t, frozen), batch), trainable)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import transformers
 
-from jax_engine.models import hub
+from jax_engine.models import hub, loading
 
 VOCAB = 37
 DECODER = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
@@ -52,7 +52,7 @@ class Twin:
         self.torch.save_pretrained(folder)
         self.folder, self.head, self.config = folder, head, config
         self.net = hub.network(hub.load_config(str(folder)), head)
-        self.params = hub.load(self.net, str(folder))
+        self.params = loading.load(self.net, str(folder))
         self.pad = 0 if config.pad_token_id is None else config.pad_token_id
 
     def batch(self) -> dict[str, np.ndarray]:

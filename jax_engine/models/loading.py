@@ -1,0 +1,229 @@
+"""Weights of Hugging Face folders in: every key of the files finds its leaf, and every leaf its key."""
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from jax_engine import lora as adapters
+from jax_engine import quant
+from jax_engine.models.names import some
+from jax_engine.models.network import Network, Tree
+from jax_engine.state import Path as LeafPath
+from jax_engine.state import flatten, unflatten
+from lmmods.console import say
+from lmmods.errors import UserError
+from lmmods.fresh import fresh_weight
+
+PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
+# Buffers of older transformers versions: recomputed, never weights.
+BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|position_ids|token_type_ids|rotary_emb\.inv_freq|pos_encoding)$")
+# Heads of other tasks and poolers, which the networks here do not have.
+OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
+                         r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head)\.")
+Slot = tuple[LeafPath, int | None]  # a leaf, and the layer where leaves are stacked
+
+
+def load(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
+         quantize: quant.Quantize | None = None, double_quant: bool = True) -> Tree:
+    """Weights of a folder or hub id as numpy arrays, with fresh adapters where the network has them.
+
+    Strict: every leaf is filled once, and every key of the files is consumed, tied, or known not to be needed. A head
+    that a base model lacks starts at random and is reported.
+
+    Args:
+        dtype: Of all weights.
+        seed: Of what starts at random.
+        quantize: Keep linear layers in this code, layer by layer, so that the whole model is never there in full.
+        double_quant: Quantise the scales of 4-bit codes too.
+
+    Raises:
+        UserError: Keys that are missing, left over, or of another shape.
+    """
+    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant)
+    wanted = _wanted(network)
+    saved: dict[Slot, dict[str, np.ndarray]] = {}  # pieces of weights that bitsandbytes has quantised
+    copies: dict[str, tuple[Slot, np.ndarray]] = {}
+    problems, dropped = [], []
+    for key, read in _open(folder, revision):
+        owner, piece = quant.piece_of(key)
+        slot = _match(owner, wanted, network)
+        if slot is None:
+            (dropped if _needless(key) else problems).append(key)
+            continue
+        *place, tied = slot
+        place, value = tuple(place), read()
+        if piece != "weight" or leaves.is_quantised(place, value):
+            saved.setdefault(place, {})[piece] = value
+        elif value.shape != network.shape(place[0]):
+            problems.append(f"{key} {value.shape} (the configuration says {network.shape(place[0])})")
+        elif tied:
+            copies[key] = (place, value)
+        elif place in leaves.filled:
+            problems.append(f"{key} (a second time)")
+        else:
+            leaves.put(place, value)
+    for place, pieces in saved.items():
+        leaves.put(place, quant.from_bitsandbytes(pieces, network.arch.conv1d))
+    for place, value in copies.values():
+        if place not in leaves.filled:
+            leaves.put(place, value)
+    if network.head == "causal" and network.config.tie_word_embeddings and not network.arch.tied:
+        # An adapter trains one of the two apart, so the other needs a leaf of its own.
+        leaves.put((("head", "weight"), None), leaves.arrays["embed", "tokens", "weight"].copy())
+    headless = _check_complete(network, leaves, problems, folder)
+    for key, ((path, _), value) in copies.items():
+        if not np.array_equal(leaves.arrays[path], value.astype(leaves.dtype)):
+            raise UserError(f"{folder}: {key} differs from the weight that it is tied to: set tie_word_embeddings: "
+                            "false in its config.json.")
+    if others := [key for key in dropped if not BUFFERS.search(key)]:
+        say(f"Not needed from {folder}: {some(others)}.")
+    tree = leaves.tree()
+    if headless:
+        say(f"{folder} has no {network.head} head: {some(sorted(headless))} start at random.")
+        tree = unflatten(flatten(tree) | _fresh_head(network, headless, seed, leaves.dtype))
+    return adapters.add_fresh(network, tree, seed) if network.lora else tree
+
+
+class Leaves:
+    """The leaves of a network as they are filled, each place once.
+
+    Args:
+        network: Whose.
+        dtype: Of plain weights.
+        quantize: Code of the weights of linear layers.
+        double_quant: Quantise the scales of 4-bit codes too.
+    """
+
+    def __init__(self, network: Network, dtype: np.dtype, quantize: quant.Quantize | None, double_quant: bool):
+        self.network, self.dtype = network, dtype
+        self.arrays: dict[LeafPath, np.ndarray] = {}
+        self.filled: set[Slot] = set()
+        self._quantize, self._double_quant = quantize, double_quant
+        self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
+        self._quantised: dict[LeafPath, dict[int | None, quant.Quantized]] = {}
+
+    def is_quantised(self, place: Slot, value: np.ndarray) -> bool:
+        """Whether the value of a linear layer comes in codes."""
+        return place[0] in self._linear and value.dtype in (np.uint8, np.int8)
+
+    def put(self, place: Slot, value: np.ndarray | quant.Quantized) -> None:
+        """Fill a place; plain weights of linear layers are quantised where that is asked for."""
+        path, layer = place
+        self.filled.add(place)
+        if self._quantize and path in self._linear and isinstance(value, np.ndarray):
+            value = quant.quantize(value.astype(self.dtype), self._quantize, self._double_quant,
+                                   self.network.arch.conv1d)
+        if isinstance(value, quant.Quantized):
+            self._quantised.setdefault(path, {})[layer] = value
+        elif layer is None:
+            self.arrays[path] = value.astype(self.dtype)
+        else:
+            if path not in self.arrays:  # filled layer by layer, so that the peak is one copy
+                shape = (self.network.arch.num_stored_layers, *self.network.shape(path))
+                self.arrays[path] = np.empty(shape, self.dtype)
+            self.arrays[path][layer] = value
+
+    def tree(self) -> Tree:
+        """All of them; quantised layers stacked like the others."""
+        stacked = {path: parts[None] if None in parts else jax.tree.map(
+            lambda *layers: np.stack(layers), *(parts[layer] for layer in sorted(parts)))
+            for path, parts in self._quantised.items()}
+        return unflatten(self.arrays | stacked)
+
+
+def _check_complete(network: Network, leaves: Leaves, problems: list[str], folder: str) -> set[str]:
+    """Names of the head that the files lack as a whole; UserError for anything else that is missing or left over."""
+    missing = {name for name, path, layer in network.names(plain=True) if (path, layer) not in leaves.filled}
+    head = {name for name, path, _ in network.names(plain=True) if path[0] == "head"}
+    headless = head if head <= missing else set()
+    if missing - headless or problems:
+        raise UserError(f"{folder} does not fit {network.config.model_type} with the {network.head} head. "
+                        f"Missing: {some(sorted(missing - headless)) or 'nothing'}. "
+                        f"Not expected: {some(sorted(problems)) or 'nothing'}.")
+    return headless
+
+
+def _fresh_head(network: Network, names: set[str], seed: int, dtype: np.dtype) -> dict[LeafPath, np.ndarray]:
+    """A head as `fresh_weight` starts it on either engine."""
+    fresh = jax.device_get(jax.jit(lambda key: network.init(key)["head"])(jax.random.key(seed)))
+    leaves = {("head", *path): np.asarray(leaf) for path, leaf in flatten(fresh).items()}
+    for name, path, _ in network.names(plain=True):
+        if name in names and "norm" not in ".".join(path):
+            std = getattr(network.config, "initializer_range", 0.02)
+            leaves[path] = fresh_weight(seed, name, network.shape(path), std)
+    return {path: leaf.astype(dtype) for path, leaf in leaves.items()}
+
+
+def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
+    """Every key that a file may have: its leaf, layer, and whether it is a tied copy."""
+    wanted = {name: (path, layer, False) for name, path, layer in network.names(plain=True)}
+    for name, ours in network.family.tied.get(network.head, {}).items():
+        if name not in wanted:
+            wanted[name] = (tuple(ours.split(".")), None, True)
+    return wanted
+
+
+def _match(key: str, wanted: dict[str, tuple], network: Network) -> tuple[LeafPath, int | None, bool] | None:
+    """The slot of a key, in today's spelling or an older one: gamma and beta, another prefix of the base or none."""
+    key = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key))
+    bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
+    base = network.family.prefix(network.head)
+    return next((wanted[name] for name in (key, f"{base}.{bare}", f"{base}.{key}") if name in wanted), None)
+
+
+def _needless(key: str) -> bool:
+    bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
+    return bool(BUFFERS.search(key) or OTHER_HEADS.match(key) or OTHER_HEADS.match(bare))
+
+
+def _open(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """Yield (key, function that reads it) of every tensor of a folder or hub id."""
+    folder = _local(folder, revision)
+    files = sorted(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    if lost := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{folder}: {index.name} names files that are not there: {some(lost)}.")
+    for file in files:
+        with safe_open(file, "numpy") as tensors:
+            for key in tensors.keys():
+                yield key, lambda tensors=tensors, key=key: tensors.get_tensor(key)
+    if not files:
+        yield from _open_pickled(folder)
+
+
+def _open_pickled(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise UserError(f"{folder} holds neither model*.safetensors nor pytorch_model*.bin: it has no weights.")
+    # The only use of torch in this engine: nothing else reads its pickles safely. Imported only for such a folder.
+    torch = importlib.import_module("torch")
+    for file in files:
+        for key, tensor in torch.load(file, map_location="cpu", weights_only=True, mmap=True).items():
+            yield key, lambda tensor=tensor: (tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16)
+                                              if tensor.dtype == torch.bfloat16 else tensor.numpy())
+
+
+def _local(folder: str, revision: str | None) -> Path:
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors*"]))
+        if not list(path.glob("model*.safetensors")):
+            path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.pretrained: there is no folder {folder!r}, and as a hub id it cannot be loaded: "
+                        f"{str(error).strip().splitlines()[0]}") from error
+    return path

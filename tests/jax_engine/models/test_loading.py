@@ -1,0 +1,130 @@
+"""Weights from folders: old spellings, shards, mixed dtypes, pickles, missing heads, and every strict refusal."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from jax_engine.models import hub, loading
+from jax_engine.state import flatten
+from lmmods.errors import UserError
+
+
+def rewritten(twin, folder, change):
+    """A copy of the twin's folder with its tensors changed by a function."""
+    shutil.copy(twin.folder / "config.json", folder)
+    tensors = change(load_file(twin.folder / "model.safetensors"))
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    return loading.load(twin.net, str(folder))
+
+
+def same(first, second):
+    return jax.tree.structure(first) == jax.tree.structure(second) and all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)))
+
+
+def renamed(*pairs):
+    def change(tensors):
+        for old, new in pairs:
+            tensors = {key.replace(old, new): value for key, value in tensors.items()}
+        return tensors
+    return change
+
+
+@pytest.mark.parametrize(("name", "head", "change"), [
+    ("bert", "masked", renamed(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))),
+    ("bert", "qa", renamed(("bert.", ""))),
+    ("gpt2", "causal", renamed(("transformer.", ""))),
+    ("llama", "causal", renamed(("model.", ""))),
+    ("llama", "qa", renamed(("transformer.", "model."))),
+    ("gpt2", "causal", lambda t: t | {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4),
+                                      "h.1.attn.masked_bias": torch.ones(1)}),
+    ("gpt2", "causal", lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()}),
+    ("gpt2", "causal", lambda t: {k: v for k, v in t.items() if k != "transformer.wte.weight"}
+     | {"lm_head.weight": t["transformer.wte.weight"]}),
+    ("bert", "masked", lambda t: t | {"bert.embeddings.position_ids": torch.arange(32)[None],
+                                      "cls.seq_relationship.weight": torch.ones(2, 24),
+                                      "bert.pooler.dense.weight": torch.ones(24, 24),
+                                      "cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()}),
+    ("llama", "causal", lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}),
+])
+def test_other_spellings_load_the_same_bits(twin, tmp_path, name, head, change):
+    tw = twin(name, head)
+    assert same(rewritten(tw, tmp_path, change), tw.params)
+
+
+def test_shards_mixed_dtypes_and_pickles(twin, tmp_path):
+    tw = twin("llama", "causal")
+    (tmp_path / "shards").mkdir()
+    hub.save(tw.net, tw.params, tmp_path / "shards")
+    hub.write_shards(tw.net.to_torch(tw.params), tmp_path / "shards", limit=20_000)
+    files = list((tmp_path / "shards").glob("model-*-of-*.safetensors"))
+    assert len(files) > 2 and not (tmp_path / "shards" / "model.safetensors").exists()
+    assert same(loading.load(tw.net, str(tmp_path / "shards")), tw.params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), tw.torch.parameters()))
+
+    (tmp_path / "mixed").mkdir()
+    mixed = rewritten(tw, tmp_path / "mixed", lambda t: {
+        k: v.bfloat16() if "mlp" in k else v.half() if "norm" in k else v for k, v in t.items()})
+    for path, leaf in flatten(mixed).items():
+        kind = {"mlp": jnp.bfloat16, "attn_norm": np.float16, "mlp_norm": np.float16, "norm": np.float16}
+        kind = next((kind[part] for part in path if part in kind), np.float32)
+        assert leaf.dtype == np.float32 and np.array_equal(leaf, flatten(tw.params)[path].astype(kind)), path
+
+    (tmp_path / "bin").mkdir()
+    shutil.copy(tw.folder / "config.json", tmp_path / "bin")
+    torch.save({k: v.bfloat16() for k, v in tw.torch.state_dict().items()}, tmp_path / "bin" / "pytorch_model.bin")
+    pickled = loading.load(tw.net, str(tmp_path / "bin"), dtype="bfloat16")
+    assert same(pickled, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tw.params))
+
+
+@pytest.mark.parametrize(("base", "name", "head"), [
+    ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
+    ("LlamaModel", "llama", "causal"), ("LlamaForCausalLM", "llama", "qa"), ("GPT2LMHeadModel", "gpt2", "qa")])
+def test_a_missing_head_starts_at_random_and_is_told(twin, tmp_path, capsys, base, name, head):
+    tw = twin(name, head)
+    getattr(transformers, base)(tw.config).save_pretrained(tmp_path)
+    first = loading.load(tw.net, str(tmp_path), seed=1)
+    told = capsys.readouterr().out
+    assert f"no {head} head" in told and "start at random" in told
+    assert jax.tree.structure(first) == jax.tree.structure(tw.params)
+    again, other = loading.load(tw.net, str(tmp_path), seed=1), loading.load(tw.net, str(tmp_path), seed=2)
+    assert same(first, again) and same(first["layers"], other["layers"])
+    weight = ("dense", "weight") if head == "masked" else ("weight",)
+    assert not np.array_equal(flatten(first["head"])[weight], flatten(other["head"])[weight])
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("llama", lambda t: {k: v for k, v in t.items() if "1.mlp.up" not in k}, "model.layers.1.mlp.up_proj.weight"),
+    ("llama", lambda t: t | {"model.layers.0.extra.weight": torch.ones(2)}, "model.layers.0.extra.weight"),
+    ("llama", lambda t: t | {"model.layers.3.mlp.up_proj.weight": torch.ones(2)}, "layers.3.mlp.up_proj.weight"),
+    ("llama", lambda t: t | {"model.norm.weight": torch.ones(5)}, r"model.norm.weight \(5,\).*\(24,\)"),
+    ("llama", lambda t: t | {"norm.weight": torch.ones(24)}, "a second time"),
+    ("gpt2", lambda t: t | {"lm_head.weight": torch.ones(37, 24)}, "tie_word_embeddings"),
+    ("bert", lambda t: {k: v for k, v in t.items() if k != "cls.predictions.bias"}, "cls.predictions.bias"),
+])
+def test_what_does_not_fit_is_refused_by_name(twin, tmp_path, name, change, message):
+    with pytest.raises(UserError, match=message):
+        rewritten(twin(name, "masked" if name == "bert" else "causal"), tmp_path, change)
+
+
+def test_folders_without_weights_or_config(twin, tmp_path):
+    tw = twin("llama", "causal")
+    with pytest.raises(UserError, match="no config.json"):
+        hub.load_config(str(tmp_path))
+    with pytest.raises(UserError, match="no weights"):
+        loading.load(tw.net, str(tmp_path))
+    with pytest.raises(UserError, match="no folder 'nowhere/at-all'"):
+        hub.load_config("nowhere/at-all")
+    with pytest.raises(UserError, match="no folder 'nowhere/at-all'"):
+        loading.load(tw.net, "nowhere/at-all")
+    hub.write_shards(tw.net.to_torch(tw.params), tmp_path, limit=20_000)
+    next(tmp_path.glob("model-00002*")).unlink()
+    with pytest.raises(UserError, match="model-00002"):
+        loading.load(tw.net, str(tmp_path))
