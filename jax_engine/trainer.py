@@ -14,6 +14,7 @@ from jax_engine import devices as machines
 from jax_engine.callbacks import Callback
 from jax_engine.devices import MeshSharding
 from jax_engine.feed import Feed, Group
+from jax_engine.generate import generate
 from jax_engine.optim import build, step_scalars
 from jax_engine.parallel import Parallel
 from jax_engine.position import Position, read_position
@@ -31,6 +32,7 @@ from lmmods.loggers import Logger, MetricsCSV
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
 from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json, write_text
+from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
 
 
@@ -113,7 +115,7 @@ class Trainer:
         self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         self.callbacks = callbacks or []
-        self.checkpoint, self.publish = KeepRules(), Publisher()
+        self.checkpoint, self.samples, self.publish = KeepRules(), SampleWriter(), Publisher()
         self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
@@ -160,6 +162,8 @@ class Trainer:
             self._evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(resumed)
         try:
+            if self.samples.wants_base and not resumed:
+                self._sample()
             self._train(loader)
             self._finish()
         finally:
@@ -237,6 +241,8 @@ class Trainer:
         self._seed = datamodule.seed
         datamodule.prepare_data()
         datamodule.setup(command)
+        if command == "fit":
+            self.samples.prepare(datamodule, model.max_positions())
         trainable, frozen = model.build(self.precision, datamodule, self._seed)
         self._decays = model.network.decays(trainable)
         self._description = model.describe(trainable, frozen)
@@ -313,6 +319,7 @@ class Trainer:
             if self.recipe:
                 write_text(self.run_folder.config, self.recipe)
             write_json(self.run_folder.data_report, self.datamodule.report)
+            self.samples.begin(self.run_folder, self.position.step if resumed else None)
         machines.barrier("run folder")
         self.loggers = self.run_loggers if self._is_first else []
         if resumed and self.loggers:
@@ -422,8 +429,11 @@ class Trainer:
             logger.log_metrics(metrics, step=step)
 
     def _after_round(self, step_done: bool) -> None:
-        """Validate and save when it is time."""
+        """Sample, validate and save when it is time."""
         ends = self._is_done()
+        if step_done and self.samples.is_due(self.position.step, ends):
+            self._fetch_figures()
+            self._sample()
         if self._num_val_rounds and (self._validation_is_due() or ends):
             return self._validate()
         due = step_done and self.checkpoint.is_due(self.position.step)
@@ -494,6 +504,18 @@ class Trainer:
                 if number == rounds:
                     return
 
+    def _sample(self) -> None:
+        """Generate from the fixed prompts. All processes must call this."""
+        tokenizer, step = self.datamodule.tokenizer, self.position.step
+        with self.stopwatch.paused():
+            # Of weights of its own, so that the replica does not outlive this.
+            weights = Weights(self.parallel, self.weights.trainable, self.weights.frozen)
+            tokens = generate(self.task.network, weights.replica, self.samples.prompt_ids, self.samples.generation,
+                              self.datamodule.stop_token_ids, tokenizer.pad_token_id)
+            if self._is_first:
+                self.samples.write(step, tokenizer.batch_decode(tokens, skip_special_tokens=True), self.loggers)
+        self.samples.latest_step = step
+
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def _checkpoint_path(self) -> Path:
@@ -555,6 +577,8 @@ class Trainer:
 
     def _finish(self) -> None:
         """Write model/ and loss.png and mark the run completed."""
+        if self.samples.is_due(self.position.step, ends=True):  # stopped by a callback
+            self._sample()
         self._writer.wait()
         trainable = self.parallel.fetch_state(self.train_state["trainable"])
         folder = self.run_folder

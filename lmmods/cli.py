@@ -29,6 +29,25 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes them from the command line.
     """
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        if arguments[:1] == ["report"]:  # reads files only, so it starts without the libraries
+            from lmmods.report.command import main as report
+
+            report(arguments[1:])
+            return 0
+        return run_interruptible(arguments, argv)
+    except SystemExit as stop:  # the parser has spoken
+        return int(stop.code or 0)
+    except Exception as error:
+        mistake = user_error_in(error)
+        if mistake is None:
+            raise
+        return _fail(str(mistake), 2)
+
+
+def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
+    """Run a command that loads the libraries. Returns 0, or 130 after Ctrl+C or SIGTERM."""
     from lmmods.console import quiet_libraries
     from lmmods.interruption import Interrupted
 
@@ -39,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    arguments = sys.argv[1:] if argv is None else argv
     try:
         if arguments and arguments[0] == "merge":
             from lmmods.merge import main as merge
@@ -49,13 +67,6 @@ def main(argv: list[str] | None = None) -> int:
             run_engine(arguments, argv)
     except Interrupted as stop:
         return _fail(str(stop), 130)
-    except SystemExit as stop:  # the parser has spoken
-        return int(stop.code or 0)
-    except Exception as error:
-        mistake = user_error_in(error)
-        if mistake is None:
-            raise
-        return _fail(str(mistake), 2)
     return 0
 
 

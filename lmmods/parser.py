@@ -28,27 +28,29 @@ class Engine:
     module: type
     data: type
     checkpoint: type
+    samples: type
     publish: type
 
 
 def torch_engine() -> Engine:
     from lmmods.callbacks.checkpoint import Checkpoint
     from lmmods.callbacks.publish import Publish
+    from lmmods.callbacks.samples import Samples
     from lmmods.data.base import DataModule
     from lmmods.modules.base import TaskModule
     from lmmods.trainer import Trainer
 
     import_all("lmmods.modules")
     import_all("lmmods.data")
-    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Publish)
+    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Samples, Publish)
 
 
 def jax_engine() -> Engine:
     from lmmods.data.base import DataModule
 
-    trainer, task, rules, publisher = importlib.import_module("jax_engine.engine").load()
+    trainer, task, rules, samples, publisher = importlib.import_module("jax_engine.engine").load()
     import_all("lmmods.data")
-    return Engine(trainer, task, DataModule, rules, publisher)
+    return Engine(trainer, task, DataModule, rules, samples, publisher)
 
 
 class Parser(LightningArgumentParser):
@@ -61,9 +63,11 @@ class Parser(LightningArgumentParser):
 
     def add_subcommands(self, **kwargs: Any):
         from lmmods.merge import merge_parser
+        from lmmods.report.command import report_parser
 
         subcommands = super().add_subcommands(**kwargs)
         subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
+        subcommands.add_subcommand("report", report_parser(), help="Write one HTML page with the curves of runs.")
         return subcommands
 
     def add_lightning_class_args(self, lightning_class: type, nested_key: str, subclass_mode: bool = False,
@@ -152,6 +156,7 @@ class EngineCLI(LightningCLI):
         parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
                             help="torch (Lightning) or jax (Flax)")
         parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
+        parser.add_lightning_class_args(self.engine.samples, "samples")
         parser.add_lightning_class_args(self.engine.publish, "publish")
 
     def before_instantiate_classes(self) -> None:
@@ -171,9 +176,10 @@ class EngineCLI(LightningCLI):
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
         self._make_engine_neutral(recipe)
-        if not issubclass(self.engine.checkpoint, Callback):  # else both are among the trainer's callbacks
+        if not issubclass(self.engine.checkpoint, Callback):  # else they are among the trainer's callbacks
             made = self.config_init[self.subcommand]
-            self.trainer.checkpoint, self.trainer.publish = made.checkpoint, made.publish
+            self.trainer.checkpoint, self.trainer.samples, self.trainer.publish = (
+                made.checkpoint, made.samples, made.publish)
         self.trainer.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         self.datamodule.connect(
             pretrained=self.model.pretrained,

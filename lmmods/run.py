@@ -33,6 +33,7 @@ class RunFolder:
         self.metrics_csv = self.root / "metrics.csv"
         self.metrics_json = self.root / "metrics.json"
         self.predictions = self.root / "predictions.jsonl"
+        self.samples = self.root / "samples.jsonl"
         self.loss_png = self.root / "loss.png"
         self.checkpoints = self.root / "checkpoints"
         self.model = self.root / "model"

@@ -62,7 +62,8 @@ class Trainer(L.Trainer):
             callbacks.append(Checkpoint())
         if not enable_checkpointing:
             callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-        # Metrics counts a step before Checkpoint stores the count, and a run is complete when its last one is stored.
+        # Before Checkpoint stores a step, Metrics counts it and Samples writes its samples; a run is complete when its
+        # last one is stored.
         metrics = Metrics()
         callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
         callbacks = [StartReport(), metrics, Stopping(), *callbacks, PredictionWriter(), Export()]

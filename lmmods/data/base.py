@@ -518,6 +518,11 @@ class DataModule(lightning.LightningDataModule, ABC):
         """The text that the data give as the right answer, where there is one."""
         return None
 
+    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of prompts, as the model sees a row of predict, to generate from. Raises UserError."""
+        raise UserError(f"samples.prompts: {type(self).__name__} is of a task that generates no text; set "
+                        "samples.prompts to null")
+
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
         """Outputs of a predict batch by its `index`, without padding rows: here (prompt, generated text).
 

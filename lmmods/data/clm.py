@@ -44,6 +44,15 @@ class CLMData(DataModule):
             raise UserError("data.join and data.packing are both set; joined blocks are full already, keep one of them")
         self.join = not self.packing if join is None else join
 
+    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of beginnings of documents."""
+        text = TextEncoder(self.tokenizer)
+        return [[*self._begin(text), *ids] for ids in text.encode_texts(texts, [False] * len(texts))]
+
+    def _begin(self, text: TextEncoder) -> list[int]:
+        """Ids before each document."""
+        return [self.tokenizer.bos_token_id] if text.uses_bos else []
+
     def _reader(self, source: Source) -> SourceReader:
         return SourceReader(source, self.documents, self.streaming)
 
@@ -59,9 +68,8 @@ class CLMData(DataModule):
         if self.tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
         text = TextEncoder(self.tokenizer)
-        begin = [self.tokenizer.bos_token_id] if text.uses_bos else []
         end, longest = ([], self.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
-        return TextRowEncoder(self.text_column, text, begin, end, longest), {"format": "text"}
+        return TextRowEncoder(self.text_column, text, self._begin(text), end, longest), {"format": "text"}
 
     def _batch_keys(self) -> tuple[str, ...]:
         return ("input_ids", "labels")

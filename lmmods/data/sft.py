@@ -67,6 +67,20 @@ class SFTData(DataModule):
         """Tokens on which generation must stop: the tokenizer's end token and the template's terminator."""
         return self._sft_encoder("messages", prompts_only=False).stop_token_ids
 
+    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of user turns in the template of the training rows, up to where the response begins.
+
+        Raises:
+            UserError: The template cannot render one.
+        """
+        encoder = self._sft_encoder(self._rows("train").info(0)["format"], prompts_only=True)
+        try:
+            rendered = [encoder.renderer.render([{"role": "user", "content": text}], open_response=True)
+                        for text in texts]
+        except RowProblem as problem:
+            raise UserError(f"samples.prompts: {problem}") from problem
+        return [ids.tolist() for ids, _ in encoder.text.encode_rows([encoder.text.runs(row) for row in rendered])]
+
     def reference(self, index: int) -> str | None:
         """The response that the data give for a row of predict, or None."""
         row = self.example(index)

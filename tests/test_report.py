@@ -1,0 +1,510 @@
+"""The report page: what it says of runs, that nothing a run says can break it, and how it looks in a browser.
+
+The last test needs chromium or chrome and is skipped where there is none.
+"""
+
+import fnmatch
+import html
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import lmmods.report.page as page_module
+from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
+from lmmods.report.numbers import full, short
+from lmmods.report.page import COLOURS, SHAPES, render
+from lmmods.report.reading import Run, labels, read_curves, read_runs, read_samples
+from lmmods.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
+
+PACKAGE = Path(page_module.__file__).parent
+VOID = {"meta", "input", "br", "wbr", "link", "img", "hr"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+class Page(HTMLParser):
+    """Elements and visible text of a page; a tag that is not closed in its place fails."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def write_run(folder: Path, csv: str | None = "step,train/loss\n1,2.0\n2,1.5\n", final: dict | None = None,
+              samples: list[dict] = (), data: dict | None = None, completed: bool = True, **recipe) -> Path:
+    folder.mkdir(parents=True)
+    content = {"engine": "torch", "trainer": {"max_steps": 10}, "model": {
+        "class_path": "SFT", "init_args": {"pretrained": "demo/llama"}}, **recipe}
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    if csv is not None:
+        (folder / "metrics.csv").write_text(csv)
+    if final is not None:
+        (folder / "metrics.json").write_text(json.dumps(final))
+    if samples:
+        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    if data:
+        (folder / "data_report.json").write_text(json.dumps(data))
+    if completed:
+        (folder / "completed").touch()
+    return folder
+
+
+def page_of(*folders: Path) -> str:
+    return render(read_runs([str(folder) for folder in folders]), datetime(2026, 1, 2).astimezone())
+
+
+def a_run(**curves) -> Run:
+    """A run with curves only; `__` in a name stands for `/`."""
+    points = {name.replace("__", "/"): value for name, value in curves.items()}
+    return Run("run", {}, points, {}, {}, [], 0, True, datetime(2026, 1, 2))
+
+
+# A run of each engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_report_of_a_real_run(engine, recipe, tmp_path, capsys):
+    assert main(["fit", *recipe(model__init_args__quantize=None, engine=engine, trainer__max_steps=2,
+                                trainer__val_check_interval=2)]) == 0
+    out = tmp_path / "pages" / "report.html"
+    assert main(["report", str(tmp_path / "run"), "--out", str(out)]) == 0
+    assert f"Wrote {out}" in capsys.readouterr().out
+    page = Page(out.read_text())
+    text = "".join(page.text)
+    final = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    for expected in ("completed", engine, "SFT", "val/loss", full(final["val/loss"]), "model.init_args.optimizer.lr",
+                     "train · rows", "optimiser step", "tokens trained on"):
+        assert expected in text, expected
+    plots = [attributes["aria-label"] for attributes in page.all("svg") if "data-chart" in attributes]
+    assert {"Loss over optimiser step", "Loss over tokens trained on", "Learning rate over optimiser step",
+            "Perplexity over optimiser step", "Throughput over optimiser step"} <= set(plots)
+
+
+def test_it_starts_without_the_libraries(tmp_path):
+    run = write_run(tmp_path / "run")
+    code = ("import sys; from lmmods.cli import main; status = main(sys.argv[1:]); "
+            "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'jax'} & set(sys.modules); "
+            "assert not heavy, heavy; sys.exit(status)")
+    done = subprocess.run([sys.executable, "-c", code, "report", run, "--out", tmp_path / "report.html"], timeout=60)
+    assert done.returncode == 0 and (tmp_path / "report.html").is_file()
+
+
+def test_help(capsys):
+    assert main(["report", "--help"]) == 0
+    assert "--overwrite" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "report" in capsys.readouterr().out
+
+
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_and_nothing_but_ours_runs(tmp_path):
+    evil = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
+    run = write_run(
+        tmp_path / "<b onclick=alert(3)>", f'step,train/loss,"{evil.replace(chr(34), chr(34) * 2)}"\n1,2.0,1.0\n',
+        final={evil: 3.0, "val/note": evil, "mmlu/val/" + "<script>": 0.5}, notes=evil, **{evil: "key"},
+        samples=[{"step": 1, "prompt": evil, "base": evil, "output": evil}],
+        data={"sources": {evil: {"format": evil, "rows_read": 1, "notes": [evil],
+                                 "dropped": {evil: {"rows": 1, "first": [evil]}}}},
+              "splits": {evil: {"rows": 1, evil: evil}}})
+    text = page_of(run)
+    page = Page(text)
+    assert [set(script) for script in page.all("script")] == [{"type", "id"}, set()]
+    assert not page.all("img") and not page.all("link")
+    assert not any(name.startswith("on") or name in ("src", "action") for _, found in page.elements for name in found)
+    assert all(found["href"].startswith("#m") for _, found in page.elements if "href" in found)
+    assert "://" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S).replace("http://www.w3.org", "")
+    assert html.escape(evil, quote=False) in text.replace("&#34;", '"').replace("&#39;", "'")
+    policy = next(found["content"] for found in page.all("meta") if "http-equiv" in found)
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+    json.loads(text.split('id="points">')[1].split("</script>")[0])
+
+
+def test_only_a_report_is_replaced_unasked(tmp_path, capsys):
+    run, out = str(write_run(tmp_path / "run")), tmp_path / "report.html"
+    assert main(["report", run, "--out", str(out)]) == 0
+    assert main(["report", run, "--out", str(out)]) == 0
+    out.write_text("my notes")
+    assert main(["report", run, "--out", str(out)]) == 2
+    assert "is no report" in capsys.readouterr().err and out.read_text() == "my notes"
+    assert main(["report", run, "--out", str(out), "--overwrite", "true"]) == 0
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    assert main(["report", run, "--out", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_its_parts_are_packaged():
+    declared = tomllib.loads((PACKAGE.parent.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = declared["package-data"]["lmmods.report"]
+    parts = [path.name for path in PACKAGE.iterdir() if path.is_file() and path.suffix != ".py"]
+    assert len(parts) == 3 and all(any(fnmatch.fnmatch(part, p) for p in patterns) for part in parts)
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_are_no_runs(tmp_path, capsys):
+    run = str(write_run(tmp_path / "run"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    out = ["--out", str(tmp_path / "report.html")]
+    for given_, message in (([str(tmp_path / "nowhere")], "there is no folder"), ([str(tmp_path / "empty")], "no run"),
+                            ([str(tmp_path / "file")], "is a file"), ([run, run + "/"], "the same folder"),
+                            ([], "runs")):
+        assert main(["report", *given_, *out]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("metrics.csv", "step,train/loss\n1,2.0\n2,x\n3,1.0\n", "metrics.csv, line 3: could not convert"),
+    ("metrics.csv", "step,train/loss\n1,2.0,5\n", "metrics.csv, line 2: more values"),
+    ("metrics.csv", "epoch,train/loss\n1,2.0\n", "no column step"),
+    ("metrics.csv", "step,train/loss\n1,\0\n", "metrics.csv, line"),
+    ("metrics.csv", b"step\xff\n", "cannot be read"),
+    ("metrics.json", "{", "metrics.json cannot be read"),
+    ("metrics.json", "[1]", "should hold keys"),
+    ("config.yaml", "a: [", "config.yaml cannot be read"),
+    ("data_report.json", "no", "data_report.json cannot be read"),
+    ("samples.jsonl", '{"step": 1}\n', "samples.jsonl, line 1"),
+    ("samples.jsonl", 'half\n{"step": 1, "prompt": "a"}\n', "samples.jsonl, line 1"),
+])
+def test_a_broken_file_is_named(name, content, message, tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_runs([str(run)])
+
+
+def test_a_running_run(tmp_path):
+    """No metrics.json yet, and the last lines are half written."""
+    run = write_run(tmp_path / "run", "step,train/loss,train/tokens\n1,2.5,10\n2,1.75,20\n3,1.2", completed=False)
+    (run / "samples.jsonl").write_text('{"step": 1, "prompt": "a\u2028b", "output": "c"}\n{"step": 2, "pro')
+    (found,) = read_runs([str(run)])
+    assert found.curves["train/loss"] == [(1, 2.5), (2, 1.75)] and found.final["train/loss"] == 1.75
+    assert found.state == "step 2 of 10" and [row["step"] for row in found.samples] == [1]
+    assert "1.750" in page_of(run)
+
+
+def test_a_run_that_has_logged_nothing(tmp_path):
+    page = "".join(Page(page_of(write_run(tmp_path / "run", csv=None, completed=False))).text)
+    assert "No step has been logged yet" in page and "step 0 of 10" in page
+    (tmp_path / "bare" / "checkpoints" / "step=7").mkdir(parents=True)
+    assert "step 7" in page_of(tmp_path / "bare")
+
+
+def test_an_empty_file_and_a_header_alone(tmp_path):
+    for name, text in (("a", ""), ("b", "step"), ("c", "step,train/loss\n")):
+        (tmp_path / name).write_text(text)
+        assert read_curves(tmp_path / name) == {}
+    assert read_samples(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(("paths", "expected"), [
+    (["/r/a", "/r/b"], ["a", "b"]),
+    (["/one/sft/7b", "/two/sft/7b", "/two/sft/8b"], ["one/sft/7b", "two/sft/7b", "8b"]),
+    (["/a", "/x/a"], ["//a", "x/a"]),
+])
+def test_labels_tell_runs_apart(paths, expected):
+    assert labels([Path(path) for path in paths]) == expected
+
+
+# Curves --------------------------------------------------------------------------------------------------------------
+
+VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+@given(st.lists(VALUES, min_size=1, max_size=400), st.integers(20, 60))
+@settings(max_examples=200, deadline=None)
+def test_thinning_keeps_spikes_and_gaps(values, limit):
+    points = [(float(step), value) for step, value in enumerate(values)]
+    kept = thin(points, limit)
+    assert len(kept) <= limit and kept[0][0] == 0 and kept[-1][0] == len(points) - 1
+    assert kept == sorted(kept, key=lambda point: point[0]) and {x for x, _ in kept} <= {x for x, _ in points}
+    finite = [y for y in values if math.isfinite(y)]
+    left = [y for _, y in kept if math.isfinite(y)]
+    assert not finite or (min(left), max(left)) == (min(finite), max(finite))
+    assert len(finite) == len(values) or len(left) < len(kept)
+
+
+def test_thinning_in_numbers():
+    spike = [(float(step), 100.0 if step == 12_345 else math.sin(step)) for step in range(50_000)]
+    assert len(thin(spike)) <= MAX_POINTS and (12_345.0, 100.0) in thin(spike)
+    broken = [(x, math.nan if x == 20_000 else y) for x, y in spike]
+    assert len(thin(broken)) <= MAX_POINTS and sum(math.isnan(y) for _, y in thin(broken)) == 1
+    assert thin(spike[:1000]) == spike[:1000]
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+@settings(max_examples=200, deadline=None)
+def test_linear_ticks(low, span):
+    assume(span > 1e-9 * abs(low))
+    ticks = linear_ticks(low, low + span)
+    assert 1 <= len(ticks) <= 7 and ticks == sorted(set(ticks))
+    assert all(low - 1e-6 * span <= tick <= low + span * (1 + 1e-6) for tick in ticks)
+
+
+@given(st.floats(1e-9, 1e9), st.floats(31, 1e12))
+@settings(max_examples=200, deadline=None)
+def test_log_ticks(low, ratio):
+    ticks = log_ticks(low, low * ratio)
+    assert 1 <= len(ticks) <= 7 and all(low <= tick <= low * ratio for tick in ticks) and ticks == sorted(set(ticks))
+
+
+def test_ticks_by_hand():
+    assert linear_ticks(0, 10) == [0, 2, 4, 6, 8, 10] and linear_ticks(0.13, 0.71) == [0.2, 0.4, 0.6]
+    assert log_ticks(0.9, 120) == [1, 10, 100] and log_ticks(3, 100) == [5, 10, 20, 50, 100]
+    assert [short(v) for v in (0, 0.002, 5e-5, 1.5e-4, 2000, 12_500, 3e6, -4e3)] == [
+        "0", "0.002", "5e-5", "1.5e-4", "2k", "12.5k", "3M", "-4k"]
+
+
+def test_a_line_breaks_where_a_value_is_not_finite():
+    run = a_run(train__loss=[(0, 1.0), (1, 2.0), (2, math.nan), (3, 3.0), (4, math.inf), (5, 2.0), (6, 1.0)])
+    ((chart,),), other = draw_charts([run])
+    pieces = [piece.split("L") for piece in chart.lines[0].path.split("M")[1:]]
+    assert [len(piece) for piece in pieces] == [2, 2, 2] and pieces[1][0] == pieces[1][1] and not other
+    assert chart.gaps and run.not_finite == {"train/loss": [2, 4]} and "nan" not in chart.lines[0].path
+    assert draw_charts([a_run(train__loss=[(1, math.nan)])]) == ([], [])
+
+
+def test_positions_are_proportional():
+    run = a_run(train__loss=[(0, 4.0), (50, 1.0), (100, 2.0)], val__loss=[(100, 3.0)])
+    ((chart,),), _ = draw_charts([run])
+    train, val = chart.lines
+    (x0, y0), (x1, y1), (x2, y2) = train.marks
+    assert x0 == 44 and x2 == 350 and x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
+    assert (y1 - y2) / (y1 - y0) == pytest.approx(1 / 3, abs=2e-3) and y0 < y2 < y1
+    assert val.dashed and not train.dashed and y0 < val.marks[0][1] < y2
+
+
+def test_charts_are_those_of_the_metrics_there_are():
+    run = a_run(train__lr=[(1, 1e-3)], train__mfu=[(1, 0.4)], train__tokens=[(1, 10.0)], train__epoch=[(1, 0.1)],
+                **{"mmlu/five-shot/accuracy": [(1, 0.5)], "mmlu/five-shot/anatomy": [(1, 0.5)]})
+    main_, other = draw_charts([run, a_run(train__lr=[(1, 2e-3), (2, 1e-3)])])
+    assert [both[0].title for both in main_] == ["Learning rate", "MMLU five-shot"]
+    assert [both[0].title for both in other] == ["train/mfu"]
+    steps, tokens = main_[0]
+    assert {line.run for line in steps.lines} == {0, 1} and [line.run for line in tokens.lines] == [0]
+
+
+def test_tokens_lie_between_those_logged():
+    run = a_run(train__tokens=[(10, 1000.0), (20, 3000.0)])
+    assert tokens_at(run, [5, 10, 15, 20, 30]) == [500, 1000, 2000, 3000, 4500]
+
+
+def test_a_scale_is_logarithmic_where_values_span_much():
+    wide = draw_charts([a_run(train__grad_norm=[(1, 0.5), (2, 400.0)])])[0][0][0]
+    narrow = draw_charts([a_run(train__grad_norm=[(1, 0.5), (2, 4.0)])])[0][0][0]
+    zero = draw_charts([a_run(train__grad_norm=[(1, 0.0), (2, 400.0)])])[0][0][0]
+    assert [chart.y.log for chart in (wide, narrow, zero)] == [True, False, False] and "log scale" in wide.unit
+
+
+def test_constant_values_are_drawn():
+    for value in (0.0, 5.0, -3.0, 1e-12):
+        ((chart,),), _ = draw_charts([a_run(val__loss=[(0, value)])])
+        assert chart.y.low < value < chart.y.high and chart.y.ticks()
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_of_a_row_is_marked(tmp_path):
+    finals = ({"val/loss": 2.0, "val/accuracy": 0.5, "train/lr": 1.0, "val/f1": math.nan, "only": 1},
+              {"val/loss": 1.0, "val/accuracy": 0.7, "train/lr": 2.0, "val/f1": 10.0},
+              {"val/loss": 1.5, "val/accuracy": 0.7, "train/lr": 3.0, "val/f1": 20.0})
+    folders = [write_run(tmp_path / str(k), final=final) for k, final in enumerate(finals)]
+    rows = {row.name: row for row in metrics_table(read_runs([str(folder) for folder in folders]))}
+    best = {name: [cell.best for cell in row.cells] for name, row in rows.items()}
+    assert best["val/loss"] == [False, True, False] and best["val/accuracy"] == [False, True, True]
+    assert best["val/f1"] == [False, False, True] and not any(best["train/lr"]) and not any(best["train/loss"])
+    assert [cell.text for cell in rows["only"].cells] == ["1", "–", "–"] and rows["val/f1"].cells[0].text == "NaN"
+    other = write_run(tmp_path / "qa", final={"val/loss": 0.1}, model={"class_path": "lmmods.modules.qa.QA"})
+    mixed = {row.name: row for row in metrics_table(read_runs([str(folders[0]), str(other)]))}
+    assert not any(cell.best for cell in mixed["val/loss"].cells)
+
+
+def test_not_finite_values_are_counted(tmp_path):
+    run = write_run(tmp_path / "run", "step,train/loss\n1,2.0\n2,nan\n3,inf\n4,1.0\n")
+    assert "NaN or inf at 2 of 4 steps, first 2" in page_of(run)
+
+
+@pytest.mark.parametrize(("metric", "sign"), [
+    ("val/loss", -1), ("val/perplexity", -1), ("val/f1", 1), ("val/HasAns_exact_match", 1), ("train/lr", 0),
+    ("mmlu/val/accuracy", 1), ("val/best_f1_threshold", 0), ("train/tokens_per_second", 1), ("train/tokens", 0)])
+def test_direction(metric, sign):
+    assert direction(metric) == sign
+
+
+def test_numbers():
+    values = (0.21119540, 7419.4, 883374, 100.0, 8.2018e-9, math.nan, -math.inf, True, None, "text")
+    assert [full(v) for v in values] == [
+        "0.2112", "7,419", "883,374", "100", "8.202e-09", "NaN", "-inf", "True", "None", "text"]
+
+
+def test_settings_that_differ(tmp_path):
+    a = write_run(tmp_path / "a", data_={"source": [{"path": "x"}, {"path": "y"}], "betas": [0.9, 0.99], "none": None})
+    b = write_run(tmp_path / "b", data_={"source": [{"path": "x"}], "betas": [0.9, 0.95], "none": None}, extra=True)
+    differing, same = settings_tables(read_runs([str(a), str(b)]))
+    assert {row.name: [cell.text for cell in row.cells] for row in differing} == {
+        "data_.source.1.path": ["y", "–"], "data_.betas": ["[0.9, 0.99]", "[0.9, 0.95]"], "extra": ["–", "true"]}
+    assert ("data_.none", "null") in {(row.name, row.cells[0].text) for row in same}
+    assert flatten({"a": {}, "b": [], "c": {"d": "x"}}) == {"a": "{}", "b": "[]", "c.d": "x"}
+
+
+def test_samples_newest_first(tmp_path):
+    rows = [{"step": step, "prompt": prompt, "base": "?", "output": f"{prompt}{step}"}
+            for step in (5, 20, 10) for prompt in ("p", "q")]
+    a = write_run(tmp_path / "a", samples=rows)
+    b = write_run(tmp_path / "b", samples=[{"step": 1, "prompt": "q", "base": "!", "output": "b"}])
+    (p, base_p, (answer,)), (q, base_q, (first, second)) = sample_groups(read_runs([str(a), str(b)]))
+    assert (p, base_p, answer.output, answer.older) == ("p", "?", "p20", [(10, "p10"), (5, "p5")])
+    assert (q, base_q, first.run, second.run, second.base) == ("q", None, 0, 1, "!")
+    assert "p20" in page_of(a, b)
+
+
+def test_mmlu_bars(tmp_path):
+    run = write_run(tmp_path / "run", final={"mmlu/val/anatomy": 0.5, "mmlu/val/accuracy": 0.4,
+                                             "mmlu/val/bad": math.nan, "mmlu/test/world_religions": 0.25})
+    found = read_runs([str(run)])
+    assert [(bars.split, bars.subjects) for bars in mmlu_bars(found)] == [
+        ("val", [("accuracy", [(0, 0.4)]), ("anatomy", [(0, 0.5)])]), ("test", [("world religions", [(0, 0.25)])])]
+    assert "mmlu/val/anatomy" not in {row.name for row in metrics_table(found)}
+    assert "--share: 50.0%" in page_of(run)
+
+
+# Looks ---------------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    channels = (int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5))
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(first: str, second: str) -> float:
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast():
+    css = (PACKAGE / "page.css").read_text()
+    schemes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)]
+    assert len(schemes) == 2 and len([name for name in schemes[0] if re.fullmatch(r"c\d", name)]) == COLOURS
+    for scheme in schemes:
+        for ground in ("page", "card", "tint"):
+            assert all(contrast(scheme[text], scheme[ground]) >= 4.5 for text in ("ink", "soft"))
+        assert contrast(scheme["ink"], scheme["best"]) >= 4.5
+        assert all(contrast(scheme[f"c{k}"], scheme["card"]) >= 3 for k in range(COLOURS))
+        assert all(contrast(scheme[f"c{k}"], scheme["page"]) >= 3 for k in range(COLOURS))
+
+
+def test_every_shape_is_there():
+    template = (PACKAGE / "page.html.jinja").read_text()
+    assert all(f'id="m{k}"' in template for k in range(SHAPES)) and math.gcd(COLOURS, SHAPES) == 1
+
+
+PROBE = """
+const seen = {width: innerWidth, scroll: document.documentElement.scrollWidth,
+              dark: matchMedia("(prefers-color-scheme: dark)").matches};
+const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
+plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width, clientY: box.top + 20}));
+seen.tip = document.querySelector(".tip").innerText;
+seen.tipInside = document.querySelector(".tip").getBoundingClientRect().right <= innerWidth;
+plot.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
+seen.before = document.querySelector(".tip").innerText;
+const visible = (element) => getComputedStyle(element).display !== "none";
+const line = document.querySelector("figure .run-1");
+seen.lines = [visible(line)];
+document.getElementById("run-1").click();
+seen.lines.push(visible(line));
+plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width, clientY: box.top + 20}));
+seen.without = document.querySelector(".tip").innerText;
+seen.axes = [".by-step", ".by-tokens"].map((name) => visible(document.querySelector(name)));
+document.getElementById("x-tokens").click();
+seen.axes.push(...[".by-step", ".by-tokens"].map((name) => visible(document.querySelector(name))));
+parent.document.documentElement.dataset.seen = JSON.stringify(seen);
+"""
+
+
+@pytest.fixture(scope="module")
+def busy_page(tmp_path_factory) -> str:
+    """Three runs with everything on the page, long names and long texts."""
+    folder = tmp_path_factory.mktemp("runs")
+    header = "step,train/loss,train/grad_norm,train/tokens,val/loss,val/perplexity,train/mfu\n"
+    runs = []
+    for k, name in enumerate(("short", "a-rather-long-name-of-a-run-with-rank-64-and-more", "n" * 80)):
+        rows = "".join(f"{s},{3 / s + k},{s % 7 + 0.1},{s * 64},{2.5 - s / 100},{math.exp(2.5 - s / 100)},0.4\n"
+                       for s in range(1, 61))
+        runs.append(write_run(
+            folder / name, header + rows, final={"val/loss": 1.9 + k, "val/accuracy": 0.5, "mmlu/val/anatomy": 0.3},
+            samples=[{"step": 60, "prompt": "word " * 60 + "x" * 300, "base": "y" * 300, "output": "z" * 300}],
+            data={"sources": {"some/very/long/path/" + "s" * 90: {"format": "alpaca", "rows_read": 3, "tokens": 9}},
+                  "splits": {"train": {"rows": 3, "length": {"max": 9}, "padding_share": {"shuffled": 0.1}}}},
+            setting="v" * 200, trainer={"max_steps": 10, "default_root_dir": name}))
+    return page_of(*runs)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium or chrome")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [320, 360, 1280])
+def test_in_a_browser(width, dark, busy_page, tmp_path):
+    """No error in the console, no sideways scrolling, and switches and pointer do what they say."""
+    def visit(text: str) -> subprocess.CompletedProcess:
+        """In a frame, because the window itself cannot be as narrow as a phone."""
+        frame = f'<iframe style="width: {width}px; height: 900px" srcdoc="{html.escape(text)}"></iframe>'
+        (tmp_path / "page.html").write_text(f'<!DOCTYPE html><meta charset="utf-8">{frame}')
+        return subprocess.run(
+            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+             "--enable-logging=stderr", f"--blink-settings=preferredColorScheme={int(not dark)}", "--dump-dom",
+             (tmp_path / "page.html").as_uri()],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)})
+
+    assert "CONSOLE" not in visit(busy_page).stderr
+    probed = re.sub(r"script-src '[^']*'", "script-src 'unsafe-inline'", busy_page)
+    done = visit(probed.replace("</body>", f"<script>{PROBE}</script></body>"))
+    assert "CONSOLE" not in done.stderr
+    seen = json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
+    assert seen["width"] == width and seen["scroll"] <= width and seen["dark"] == dark
+    assert seen["tipInside"] and "optimiser step 60" in seen["tip"] and seen["tip"].count("short") == 2
+    assert "1.900" in seen["tip"] and "step 59" in seen["before"] and "rank-64" not in seen["without"]
+    assert seen["lines"] == [True, False] and seen["axes"] == [True, False, False, True]
