@@ -1,0 +1,97 @@
+"""Every shipped recipe on both engines, as it stands but for dropout: the same losses, metrics, samples, outputs."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from lmmods.cli import main
+from lmmods.run import RunFolder
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
+AUTO = {"CLM": "AutoModelForCausalLM", "SFT": "AutoModelForCausalLM", "MLM": "AutoModelForMaskedLM"}
+PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
+STEPS = 20
+
+
+@pytest.fixture
+def still(tmp_path):
+    """A function that gives the folder of a recipe's model, without dropout: a copy, or what its `config` describes."""
+    def make(model: dict, tokenizer: str) -> str:
+        options, folder = model["init_args"], tmp_path / "model"
+        if options.get("pretrained"):
+            shutil.copytree(ROOT / options["pretrained"], folder)
+        else:
+            fields = {"vocab_size": len(transformers.AutoTokenizer.from_pretrained(ROOT / tokenizer)),
+                      **options["config"]}
+            torch.manual_seed(0)
+            config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields)
+            getattr(transformers, AUTO[model["class_path"]]).from_config(config).save_pretrained(folder)
+            transformers.AutoTokenizer.from_pretrained(ROOT / tokenizer).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        rates = {name: 0.0 for name in config if "drop" in name and isinstance(config[name], float)}
+        (folder / "config.json").write_text(json.dumps(config | rates))
+        return str(folder)
+
+    return make
+
+
+def rows(run: RunFolder) -> list[dict[str, float]]:
+    with open(run.metrics_csv, newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value and key != "train/tokens_per_second"}
+                for row in csv.DictReader(file)]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_both_engines_run_the_recipe_alike(name, still, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
+    recipe = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    task, options = recipe["model"]["class_path"], recipe["model"]["init_args"]
+    model = {"pretrained": still(recipe["model"], recipe["data"]["init_args"].get("tokenizer")), "config": None}
+    if options.get("lora"):
+        model["lora"] = {"dropout": 0.0}
+    if task in ("CLM", "SFT"):
+        model["generation"] = {"max_new_tokens": 16}
+    changes = {"trainer": {"max_steps": STEPS, "log_every_n_steps": 1, "precision": "32-true", "logger": None,
+                           "limit_val_batches": 4, "limit_predict_batches": 1, "num_sanity_val_steps": 0,
+                           "enable_progress_bar": False}, "model": {"init_args": model}}
+    if task in PROMPTS:
+        (tmp_path / "prompts.txt").write_text(PROMPTS[task])
+        changes["data"] = {"init_args": {"predict_source": str(tmp_path / "prompts.txt")}}
+    (tmp_path / "changes.yaml").write_text(yaml.safe_dump(changes))
+    runs = [RunFolder(tmp_path / engine) for engine in ("torch", "jax")]
+    for run in runs:
+        arguments = ["--config", f"configs/{name}.yaml", "--config", str(tmp_path / "changes.yaml"), "--engine",
+                     run.root.name, "--trainer.default_root_dir", str(run.root)]
+        assert main(["fit", *arguments]) == 0
+        assert main(["predict", *arguments, "--ckpt_path", "last"]) == 0
+    expected, found = (rows(run) for run in runs)
+    assert len(expected) == len(found) == STEPS
+    for row, wanted in zip(found, expected, strict=True):
+        assert row["train/loss"] == pytest.approx(wanted["train/loss"], abs=1e-4), row["step"]
+    final, wanted = found[-1], expected[-1]
+    names = {key for key in wanted if key.startswith("val/")}
+    assert names and {key for key in final if key.startswith("val/")} == names
+    for key in names:
+        assert final[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-4), key
+    assert [run.samples.exists() for run in runs] == [recipe.get("samples") is not None] * 2
+    if runs[0].samples.exists():
+        assert lines(runs[1].samples) == lines(runs[0].samples)
+    predictions = [lines(run.predictions) for run in runs]
+    assert len(predictions[0]) > 0
+    for row, other in zip(*predictions, strict=True):
+        for fill, theirs in zip(row.pop("fills", []), other.pop("fills", []), strict=True):
+            assert [gap["token"] for gap in fill] == [gap["token"] for gap in theirs]
+        assert row == other
