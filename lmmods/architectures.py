@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lmmods.errors import UserError
+
 # In RoBERTa and its kin the first token's position is the one after the padding token's id.
 COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
 
@@ -12,3 +14,29 @@ def position_limit(fields: dict[str, Any]) -> int | None:
     if positions and any(kin in fields.get("model_type", "") for kin in COUNT_FROM_PADDING):
         return positions - (1 if fields.get("pad_token_id") is None else fields["pad_token_id"]) - 1
     return positions
+
+
+def saved_quantization(config: Any) -> str | None:
+    """How a folder keeps its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None.
+
+    Args:
+        config: The folder's configuration.
+    """
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return None
+    if (method := saved.get("quant_method", "bitsandbytes")) != "bitsandbytes":
+        return method
+    return "int8" if saved.get("load_in_8bit") else saved.get("bnb_4bit_quant_type", "fp4")
+
+
+def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
+    """A folder that is quantised already stays as it is, and trains only beside an adapter. UserError otherwise."""
+    if kind is None:
+        return
+    if quantize not in (None, kind):
+        raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "
+                        f"{kind} or null.")
+    if not trains_adapter:
+        raise UserError(f"model.pretrained: {pretrained} is saved in {kind}, so it cannot be trained in full: set "
+                        "model.lora.")

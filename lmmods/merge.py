@@ -1,5 +1,6 @@
 """`merge`: a run's adapter becomes part of plain weights, and how far the result is from the adapter is told."""
 
+import copy
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +53,13 @@ def merge(
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
         raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
     recipe = _Recipe.read(run)
+    saved = recipe.saved_quantization()
+    if saved and base == "original":
+        raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
+                        "Leave --base out.")
     reference = _reference(recipe)
     chosen, report = None, []
-    for kind in ("dequantized", "original") if recipe.quantize else (base,):
+    for kind in ("dequantized", "original") if recipe.quantize and not saved else (base,):
         model = _merged(recipe, kind, dtype)
         report.append((kind, _distance(model, reference)))
         if kind == base:
@@ -113,6 +118,28 @@ class _Recipe:
         resize_embeddings(model, len(self.tokenizer()))
         return model.eval()
 
+    def saved_quantization(self) -> str | None:
+        """How the base itself is saved, if not in plain numbers."""
+        from lmmods.architectures import saved_quantization
+        from lmmods.modules.loading import load_config
+
+        return saved_quantization(load_config(self.pretrained, self.revision, self.trust_remote_code))
+
+    def unpack(self):
+        """A base that is saved quantised, in the plain numbers that it computes with."""
+        import transformers
+
+        quantised = self.load(None)
+        config = copy.deepcopy(quantised.config)
+        del config.quantization_config
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code).eval()
+        plain = model.state_dict()
+        for name, tensor in quantised.state_dict().items():
+            if name in plain and plain[name].shape == tensor.shape and tensor.is_floating_point():
+                plain[name].copy_(tensor)
+        _copy_dequantized(quantised, model)
+        return model
+
     def tokenizer(self):
         from transformers import AutoTokenizer
 
@@ -157,8 +184,9 @@ def _merged(recipe: _Recipe, kind: str, dtype: str):
     import torch
     from peft import PeftModel
 
-    model = recipe.load(None)
-    if kind == "dequantized" and recipe.quantize:
+    saved = recipe.saved_quantization()
+    model = recipe.unpack() if saved else recipe.load(None)
+    if kind == "dequantized" and recipe.quantize and not saved:
         _copy_dequantized(recipe.load(recipe.quantize), model)
     merged = PeftModel.from_pretrained(model, recipe.run / "model").merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, dtype))

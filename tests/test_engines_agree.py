@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoTokenizer,
+    BitsAndBytesConfig,
 )
 
 from lmmods.cli import main
@@ -151,3 +153,42 @@ def test_a_run_may_change_engine(both, first, then, changes):
     for row, wanted in zip(rows(run), expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
     assert main(["validate", *arguments, "--ckpt_path", "10"]) == 0
+
+
+@pytest.fixture
+def saved_in_nf4(llama_folder, tmp_path) -> str:
+    """The tiny Llama as bitsandbytes and transformers save it in four bits."""
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, device_map="cpu", quantization_config=BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True))
+    model.config.attention_dropout = 0.0
+    model.save_pretrained(tmp_path / "nf4")
+    AutoTokenizer.from_pretrained(llama_folder).save_pretrained(tmp_path / "nf4")
+    return str(tmp_path / "nf4")
+
+
+@pytest.mark.slow
+def test_a_base_that_is_saved_quantised(recipe, saved_in_nf4, tmp_path, capsys):
+    changes = {"model__init_args__pretrained": saved_in_nf4, "model__init_args__quantize": None,
+               "model__init_args__lora": LORA}
+    runs = [RunFolder(tmp_path / engine) for engine in ("torch", "jax")]
+    for run in runs:
+        assert main(["fit", *recipe(engine=run.root.name, trainer__default_root_dir=str(run.root), **changes)]) == 0
+    for row, wanted in zip(*map(rows, runs), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    for run in runs:
+        assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "merged" / run.root.name)]) == 0
+        assert "original" not in capsys.readouterr().out
+        assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "x"), "--base", "original"]) == 2
+        assert "is saved in nf4" in capsys.readouterr().err
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "jax")
+    assert not hasattr(merged.config, "quantization_config") and merged.lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model__init_args__quantize": "fp4"}, "model.quantize is fp4, but .* is saved in nf4"),
+    ({"model__init_args__quantize": None, "model__init_args__lora": None}, "is saved in nf4.*set model.lora"),
+])
+def test_a_base_that_is_saved_quantised_stays_so(recipe, saved_in_nf4, engine, changes, message, capfd):
+    assert main(["fit", *recipe(engine=engine, model__init_args__pretrained=saved_in_nf4, **changes)]) == 2
+    assert re.search(message, capfd.readouterr().err)

@@ -17,7 +17,7 @@ from jax_engine.models import families
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
 from jax_engine.models.network import Network, Tree
-from jax_engine.quant import Quantize
+from lmmods.architectures import saved_quantization
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
 
@@ -93,7 +93,10 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
     """
     family = family_of(config, head)
-    saved_kind(config)
+    kind = saved_quantization(config)
+    if kind not in (None, "nf4", "fp4", "int8"):
+        raise UserError(f"model.pretrained: its weights are quantised with {kind}. The JAX engine reads those of "
+                        "bitsandbytes: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
     dtype = jnp.dtype(compute_dtype)
@@ -101,22 +104,6 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     if lora is None:
         return bare
     return adapters.adapt(bare, lora)
-
-
-def saved_kind(config: PreTrainedConfig) -> Quantize | None:
-    """In which code a folder keeps its linear layers; None where they are plain numbers.
-
-    Raises:
-        UserError: A code other than those of bitsandbytes.
-    """
-    saved = getattr(config, "quantization_config", None)
-    if saved is None:
-        return None
-    method = saved.get("quant_method", "bitsandbytes")
-    if method != "bitsandbytes":
-        raise UserError(f"model.pretrained: its weights are quantised with {method}. The JAX engine reads those of "
-                        "bitsandbytes: use engine: torch, or a model that is not quantised.")
-    return "int8" if saved.get("load_in_8bit") else saved.get("bnb_4bit_quant_type", "fp4")
 
 
 def save(network: Network, params: Tree, folder: str | Path, dtype: str | None = None) -> None:

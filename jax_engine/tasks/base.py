@@ -21,7 +21,7 @@ from jax_engine.quant import Quantized
 from jax_engine.state import Tree, flatten, split, unflatten
 from jax_engine.steps import Steps
 from jax_engine.weights import Weights
-from lmmods.architectures import position_limit
+from lmmods.architectures import check_saved_quantization, position_limit, saved_quantization
 from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.settings import LoRA, Optimizer, check_start, quantised_in_full
@@ -104,7 +104,7 @@ class Task(ABC):
         compute = COMPUTE_DTYPES[precision]
         config = self._configuration(tokenizer)
         options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat}
-        self._check_saved(hub.saved_kind(config))
+        check_saved_quantization(saved_quantization(config), self.pretrained, self.quantize, self.trains_adapter)
         bare = hub.network(config, self.head, **options)
         stored = compute if self.trains_adapter or precision == "bf16-true" else "float32"
         if self.pretrained:
@@ -118,17 +118,6 @@ class Task(ABC):
         else:
             self.network = bare
         return split(params, self.network.trainable(params))
-
-    def _check_saved(self, kind: str | None) -> None:
-        """A folder that is quantised already stays as it is, and trains only beside an adapter."""
-        if kind is None:
-            return
-        if self.quantize not in (None, kind):
-            raise UserError(f"model.quantize is {self.quantize}, but {self.pretrained} is saved in {kind}. Set "
-                            f"model.quantize to {kind} or null.")
-        if not self.trains_adapter:
-            raise UserError(f"model.pretrained: {self.pretrained} is saved in {kind}, so it cannot be trained in full: "
-                            "set model.lora.")
 
     def _configuration(self, tokenizer: Any) -> Any:
         if self.config is None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lmmods.architectures import check_saved_quantization, saved_quantization
 from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.fresh import fresh_lora_A, fresh_weight
@@ -58,9 +59,12 @@ def load_pretrained(
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     # The span head is new to the model and trains in full; transformers itself spares only vocabulary heads.
     skip = ["qa_outputs"] if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
-    options = {"quantization_config": _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip),
-               "device_map": {"": device or "cpu"}} if quantize else {}
     config = load_config(pretrained, revision, trust_remote_code)
+    saved = saved_quantization(config)
+    check_saved_quantization(saved, pretrained, quantize, frozen)
+    options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or saved else {}
+    if quantize and not saved:
+        options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
     try:
         model, info = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
                                                  trust_remote_code=trust_remote_code, attn_implementation=attention,
