@@ -1,4 +1,4 @@
-"""The one door: `python train.py fit|validate|test|predict|inspect|merge ...`."""
+"""The one door: `python train.py fit|validate|test|predict|inspect|merge|report ...`."""
 
 import sys
 
