@@ -37,7 +37,7 @@ _REPLICA_AXIS = "replica"
 TABLE: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),
     (r"embed\.\w+\.weight$|\bhead\.weight$", ("fsdp", "tensor")),
-    (r"weight\.nested", ()),
+    (r"weight\.(nested|row_absmax)", ()),
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", ("fsdp", "tensor")),
     (r"lora_A$", (None, "fsdp")),
     (r"lora_B$", ("fsdp", None)),

@@ -113,12 +113,12 @@ class EightBit(Quantized):
 
     Args:
         codes: int8 [..., out, in].
-        absmax: float32 [..., out].
+        row_absmax: float32 [..., out].
         transposed: The layer keeps its matrix as [in, out] (Conv1D).
     """
 
     codes: Array
-    absmax: Array
+    row_absmax: Array
     transposed: bool = _static()
     kind = "int8"
 
@@ -128,7 +128,7 @@ class EightBit(Quantized):
         return (*lead, columns, rows) if self.transposed else (*lead, rows, columns)
 
     def astype(self, dtype: Any) -> Array:
-        values = self.codes.astype(dtype) * (self.absmax * np.float32(1 / 127))[..., None].astype(dtype)
+        values = self.codes.astype(dtype) * (self.row_absmax * np.float32(1 / 127))[..., None].astype(dtype)
         return values.swapaxes(-1, -2) if self.transposed else values
 
 

@@ -14,6 +14,7 @@ from twins import AUTO, FAMILIES, PAIRS
 from jax_engine import lora as adapters
 from jax_engine import quant
 from jax_engine.models import hub, loading
+from jax_engine.parallel import MeshSharding
 from jax_engine.state import flatten, merge, split
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.settings import LoRA
@@ -59,7 +60,7 @@ def test_four_bits_are_those_of_bitsandbytes(kind, double, shape, dtype):
 def test_eight_bits_are_those_of_bitsandbytes(shape):
     codes, absmax, _ = F.int8_vectorwise_quant(weight(shape)[1:].half())
     ours = quant.quantize(weight(shape)[1:].numpy(), "int8")
-    assert np.array_equal(ours.codes, codes.numpy()) and np.array_equal(ours.absmax, absmax.numpy())
+    assert np.array_equal(ours.codes, codes.numpy()) and np.array_equal(ours.row_absmax, absmax.numpy())
     assert np.allclose(ours.astype(jnp.float32), F.int8_vectorwise_dequant(codes, absmax).numpy(), rtol=1e-6)
     zero = quant.quantize(np.zeros((2, 8), np.float32), "int8")
     assert not np.any(zero.astype(jnp.float32))
@@ -212,3 +213,17 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
     layers, matrices = network.arch.num_layers, {leaf.shape for leaf in flatten(frozen).values()
                                                  if isinstance(leaf, quant.Quantized)}
     assert kept and not {(layers, *shape[1:]) for shape in matrices} & set(kept)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_codes_are_sharded_like_their_matrices(kind):
+    """Each device holds its part of codes and scales; small scales are everywhere."""
+    layers = [quant.quantize(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *layers)
+    parallel = MeshSharding(data=1, fsdp=4, tensor=2)
+    placed = parallel.put_state({"layers": {"mlp": {"up": {"weight": stacked}}}})["layers"]["mlp"]["up"]["weight"]
+    assert [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(placed)[:2]] == (
+        [(2, 32, 64), (2, 32, 2)] if kind == "nf4" else [(2, 32, 128), (2, 64)])
+    values = jax.jit(lambda w: w.astype(jnp.float32))(placed)
+    assert np.allclose(values, stacked.astype(jnp.float32), rtol=1e-6)
+    assert placed.size == stacked.size == 2 * 64 * 512 and str(placed.dtype) == kind
