@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two at a time, a file each: more need about 4 GB of memory each.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all lint smoke clean
@@ -23,10 +25,10 @@ demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers besid
 	$(BIN)/python demo/answers.py --run runs/sft_qlora
 
 test: $(READY) ## Run the tests, but for the slow ones
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(READY) ## Run all tests
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 smoke: $(READY) ## Run the demo recipe for a few steps
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --config configs/smoke.yaml --overwrite true

@@ -4,8 +4,8 @@ from lmmods.cli import import_all
 from lmmods.errors import UserError
 
 
-def load() -> tuple[type, type, type, type, type]:
-    """Trainer, base class of the tasks, checkpoint rules, samples, and uploads.
+def load() -> tuple[type, type, type, type, type, type]:
+    """Trainer, base class of the tasks, checkpoint rules, samples, questions, and uploads.
 
     Raises:
         UserError: jax or flax is not installed, or in versions that do not go together.
@@ -23,8 +23,9 @@ def load() -> tuple[type, type, type, type, type]:
     from jax_engine.tasks.base import Task
     from jax_engine.trainer import Trainer
     from lmmods.keep import KeepRules
+    from lmmods.mmlu import Questionnaire
     from lmmods.publishing import Publisher
     from lmmods.samples import SampleWriter
 
     import_all("jax_engine.tasks")
-    return Trainer, Task, KeepRules, SampleWriter, Publisher
+    return Trainer, Task, KeepRules, SampleWriter, Questionnaire, Publisher

@@ -132,7 +132,8 @@ def _adafactor(_settings: Optimizer) -> Rule:
             change = factors * gradient
         rms = jnp.sqrt(jnp.mean(change * change))
         change = change / jnp.maximum(rms, 1.0)
-        return -(scalars["lr"] * decay) * param - scalars["lr"] * change, new
+        decayed = param - (scalars["lr"] * decay) * param
+        return (decayed - scalars["lr"] * change) - param, new  # rounded twice, as transformers rounds
 
     return Rule(slots, update, lambda step, _: {"beta2": 1 - step**-0.8, "one_minus_beta2": step**-0.8})
 

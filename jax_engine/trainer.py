@@ -29,6 +29,7 @@ from lmmods.errors import UserError
 from lmmods.interruption import Interruption, stop
 from lmmods.keep import KeepRules
 from lmmods.loggers import Logger, MetricsCSV
+from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
 from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json, write_text
@@ -115,7 +116,8 @@ class Trainer:
         self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         self.callbacks = callbacks or []
-        self.checkpoint, self.samples, self.publish = KeepRules(), SampleWriter(), Publisher()
+        self.checkpoint, self.samples, self.mmlu, self.publish = (
+            KeepRules(), SampleWriter(), Questionnaire(), Publisher())
         self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
@@ -243,6 +245,9 @@ class Trainer:
         datamodule.setup(command)
         if command == "fit":
             self.samples.prepare(datamodule, model.max_positions())
+        if command != "predict" and self.mmlu.is_on:
+            self.mmlu.prepare(datamodule, model)
+            model.choice_ids = self.mmlu.choice_ids
         trainable, frozen = model.build(self.precision, datamodule, self._seed)
         self._decays = model.network.decays(trainable)
         self._description = model.describe(trainable, frozen)
@@ -429,12 +434,16 @@ class Trainer:
             logger.log_metrics(metrics, step=step)
 
     def _after_round(self, step_done: bool) -> None:
-        """Sample, validate and save when it is time."""
+        """Sample, ask, validate and save when it is time."""
         ends = self._is_done()
         if step_done and self.samples.is_due(self.position.step, ends):
             self._fetch_figures()
             self._sample()
-        if self._num_val_rounds and (self._validation_is_due() or ends):
+        validates = self._num_val_rounds and (self._validation_is_due() or ends)
+        if step_done and not (validates and self.mmlu.at_validation) and self.mmlu.is_due(self.position.step, ends):
+            self._fetch_figures()
+            self._log(self._ask(), self.position.step)
+        if validates:
             return self._validate()
         due = step_done and self.checkpoint.is_due(self.position.step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
@@ -454,6 +463,8 @@ class Trainer:
         self._fetch_figures()
         with self.stopwatch.paused():
             metrics = self._evaluate("val")
+        if self.mmlu.at_validation:
+            metrics |= self._ask()
         self._log(metrics, self.position.step)
         self.bar.say(describe(metrics, "val/"))
         for callback in self.callbacks:
@@ -472,6 +483,8 @@ class Trainer:
         self.bar.close()
         if not metrics:
             raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        if self.mmlu.is_on:
+            metrics |= self._ask()
         self.bar.say(describe(metrics, f"{role}/"))
         if self._is_first:
             self.run_folder.merge_metrics(metrics)
@@ -494,10 +507,12 @@ class Trainer:
                 write_json(self.run_folder.root / name, content)
         return {f"{role}/{name}": value for name, value in found.items()}
 
-    def _groups(self, loader: Any, batch_size: int, rounds: int, epoch: int = 0, start: int = 0):
+    def _groups(self, loader: Any, batch_size: int, rounds: int | float, epoch: int = 0, start: int = 0,
+                max_length: int | None = None):
         """At most so many groups of a pass over a loader."""
         data = self.datamodule
-        feed = Feed(loader, self.parallel, batch_size, data.tokenizer.pad_token_id, epoch, start, data.max_length)
+        feed = Feed(loader, self.parallel, batch_size, data.tokenizer.pad_token_id, epoch, start,
+                    max_length or data.max_length)
         with feed:
             for number, group in enumerate(feed, start=1):
                 yield group
@@ -515,6 +530,15 @@ class Trainer:
             if self._is_first:
                 self.samples.write(step, tokenizer.batch_decode(tokens, skip_special_tokens=True), self.loggers)
         self.samples.latest_step = step
+
+    def _ask(self) -> dict[str, float]:
+        """Metrics of the multiple-choice questions. All processes must call this."""
+        data = self.datamodule
+        with self.stopwatch.paused():
+            batches = self.mmlu.batches(data, self.global_rank, self.world_size)
+            groups = self._groups(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
+            logits = machines.gather(self.task.choice_logits(self.steps, self.weights, groups))
+        return self.mmlu.grade(self.position.step, logits)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -579,6 +603,8 @@ class Trainer:
         """Write model/ and loss.png and mark the run completed."""
         if self.samples.is_due(self.position.step, ends=True):  # stopped by a callback
             self._sample()
+        if self.mmlu.is_due(self.position.step, ends=True):
+            self._log(self._ask(), self.position.step)
         self._writer.wait()
         trainable = self.parallel.fetch_state(self.train_state["trainable"])
         folder = self.run_folder

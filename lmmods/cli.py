@@ -59,10 +59,14 @@ def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        if arguments and arguments[0] == "merge":
+        if arguments[:1] == ["merge"]:
             from lmmods.merge import main as merge
 
             merge(arguments[1:])
+        elif arguments[:1] == ["evaluate"]:
+            from lmmods.evaluate import main as evaluate
+
+            evaluate(arguments[1:])
         else:
             run_engine(arguments, argv)
     except Interrupted as stop:

@@ -1,6 +1,5 @@
 """`merge`: a run's adapter becomes part of plain weights, and how far the result is from the adapter is told."""
 
-import copy
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from jsonargparse import ArgumentParser
 
 from lmmods.card import hub_id
 from lmmods.errors import UserError
-from lmmods.run import RunFolder, commit_folder
+from lmmods.finished import FinishedRun, copy_dequantized
+from lmmods.run import commit_folder
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -52,7 +52,9 @@ def merge(
     out_folder = Path(out)
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
         raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
-    recipe = _Recipe.read(run)
+    recipe = FinishedRun.read(run, "merge")
+    if not recipe.has_adapter:
+        raise UserError(f"--run {run}: {recipe.model} is a plain model already.")
     saved = recipe.saved_quantization()
     if saved and base == "original":
         raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
@@ -80,73 +82,6 @@ def merge(
 
 
 @dataclass
-class _Recipe:
-    """What of a run's recipe the merge needs."""
-
-    run: Path
-    pretrained: str
-    revision: str | None
-    trust_remote_code: bool
-    quantize: str | None
-    double_quant: bool
-
-    @classmethod
-    def read(cls, run: str) -> "_Recipe":
-        folder = RunFolder(run)
-        if not folder.config.is_file():
-            raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
-        if not (folder.model / "adapter_config.json").is_file():
-            plain = (folder.model / "config.json").is_file()
-            raise UserError(f"--run {run}: " + (f"{folder.model} is a plain model already." if plain else
-                            f"there is no adapter in {folder.model}; the run must have finished."))
-        model = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["model"]
-        if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM"):
-            raise UserError(f"--run {run}: merge takes runs of SFT and CLM, this one is of {model['class_path']}.")
-        options = model["init_args"]
-        return cls(folder.root, options["pretrained"], options.get("revision"), bool(options.get("trust_remote_code")),
-                   options.get("quantize"), bool(options.get("double_quant", True)))
-
-    def load(self, quantize: str | None):
-        """The base, freshly read, in float32 or quantised, in evaluation mode."""
-        import transformers
-
-        from lmmods.modules.loading import load_pretrained, resize_embeddings
-
-        model = load_pretrained(transformers.AutoModelForCausalLM, self.pretrained, revision=self.revision,
-                                trust_remote_code=self.trust_remote_code, quantize=quantize,
-                                double_quant=self.double_quant, frozen=True)
-        resize_embeddings(model, len(self.tokenizer()))
-        return model.eval()
-
-    def saved_quantization(self) -> str | None:
-        """How the base itself is saved, if not in plain numbers."""
-        from lmmods.architectures import saved_quantization
-        from lmmods.modules.loading import load_config
-
-        return saved_quantization(load_config(self.pretrained, self.revision, self.trust_remote_code))
-
-    def unpack(self):
-        """A base that is saved quantised, in the plain numbers that it computes with."""
-        import transformers
-
-        quantised = self.load(None)
-        config = copy.deepcopy(quantised.config)
-        del config.quantization_config
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code).eval()
-        plain = model.state_dict()
-        for name, tensor in quantised.state_dict().items():
-            if name in plain and plain[name].shape == tensor.shape and tensor.is_floating_point():
-                plain[name].copy_(tensor)
-        _copy_dequantized(quantised, model)
-        return model
-
-    def tokenizer(self):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.run / "model")
-
-
-@dataclass
 class _Reference:
     """What the adapter says on the base it was trained on.
 
@@ -160,13 +95,12 @@ class _Reference:
     logits: object
 
 
-def _reference(recipe: _Recipe) -> _Reference:
+def _reference(recipe: FinishedRun) -> _Reference:
     import torch
-    from peft import PeftModel
 
     torch.manual_seed(0)
     tokenizer = recipe.tokenizer()
-    model = PeftModel.from_pretrained(recipe.load(recipe.quantize), recipe.run / "model").eval()
+    model = recipe.with_adapter(recipe.load(recipe.quantize))
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     first = torch.full((8, 1), start)
     with torch.no_grad():
@@ -175,7 +109,7 @@ def _reference(recipe: _Recipe) -> _Reference:
         return _Reference(tokenizer, ids, model(input_ids=ids).logits.float())
 
 
-def _merged(recipe: _Recipe, kind: str, dtype: str):
+def _merged(recipe: FinishedRun, kind: str, dtype: str):
     """A plain model whose weights hold the adapter.
 
     Always from weights no forward pass has touched: bitsandbytes repacks 4-bit weights during one on some CPUs, and
@@ -187,24 +121,9 @@ def _merged(recipe: _Recipe, kind: str, dtype: str):
     saved = recipe.saved_quantization()
     model = recipe.unpack() if saved else recipe.load(None)
     if kind == "dequantized" and recipe.quantize and not saved:
-        _copy_dequantized(recipe.load(recipe.quantize), model)
-    merged = PeftModel.from_pretrained(model, recipe.run / "model").merge_and_unload(safe_merge=True)
+        copy_dequantized(recipe.load(recipe.quantize), model)
+    merged = PeftModel.from_pretrained(model, recipe.model).merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, dtype))
-
-
-def _copy_dequantized(quantized, model) -> None:
-    """Give `model` the weights that the quantised one computes with."""
-    import bitsandbytes as bnb
-
-    plain = dict(model.named_modules())
-    for name, module in quantized.named_modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            plain[name].weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(
-                plain[name].weight.dtype)
-        elif isinstance(module, bnb.nn.Linear8bitLt):
-            weight = module.weight
-            plain[name].weight.data = (weight.CB.float() * weight.SCB.float().unsqueeze(1) / 127).to(
-                plain[name].weight.dtype)
 
 
 @dataclass
@@ -233,8 +152,8 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
                               "largest logit; * is written)"])
 
 
-def _card(recipe: _Recipe, base: str, report: list[tuple[str, _Distance]]) -> str:
+def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]]) -> str:
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = yaml.safe_dump({"library_name": "transformers", **base_model}, sort_keys=False)
-    return (f"---\n{header}---\n\n# {recipe.run.name}, merged\n\nThe adapter of this run merged into `"
+    return (f"---\n{header}---\n\n# {recipe.folder.root.name}, merged\n\nThe adapter of this run merged into `"
             f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n")

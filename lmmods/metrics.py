@@ -1,9 +1,13 @@
-"""Scores of text against text; numpy and the standard library, the same code for both engines."""
+"""Scores of text against text and of choices; numpy and the standard library, the same code for both engines."""
 
 import collections
 import re
 import string
 from collections.abc import Callable, Sequence
+
+import numpy as np
+
+CHOICE_SCORES = ("accuracy", "mean_subject_accuracy", "loss")
 
 
 def normalize_answer(text: str) -> str:
@@ -82,3 +86,20 @@ def best_threshold(predictions: dict[str, str], golds: dict[str, Sequence[str]],
         if current > best:
             best, threshold = float(current), null_odds[key]
     return threshold, 100 * best / len(golds)
+
+
+def choice_scores(logits: np.ndarray, answers: np.ndarray, subjects: Sequence[str]) -> dict[str, float]:
+    """Accuracy over the questions and over the subjects' means, mean cross-entropy, and accuracy of each subject.
+
+    Args:
+        logits: [N, C] of the choices.
+        answers: [N] number of the right one.
+        subjects: [N], none of them one of CHOICE_SCORES.
+    """
+    hits = logits.argmax(axis=1) == answers
+    log_sums = np.logaddexp.reduce(logits, axis=1)
+    losses = log_sums - logits[np.arange(len(answers)), answers]
+    subjects = np.array(subjects)
+    by_subject = {str(subject): float(hits[subjects == subject].mean()) for subject in np.unique(subjects)}
+    overall = (hits.mean(), np.mean(list(by_subject.values())), losses.mean())
+    return {**dict(zip(CHOICE_SCORES, map(float, overall), strict=True)), **by_subject}

@@ -29,11 +29,13 @@ class Engine:
     data: type
     checkpoint: type
     samples: type
+    mmlu: type
     publish: type
 
 
 def torch_engine() -> Engine:
     from lmmods.callbacks.checkpoint import Checkpoint
+    from lmmods.callbacks.mmlu import MMLU
     from lmmods.callbacks.publish import Publish
     from lmmods.callbacks.samples import Samples
     from lmmods.data.base import DataModule
@@ -42,15 +44,15 @@ def torch_engine() -> Engine:
 
     import_all("lmmods.modules")
     import_all("lmmods.data")
-    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Samples, Publish)
+    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Samples, MMLU, Publish)
 
 
 def jax_engine() -> Engine:
     from lmmods.data.base import DataModule
 
-    trainer, task, rules, samples, publisher = importlib.import_module("jax_engine.engine").load()
+    trainer, task, rules, samples, questions, publisher = importlib.import_module("jax_engine.engine").load()
     import_all("lmmods.data")
-    return Engine(trainer, task, DataModule, rules, samples, publisher)
+    return Engine(trainer, task, DataModule, rules, samples, questions, publisher)
 
 
 class Parser(LightningArgumentParser):
@@ -62,11 +64,13 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
     def add_subcommands(self, **kwargs: Any):
+        from lmmods.evaluate import evaluate_parser
         from lmmods.merge import merge_parser
         from lmmods.report.command import report_parser
 
         subcommands = super().add_subcommands(**kwargs)
         subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
+        subcommands.add_subcommand("evaluate", evaluate_parser(), help="Score a finished run on benchmarks of lm-eval.")
         subcommands.add_subcommand("report", report_parser(), help="Write one HTML page with the curves of runs.")
         return subcommands
 
@@ -157,6 +161,7 @@ class EngineCLI(LightningCLI):
                             help="torch (Lightning) or jax (Flax)")
         parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
         parser.add_lightning_class_args(self.engine.samples, "samples")
+        parser.add_lightning_class_args(self.engine.mmlu, "mmlu")
         parser.add_lightning_class_args(self.engine.publish, "publish")
 
     def before_instantiate_classes(self) -> None:
@@ -178,8 +183,8 @@ class EngineCLI(LightningCLI):
         self._make_engine_neutral(recipe)
         if not issubclass(self.engine.checkpoint, Callback):  # else they are among the trainer's callbacks
             made = self.config_init[self.subcommand]
-            self.trainer.checkpoint, self.trainer.samples, self.trainer.publish = (
-                made.checkpoint, made.samples, made.publish)
+            self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
+                made.checkpoint, made.samples, made.mmlu, made.publish)
         self.trainer.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         self.datamodule.connect(
             pretrained=self.model.pretrained,

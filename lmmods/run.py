@@ -23,7 +23,7 @@ class RunFolder:
 
     OWN_FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "predictions.jsonl", "loss.png",
                  "predictions.json", "nbest_predictions.json", "null_odds.json",
-                 "samples.jsonl", "completed")
+                 "samples.jsonl", "evaluate.json", "completed")
     OWN_FOLDERS = ("checkpoints", "model", "wandb")
 
     def __init__(self, root: str | os.PathLike):

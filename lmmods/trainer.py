@@ -62,9 +62,9 @@ class Trainer(L.Trainer):
             callbacks.append(Checkpoint())
         if not enable_checkpointing:
             callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-        # Before Checkpoint stores a step, Metrics counts it and Samples writes its samples; a run is complete when its
-        # last one is stored.
-        metrics = Metrics()
+        # Before Checkpoint stores a step, Metrics counts it, Samples writes its samples and MMLU asks its questions; a
+        # run is complete when its last one is stored.
+        self._metrics = metrics = Metrics()
         callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
         callbacks = [StartReport(), metrics, Stopping(), *callbacks, PredictionWriter(), Export()]
         callbacks += [Progress()] if enable_progress_bar else []
@@ -123,7 +123,10 @@ class Trainer(L.Trainer):
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        return super().validate(model, dataloaders, self._checkpoint(ckpt_path), verbose=False, datamodule=datamodule)
+        found = super().validate(model, dataloaders, self._checkpoint(ckpt_path), verbose=False, datamodule=datamodule)
+        if not found:
+            raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        return found
 
     def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the test set.
@@ -161,6 +164,14 @@ class Trainer(L.Trainer):
 
     def _checkpoint(self, ckpt_path: str | None) -> Path | None:
         return self.run_folder.resolve(ckpt_path) if ckpt_path else None
+
+    # Metrics ---------------------------------------------------------------------------------------------------------
+
+    def log_evaluation(self, metrics: dict[str, float]) -> None:
+        """Log what a callback has measured at this step, and keep it for the final numbers."""
+        self._metrics.latest |= metrics
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=self.global_step)
 
     # Interruption ----------------------------------------------------------------------------------------------------
 

@@ -149,10 +149,11 @@ def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys):
 
 def test_merge_does_not_suffer_from_repacked_weights(recipe, folder, tmp_path):
     """Merging after an eval forward of bitsandbytes' 4-bit layers gives garbage; `merge` reads the base afresh."""
-    from lmmods.merge import _distance, _merged, _Recipe, _reference
+    from lmmods.finished import FinishedRun
+    from lmmods.merge import _distance, _merged, _reference
 
     assert main(["fit", *recipe()]) == 0
-    run = _Recipe.read(str(folder.root))
+    run = FinishedRun.read(str(folder.root), "merge")
     reference = _reference(run)  # many eval forwards of a quantised model in this very process
     assert _distance(_merged(run, "dequantized", "float32"), reference).largest < 1e-4
 

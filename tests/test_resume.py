@@ -178,3 +178,36 @@ def test_signals_save_and_leave_with_130(recipe, tmp_path, number):
     assert process.returncode == 130, said
     assert "Interrupted at step" in said and "--ckpt_path last" in said and "Traceback" not in said
     assert f"{folder.resolve('last')}" in said.replace(str(folder.checkpoints), str(folder.checkpoints.resolve()))
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_resumed_run_follows_its_recipe(recipe, tmp_path, engine):
+    """Longer and with another learning rate: the schedule is the new recipe's from the next step on."""
+    changes = {"engine": engine, "model__init_args__quantize": None, "model__init_args__lora": {"rank": 2, "alpha": 4}}
+    settings = {"lr": 0.01, "schedule": "linear", "warmup": 0}
+    assert main(["fit", *recipe(**changes, trainer__max_steps=4, model__init_args__optimizer=settings)]) == 0
+    settings["lr"] = 0.02
+    assert main(["fit", *recipe(**changes, trainer__max_steps=8, model__init_args__optimizer=settings),
+                 "--ckpt_path", "last"]) == 0
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        lr = [float(row["train/lr"]) for row in csv.DictReader(file)]
+    assert lr[:4] == pytest.approx([0.01 * (1 - step / 4) for step in range(4)])
+    assert lr[4:] == pytest.approx([0.02 * (1 - step / 8) for step in range(4, 8)])
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_validate_says_that_there_is_nothing_to_validate_on(recipe, engine, capfd):
+    arguments = recipe(engine=engine, model__init_args__quantize=None, data__init_args__val_size=0)
+    assert main(["validate", *arguments]) == 2
+    assert "There is no validation set" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_fields_of_a_pretrained_configuration_may_be_changed(recipe, tmp_path, engine, capfd):
+    changes = {"engine": engine, "model__init_args__quantize": None, "model__init_args__lora": None,
+               "trainer__max_steps": 1}
+    assert main(["fit", *recipe(**changes, model__init_args__config_overrides={"rms_norm_eps": 0.5})]) == 0
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["rms_norm_eps"] == 0.5
+    assert main(["fit", *recipe(**changes, model__init_args__config_overrides={"nonsense": 1}),
+                 "--overwrite", "true"]) == 2
+    assert "has no field 'nonsense'" in capfd.readouterr().err

@@ -36,7 +36,7 @@ class Task(ABC):
         pretrained: Model to start from: a folder or a hub id.
         config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
             of a configuration. The vocabulary size defaults to the tokenizer's.
-        config_overrides: Fields changed in the configuration that `config` names.
+        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Code that comes with a model is torch code: only false here.
         quantize: Store linear layers of the frozen base in 4 or 8 bits.
@@ -121,7 +121,7 @@ class Task(ABC):
 
     def _configuration(self, tokenizer: Any) -> Any:
         if self.config is None:
-            return hub.load_config(self.pretrained, {}, self.revision)
+            return hub.load_config(self.pretrained, self.config_overrides, self.revision)
         if isinstance(self.config, dict):
             special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             return hub.load_config({"vocab_size": len(tokenizer), **special, **self.config}, self.config_overrides)
@@ -149,7 +149,7 @@ class Task(ABC):
                      options: dict[str, Any]) -> Tree:
         if self.lora is not None and datamodule.trainable_new_tokens:
             raise UserError("model.lora: rows of new tokens train beside an adapter only in the torch engine. Use "
-                            "engine: torch, or add embed_tokens to lora.modules_to_save.")
+                            "engine: torch, or full tuning.")
         settings = self.lora or adapters.adapter_settings(self.adapter)
         self.network = hub.network(bare.config, self.head, lora=settings, **options)
         for path, leaf in flatten(params).items():

@@ -1,7 +1,9 @@
 """Causal LMs on JAX: what the tasks on them share."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -29,11 +31,26 @@ class CausalTask(Task):
         super().__init__(**kwargs)
         check_supported(generation)
         self.generation = generation
+        self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
 
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, row_keys)
         return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
                           self.network.config.vocab_size, count_correct)
+
+    def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
+        """Logits [N, K] in float32 of `choice_ids` behind the last token of each row, padded on the right."""
+        last = rows["attention_mask"].sum(axis=1) - 1
+        hidden = jnp.take_along_axis(self.network.hidden(params, rows), last[:, None, None], axis=1)[:, 0]
+        return self.network.logits(params, hidden)[:, self.choice_ids]
+
+    def choice_logits(self, steps: Steps, weights: Weights, groups: Iterable[Group]) -> dict[int, np.ndarray]:
+        """Logits [K] of `choice_ids` by the index of this process's rows; the device waits for nothing in between."""
+        asked = [(group.host["index"], steps.predict_step(weights.trainable, weights.frozen, group.batch))
+                 for group in groups]
+        found = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in asked)
+        return {index: row for indices, rows in found
+                for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
 
     def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
                 ) -> dict[int, Any]:

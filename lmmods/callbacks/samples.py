@@ -4,10 +4,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lmmods.callbacks.undisturbed import undisturbed
 from lmmods.modules.generation import generation_config
 from lmmods.samples import SampleWriter
 
@@ -41,15 +41,14 @@ class Samples(SampleWriter, L.Callback):
     def _sample(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """All processes must call this: sharded parameters are gathered from all."""
         step, data = trainer.global_step, trainer.datamodule
-        module.window.check_finite(step, trainer.current_epoch)  # also waits for the device, which is still training
-        with trainer.stopwatch.paused():
+        with undisturbed(trainer, module):
             tokens = self._generate(trainer, module)
             if trainer.is_global_zero:
                 self.write(step, data.tokenizer.batch_decode(tokens, skip_special_tokens=True), trainer.loggers)
         self.latest_step = step
 
     def _generate(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """New tokens [prompts, T_new]; modes of the modules and random states are left as they were."""
+        """New tokens [prompts, T_new]."""
         from lmmods.modules.decoding import generate
 
         data = trainer.datamodule
@@ -57,10 +56,5 @@ class Samples(SampleWriter, L.Callback):
         rows = [torch.tensor(ids, device=module.device) for ids in self.prompt_ids]
         ids, mask = (pad_sequence(part, batch_first=True, padding_value=value, padding_side="left") for part, value in
                      ((rows, data.tokenizer.pad_token_id), ([torch.ones_like(row) for row in rows], 0)))
-        modes = [(part, part.training) for part in module.modules()]
-        module.eval()
-        with isolate_rng(), torch.no_grad(), trainer.precision_plugin.forward_context():
-            tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None)
-        for part, training in modes:
-            part.training = training
+        tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None)
         return tokens[:, ids.shape[1]:]

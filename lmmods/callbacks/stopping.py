@@ -18,7 +18,7 @@ class Stopping(L.Callback):
         for callback in trainer.early_stopping_callbacks:
             self._patience[callback] = callback.patience
             # Else it may count at the end of the epoch, when the checkpoint of this validation is written already.
-            if callback._check_on_train_epoch_end is None and callback.monitor.startswith("val/"):
+            if callback._check_on_train_epoch_end is None and callback.monitor.startswith(("val/", "mmlu/")):
                 callback._check_on_train_epoch_end = False
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:

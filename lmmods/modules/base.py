@@ -28,7 +28,7 @@ class TaskModule(L.LightningModule, ABC):
         pretrained: Model to start from: a folder or a hub id.
         config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
             of a configuration. The vocabulary size defaults to the tokenizer's.
-        config_overrides: Fields changed in the configuration that `config` names.
+        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Run Python code that comes with the model.
         quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
@@ -87,9 +87,9 @@ class TaskModule(L.LightningModule, ABC):
         if name is None:
             fields = {**self.config, **self.config_overrides}
         else:
-            config = loading.load_config(name, self.revision, self.trust_remote_code).get_text_config()
+            config = loading.load_config(name, self.revision, self.trust_remote_code, self.config_overrides)
             names = ("model_type", "max_position_embeddings", "pad_token_id")
-            fields = {field: getattr(config, field, None) for field in names} | self.config_overrides
+            fields = {field: getattr(config.get_text_config(), field, None) for field in names}
         return position_limit(fields)
 
     # The network -----------------------------------------------------------------------------------------------------
@@ -137,6 +137,7 @@ class TaskModule(L.LightningModule, ABC):
         return loading.load_pretrained(
             getattr(transformers, self.auto_class),
             self.pretrained,
+            overrides=self.config_overrides,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
             quantize=self.quantize,
@@ -170,6 +171,8 @@ class TaskModule(L.LightningModule, ABC):
 
     def configure_optimizers(self):
         optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
+        self._group_settings = [{name: value for name, value in group.items() if name != "params"}
+                                for group in optimizer.param_groups]
         schedule = build_schedule(optimizer, self.optimizer_settings, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -279,6 +282,7 @@ class TaskModule(L.LightningModule, ABC):
         self.window.load_state_dict(window)
 
     def on_train_start(self) -> None:
+        self._follow_recipe()
         for name, param in self.trainable().items():
             if name not in self._open_gradients:
                 continue
@@ -288,6 +292,14 @@ class TaskModule(L.LightningModule, ABC):
             elif self.trainer.global_rank == 0:  # which takes up what all had summed
                 param.grad = grad
         self._open_gradients = {}
+
+    def _follow_recipe(self) -> None:
+        """A checkpoint brings the optimiser's state; its settings and the length of the schedule are the recipe's."""
+        optimizer, schedule = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
+        for number, settings in enumerate(self._group_settings):
+            group, factor = optimizer.param_groups[number], schedule.lr_lambdas[number](schedule.last_epoch)
+            group.update(settings, initial_lr=settings["lr"], lr=settings["lr"] * factor)
+            schedule.base_lrs[number] = settings["lr"]
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 

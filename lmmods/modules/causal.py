@@ -81,6 +81,25 @@ def causal_loss(model: nn.Module, head: CausalHead | None, batch: dict[str, Tens
     return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct)
 
 
+def choice_logits(model: nn.Module, head: CausalHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:
+    """Logits [B, K] in float32 of the tokens `choices` [K] behind the last token of each row.
+
+    Args:
+        model: The causal LM.
+        head: Its head, or None to use the model's own logits [B, T, V].
+        batch: `input_ids` and `attention_mask` [B, T], padded on the right.
+        choices: Token ids.
+    """
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
+    last = batch["attention_mask"].sum(1) - 1
+    rows = torch.arange(len(last), device=last.device)
+    if head is None:
+        return model(**inputs).logits[rows, last][:, choices].float()
+    with _capture(head.layer) as captured:
+        model(**inputs)
+    return head(captured[0][rows, last])[:, choices].float()
+
+
 def keeps_packed_apart(model: nn.Module) -> bool:
     """Whether documents packed into one row with restarting `position_ids` do not see each other.
 

@@ -24,6 +24,7 @@ def load_pretrained(
     auto_class: type,
     pretrained: str,
     *,
+    overrides: dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
@@ -44,6 +45,7 @@ def load_pretrained(
     Args:
         auto_class: `AutoModelFor...` of transformers.
         pretrained: Folder or hub id.
+        overrides: Fields changed in its configuration.
         quantize: 4-bit or 8-bit weights of every linear layer but the output head (bitsandbytes).
         precision: Lightning's name.
         frozen: The base itself does not train.
@@ -59,7 +61,7 @@ def load_pretrained(
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     # The span head is new to the model and trains in full; transformers itself spares only vocabulary heads.
     skip = ["qa_outputs"] if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
-    config = load_config(pretrained, revision, trust_remote_code)
+    config = load_config(pretrained, revision, trust_remote_code, overrides)
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or saved else {}
@@ -90,8 +92,9 @@ def _start_missing(model: nn.Module, names: Iterable[str], seed: int) -> None:
             params[name].copy_(torch.from_numpy(fresh_weight(seed, name, tuple(params[name].shape), std)))
 
 
-def load_config(pretrained: str, revision: str | None, trust_remote_code: bool):
-    """The model's configuration; UserError where there is none."""
+def load_config(pretrained: str, revision: str | None, trust_remote_code: bool,
+                overrides: dict[str, Any] | None = None):
+    """The model's configuration with fields changed; UserError where there is none, or no such field."""
     from transformers import AutoConfig
 
     folder = Path(pretrained)
@@ -99,10 +102,14 @@ def load_config(pretrained: str, revision: str | None, trust_remote_code: bool):
         raise UserError(f"model.pretrained: {pretrained} holds no config.json, so it is not a model folder. "
                         "Name a folder written by save_pretrained, or a hub id.")
     try:
-        return AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.pretrained: there is no folder {pretrained!r}, and as a hub id it cannot be loaded: "
                         f"{_first_line(error)}") from error
+    _check_fields(config, overrides or {})
+    for name, value in (overrides or {}).items():
+        setattr(config, name, value)
+    return config
 
 
 def scratch_config(config: str | dict[str, Any], overrides: dict[str, Any], tokenizer: Any, revision: str | None,
@@ -120,11 +127,7 @@ def scratch_config(config: str | dict[str, Any], overrides: dict[str, Any], toke
     from transformers import CONFIG_MAPPING
 
     if isinstance(config, str):
-        named = load_config(config, revision, trust_remote_code)
-        _check_fields(named, overrides)
-        for name, value in overrides.items():
-            setattr(named, name, value)
-        return named
+        return load_config(config, revision, trust_remote_code, overrides)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     fields = {"vocab_size": len(tokenizer), **special, **config, **overrides}
     model_type = fields.pop("model_type", None)

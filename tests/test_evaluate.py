@@ -1,0 +1,82 @@
+"""`evaluate`: lm-eval on a finished run, with a task of local files, beside likelihoods computed by hand."""
+
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from lmmods.cli import main
+from lmmods.modules.cpu_kernels import work_around_cpu_kernels
+from lmmods.run import RunFolder
+
+QUESTIONS = [("the quick brown", ["fox", "dog", "3"], 0), ("Add 1 and 2.", ["1", "2", "3"], 2),
+             ("jumps over the", ["lazy", "quick", "fox"], 1), ("### Response:", ["dog", "fox", "Write"], 1),
+             ("one two", ["three", "response", "the"], 0), ("over the lazy", ["brown", "dog", "fox"], 2)]
+
+
+@pytest.fixture
+def task_folder(tmp_path):
+    """A multiple-choice task over a file."""
+    rows = tmp_path / "questions.jsonl"
+    rows.write_text("".join(json.dumps({"question": q, "choices": c, "answer": a}) + "\n" for q, c, a in QUESTIONS))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "guess.yaml").write_text(yaml.safe_dump({
+        "task": "guess", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+        "doc_to_target": "answer", "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}]}))
+    return str(folder)
+
+
+def accuracy_by_hand(model, tokenizer) -> float:
+    """Share of questions whose right choice is the likeliest continuation."""
+    hits = 0
+    for question, choices, answer in QUESTIONS:
+        scores = []
+        for choice in choices:
+            start, ids = tokenizer(question)["input_ids"], tokenizer(f"{question} {choice}")["input_ids"]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            scores.append(sum(logits[place - 1, ids[place]].item() for place in range(len(start), len(ids))))
+        hits += scores.index(max(scores)) == answer
+    return hits / len(QUESTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"model__init_args__quantize": None, "model__init_args__lora": None}],
+                         ids=["qlora", "full"])
+def test_scores_of_a_local_task(recipe, llama_folder, task_folder, tmp_path, changes, capsys):
+    pytest.importorskip("lm_eval")
+    run = RunFolder(tmp_path / "run")
+    assert main(["fit", *recipe(**changes, trainer__max_steps=3)]) == 0
+    before = json.loads(run.metrics_json.read_text())
+    assert main(["evaluate", "--run", str(run.root), "--tasks", "guess", "--task_folder", task_folder]) == 0
+    assert "guess" in capsys.readouterr().out
+    if changes:
+        model = AutoModelForCausalLM.from_pretrained(run.model)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(llama_folder, device_map="cpu", quantization_config=(
+            BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                               bnb_4bit_compute_dtype=torch.float32)))
+        work_around_cpu_kernels(base)
+        tokenizer = AutoTokenizer.from_pretrained(run.model)
+        base.resize_token_embeddings(len(tokenizer))
+        model = PeftModel.from_pretrained(base, run.model)
+    expected = accuracy_by_hand(model.eval(), AutoTokenizer.from_pretrained(run.model))
+    metrics = json.loads(run.metrics_json.read_text())
+    assert metrics == {**before, "eval/guess/acc": pytest.approx(expected)}
+    assert json.loads((run.root / "evaluate.json").read_text())["n-samples"]["guess"]["effective"] == len(QUESTIONS)
+    assert main(["evaluate", "--run", str(run.root), "--tasks", "gues", "--task_folder", task_folder]) == 2
+    assert "--tasks gues: lm-eval knows no such task" in capsys.readouterr().err
+
+
+def test_mistakes(tmp_path, monkeypatch, capsys):
+    assert main(["evaluate", "--run", str(tmp_path / "none"), "--tasks", "guess"]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["evaluate", "--run", str(tmp_path), "--tasks", "guess"]) == 2
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err
