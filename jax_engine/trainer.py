@@ -28,13 +28,14 @@ from lmmods.curves import draw_curves
 from lmmods.errors import UserError
 from lmmods.interruption import Interruption, stop
 from lmmods.keep import KeepRules
-from lmmods.loggers import Logger, MetricsCSV
+from lmmods.loggers import Logger, MetricsCSV, log_checkpoint
 from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
 from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json, write_text
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
+from lmmods.wandb_runs import log_predictions
 
 
 class Trainer:
@@ -206,7 +207,9 @@ class Trainer:
         self.bar.close()
         outputs = machines.gather(outputs)
         if self._is_first:
-            say(self.run_folder.write_predictions(datamodule.predictions(outputs)))
+            found = datamodule.predictions(outputs)
+            say(self.run_folder.write_predictions(found))
+            log_predictions(self.run_loggers, found.rows)
 
     def inspect(self, model: Task = None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
@@ -553,13 +556,18 @@ class Trainer:
             with self.stopwatch.paused():
                 content = self._content()
                 if self._is_first:
-                    self._writer.save(path, content, lambda: self.checkpoint.settle(self.run_folder, path))
+                    self._writer.save(path, content, lambda: self._settle(path))
         if machines.any_of(self.interruption.requested):
             self._writer.wait()
             machines.barrier("checkpoint")
             stop(self.position.step, path)
         if self.publish.repo is not None and self.publish.when == "save":
             self._publish_aside()
+
+    def _settle(self, path: Path) -> None:
+        """Called when a checkpoint stands, by the thread that wrote it."""
+        self.checkpoint.settle(self.run_folder, path)
+        log_checkpoint(self.loggers, path)
 
     def _publish_aside(self) -> None:
         if machines.any_of(self.publish.is_busy):
@@ -613,7 +621,8 @@ class Trainer:
                                   "trainer/global_step": self.position.step})
             self._export(trainable, folder.root / ".model")
             commit_folder(folder.root / ".model", folder.model)
-            draw_curves(folder.metrics_csv, folder.loss_png)
+            folder.show_curves()
+            log_checkpoint(self.loggers, folder.find("last"), ends=True)
             folder.completed.touch()
             say(f"Wrote {folder.model}.")
         for logger in self.loggers[1:]:
@@ -629,3 +638,4 @@ class Trainer:
         self.datamodule.tokenizer.save_pretrained(path)
         card = model_card(self.run_folder, self.task.pretrained, self.task.trains_adapter, self.task.auto_class)
         (path / "README.md").write_text(card, encoding="utf-8")
+        draw_curves(self.run_folder.metrics_csv, path / "loss.png")

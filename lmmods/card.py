@@ -41,6 +41,8 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     ]
     if metrics:
         parts.append("## Metrics\n\n" + _table(metrics))
+    if folder.metrics_csv.exists():
+        parts.append("![Training and validation loss](loss.png)")
     parts.append(f"## Data\n\n```text\n{render_table(report)}\n```")
     if text:
         parts.append(f"## Recipe\n\n```yaml\n{text}\n```")

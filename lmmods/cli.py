@@ -63,6 +63,10 @@ def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
             from lmmods.merge import main as merge
 
             merge(arguments[1:])
+        elif arguments[:1] == ["dashboard"]:
+            from lmmods.dashboard import main as dashboard
+
+            dashboard(arguments[1:])
         elif arguments[:1] == ["evaluate"]:
             from lmmods.evaluate import main as evaluate
 

@@ -1,7 +1,8 @@
-"""metrics.csv of the run folder."""
+"""metrics.csv of the run folder, and checkpoints as artifacts of W&B."""
 
 import csv
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,3 +68,21 @@ class MetricsCSV(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The recipe is in config.yaml."""
+
+
+def log_checkpoint(loggers: Iterable[Logger], checkpoint: Path | None, ends: bool = False) -> None:
+    """Keep a checkpoint as an artifact where a WandbLogger asks for it: `log_model: all`, or true for the last.
+
+    Args:
+        checkpoint: Its folder, complete; None where the run writes none.
+        ends: Whether the run is finished.
+    """
+    for logger in loggers:
+        wanted = getattr(logger, "_log_model", False)
+        if checkpoint is not None and (wanted == "all" and not ends or wanted is True and ends):
+            import wandb
+
+            artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model",
+                                      metadata={"checkpoint": checkpoint.name})
+            artifact.add_dir(str(checkpoint))
+            logger.experiment.log_artifact(artifact, aliases=["latest", checkpoint.name.replace("=", "-")])

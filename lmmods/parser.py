@@ -3,9 +3,7 @@
 import difflib
 import importlib
 import inspect
-import os
 import re
-import secrets
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,6 +16,7 @@ from lmmods.cli import ENGINES, import_all
 from lmmods.errors import UserError
 from lmmods.run import RunFolder
 from lmmods.settings import Generation, LoRA, Optimizer
+from lmmods.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
 
 
 @dataclass
@@ -64,6 +63,7 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
     def add_subcommands(self, **kwargs: Any):
+        from lmmods.dashboard import dashboard_parser
         from lmmods.evaluate import evaluate_parser
         from lmmods.merge import merge_parser
         from lmmods.report.command import report_parser
@@ -71,6 +71,7 @@ class Parser(LightningArgumentParser):
         subcommands = super().add_subcommands(**kwargs)
         subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
         subcommands.add_subcommand("evaluate", evaluate_parser(), help="Score a finished run on benchmarks of lm-eval.")
+        subcommands.add_subcommand("dashboard", dashboard_parser(), help="Lay out the W&B workspace of a project.")
         subcommands.add_subcommand("report", report_parser(), help="Write one HTML page with the curves of runs.")
         return subcommands
 
@@ -170,10 +171,13 @@ class EngineCLI(LightningCLI):
         if str(getattr(strategy, "class_path", "")).endswith(".DeepSpeedStrategy"):
             raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
                             "Lightning's DeepSpeedStrategy.")
-        if self.subcommand != "fit":
+        folder = RunFolder(self.recipe.trainer.default_root_dir)
+        if self.subcommand == "predict" and known_wandb_id(folder):  # its table belongs to the run
+            self.recipe.trainer.logger = wandb_loggers(self.recipe.trainer.logger) or None
+        elif self.subcommand != "fit":
             self.recipe.trainer.logger = None  # the other commands log nowhere but metrics.json
-        for logger in _wandb_loggers(self.recipe.trainer.logger):
-            _settle_wandb(logger.init_args, RunFolder(self.recipe.trainer.default_root_dir), self.recipe)
+        for logger in wandb_loggers(self.recipe.trainer.logger):
+            settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
 
     def after_instantiate_classes(self) -> None:
         dump = self._parser(self.subcommand).dump(self.recipe, skip_none=False)
@@ -204,44 +208,3 @@ class EngineCLI(LightningCLI):
         for key, value in list(recipe["trainer"].items()):
             if value == defaults[key] and (value is None or key not in ours):
                 del recipe["trainer"][key]
-
-
-def _wandb_loggers(loggers: Any) -> list[Any]:
-    loggers = loggers if isinstance(loggers, list) else [loggers]
-    return [logger for logger in loggers if str(getattr(logger, "class_path", "")).endswith("WandbLogger")]
-
-
-def _settle_wandb(options: Any, folder: RunFolder, recipe: Any) -> None:
-    """Write into the run folder, go on with the run's id, and stay offline without a key, never asking for one."""
-    options.save_dir = str(folder.root) if options.get("save_dir") in (None, ".") else options.save_dir
-    options.project = options.get("project") or "lmmods"
-    options.name = options.get("name") or folder.root.name
-    if not (options.get("id") or options.get("version")):
-        options.id = _known_wandb_id(folder) if recipe.get("ckpt_path") else None
-        options.id = options.id or secrets.token_hex(4)
-    if "WANDB_MODE" not in os.environ and not options.get("offline") and not _has_wandb_key():
-        os.environ["WANDB_MODE"] = "offline"
-        print(f"W&B: no API key is set, so the run is kept offline. Send it later with: wandb sync "
-              f"{folder.root}/wandb/offline-run-*")
-
-
-def _known_wandb_id(folder: RunFolder) -> str | None:
-    if not folder.config.exists():
-        return None
-    loggers = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["trainer"]["logger"]
-    loggers = loggers if isinstance(loggers, list) else [loggers]
-    ids = [logger["init_args"].get("id") for logger in loggers
-           if isinstance(logger, dict) and logger["class_path"].endswith("WandbLogger")]
-    return next(iter(ids), None)
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-    from pathlib import Path
-
-    try:
-        return any("wandb" in host for host in netrc.netrc(Path.home() / ".netrc").hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False

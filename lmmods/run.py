@@ -145,6 +145,11 @@ class RunFolder:
 
     # Results ---------------------------------------------------------------------------------------------------------
 
+    def show_curves(self) -> None:
+        """Put the curves that lie beside the model where one looks for them."""
+        if (self.model / "loss.png").exists():
+            shutil.copyfile(self.model / "loss.png", self.loss_png)
+
     def merge_metrics(self, metrics: dict[str, float]) -> None:
         """Add final numbers to metrics.json."""
         known = json.loads(self.metrics_json.read_text()) if self.metrics_json.exists() else {}

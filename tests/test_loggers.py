@@ -1,6 +1,8 @@
 """metrics.csv, W&B and TensorBoard: same numbers, one run across a resume, no secret anywhere."""
 
 import csv
+import json
+import struct
 
 import pytest
 import yaml
@@ -65,6 +67,58 @@ def test_wandb_stays_offline_without_a_key_and_keeps_its_run(recipe, tmp_path, c
     runs = list((folder.root / "wandb").glob("offline-run-*"))
     assert runs and all(run.name.endswith(first) for run in runs)
     assert len(read(folder.metrics_csv)) == 4
+
+
+def records(file) -> list:
+    """What an offline run has written: records of protobuf in a log of blocks of 32 KiB, as LevelDB has them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, part, found = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:  # a block's end that holds no header
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place:place + 7])
+        part += data[place + 7:place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            found.append(Record.FromString(part))
+            part = b""
+    return found
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_an_offline_run_holds_what_metrics_csv_holds(recipe, tmp_path, clean_wandb, engine):
+    import wandb
+
+    folder = RunFolder(tmp_path / "run")
+    logger = [{"class_path": "WandbLogger", "init_args": {"project": "test", "log_model": "all"}}]
+    arguments = recipe(engine=engine, trainer__logger=logger, trainer__max_steps=4,
+                       samples={"prompts": ["Add 1 and 2."], "every_n_steps": 2, "max_new_tokens": 4})
+    assert main(["fit", *arguments]) == 0
+    wandb.finish()
+    file, = folder.root.glob("wandb/offline-run-*/run-*.wandb")
+    history, artifacts, config = {}, [], {}
+    for record in records(file):
+        row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        if row:
+            history.setdefault(row["trainer/global_step"], {}).update(row)
+        artifacts += [record.request.log_artifact.artifact, record.artifact]
+        config |= {item.key: json.loads(item.value_json) for item in record.config.update}
+    for row in read(folder.metrics_csv):
+        wanted = {name: float(value) for name, value in row.items() if value and name != "step"}
+        assert {name: history[int(row["step"])][name] for name in wanted} == pytest.approx(wanted)
+    assert config["recipe"]["engine"] == engine and config["data_report"] == json.loads(folder.data_report.read_text())
+    assert "samples/path" in history[2] and "samples/path" in history[4]
+    kept = {alias for artifact in artifacts if artifact.type == "model" for alias in artifact.aliases}
+    assert {"step-2", "step-4"} <= kept
+    assert main(["predict", "--config", str(folder.config), "--ckpt_path", "last"]) == 0
+    wandb.finish()
+    tables = [path for path in folder.root.glob("wandb/offline-run-*/files/media/table/predictions*.json")]
+    rows = json.loads(tables[0].read_text())
+    predicted = [json.loads(line) for line in folder.predictions.read_text().splitlines()]
+    assert rows["columns"] == list(predicted[0]) and len(rows["data"]) == len(predicted) > 0
 
 
 def test_no_secret_reaches_the_run_folder(recipe, tmp_path, clean_wandb, monkeypatch):

@@ -15,6 +15,7 @@ from lmmods import treefile
 from lmmods.callbacks.publish import Publish
 from lmmods.interruption import stop
 from lmmods.keep import KeepRules
+from lmmods.loggers import log_checkpoint
 from lmmods.position import recount
 from lmmods.run import checkpoint_name, commit_folder, write_json
 from lmmods.strategies import DeepSpeed
@@ -168,6 +169,7 @@ class Checkpoint(KeepRules, L.Callback):
             trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             self.settle(trainer.run_folder, path)
+            log_checkpoint(trainer.loggers, path)
         trainer.strategy.barrier("checkpoint")
         if trainer.interrupt_requested():
             stop(trainer.global_step, path)

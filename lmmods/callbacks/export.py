@@ -8,6 +8,7 @@ import lightning as L
 from lmmods.card import model_card
 from lmmods.console import say
 from lmmods.curves import draw_curves
+from lmmods.loggers import log_checkpoint
 from lmmods.run import commit_folder
 
 
@@ -20,7 +21,8 @@ class Export(L.Callback):
         write_model(trainer, module, temporary)
         if trainer.is_global_zero:
             commit_folder(temporary, folder.model)
-            draw_curves(folder.metrics_csv, folder.loss_png)
+            folder.show_curves()
+            log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
             folder.completed.touch()
             say(f"Wrote {folder.model}.")
         trainer.strategy.barrier("export")
@@ -38,3 +40,4 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, folder: Path) -> 
         trainer.datamodule.tokenizer.save_pretrained(folder)
         card = model_card(trainer.run_folder, module.pretrained, module.trains_adapter, module.auto_class)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        draw_curves(trainer.run_folder.metrics_csv, folder / "loss.png")

@@ -7,6 +7,7 @@ import torch
 
 from lmmods.console import say
 from lmmods.modules.window import gather
+from lmmods.wandb_runs import log_predictions
 
 
 class PredictionWriter(L.Callback):
@@ -22,4 +23,6 @@ class PredictionWriter(L.Callback):
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         outputs = gather(self._outputs, trainer.world_size)
         if trainer.is_global_zero:
-            say(trainer.run_folder.write_predictions(trainer.datamodule.predictions(outputs)))
+            found = trainer.datamodule.predictions(outputs)
+            say(trainer.run_folder.write_predictions(found))
+            log_predictions(trainer.run_loggers, found.rows)
