@@ -65,6 +65,11 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     return parallel.MeshSharding(mesh.data, mesh.fsdp, mesh.tensor, chosen)
 
 
+def peak_memory() -> int | None:
+    """Most bytes that were in use on the first device; None where it does not tell, as on CPUs."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
 def _join(num_nodes: int) -> None:
     """Connect the processes of several machines (jax.distributed)."""
     launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))

@@ -239,7 +239,7 @@ class Trainer:
         """Devices, data, network, first parameters on the devices."""
         self.parallel: Parallel = machines.start(*self._machine)
         self._is_first = jax.process_index() == 0
-        self.bar = Bar(self.enable_progress_bar and self._is_first)
+        self.bar = Bar(self.enable_progress_bar and self._is_first, machines.peak_memory)
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule
         datamodule.trainer = self
@@ -343,7 +343,7 @@ class Trainer:
     # The loop --------------------------------------------------------------------------------------------------------
 
     def _train(self, loader: Any) -> None:
-        self.bar.open("train", self.num_steps, self.position.step, unit="step")
+        self.bar.open("train", self.num_steps, self.position.step, unit="step", first="compiling")
         self._pending: list[tuple[int, float, dict[str, jax.Array]]] = []  # steps whose figures are not yet fetched
         self._lap_tokens = 0
         self._data_position = self.datamodule.state_dict()

@@ -2,27 +2,35 @@
 
 import sys
 import time
+from collections.abc import Callable
 
+import psutil
 from tqdm import tqdm
 
 
 class Bar:
-    """Steps, loss, tokens/s and the time left.
+    """Steps, loss, tokens/s, memory and the time left.
 
     Args:
         enabled: False shows nothing (`trainer.enable_progress_bar`, or not the first process).
+        device_memory: Peak bytes in use on the accelerator; where there is none, those of the process are shown.
     """
 
-    def __init__(self, enabled: bool = True):
-        self._enabled = enabled
+    def __init__(self, enabled: bool = True, device_memory: Callable[[], int | None] = lambda: None):
+        self._enabled, self._device_memory = enabled, device_memory
         self._bar: tqdm | None = None
         self._started = (0, 0.0)  # step, clock
         self._total = 0
 
-    def open(self, phase: str, total: int, initial: int = 0, unit: str = "batch") -> None:
+    def open(self, phase: str, total: int, initial: int = 0, unit: str = "batch", first: str = "") -> None:
+        """Begin a phase.
+
+        Args:
+            first: What goes on before the first step is done, such as compiling.
+        """
         self._started, self._total = (initial, time.perf_counter()), total
         if self._enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=initial, desc=phase, unit=unit, dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=initial, desc=phase, unit=unit, dynamic_ncols=True, postfix=first)
 
     def update(self, count: int | None = None, text: str = "") -> None:
         """Move on.
@@ -31,6 +39,8 @@ class Bar:
             count: Where it stands; None is one further.
             text: What is shown beside the bar, and where there is no terminal on a line of its own.
         """
+        if text and self._enabled:
+            text += f"  memory {(self._device_memory() or psutil.Process().memory_info().rss) / 2**30:.1f} GiB"
         if self._bar is not None:
             if text:
                 self._bar.set_postfix_str(text, refresh=False)

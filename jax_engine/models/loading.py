@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
+from tqdm import tqdm
 
 from jax_engine import lora as adapters
 from jax_engine import quant
@@ -51,7 +52,8 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     saved: dict[Slot, dict[str, np.ndarray]] = {}  # pieces of weights that bitsandbytes has quantised
     copies: dict[str, tuple[Slot, np.ndarray]] = {}
     problems, dropped = [], []
-    for key, read in _open(folder, revision):
+    # a bar on terminals only, and only where there is something to wait for
+    for key, read in tqdm(_open(folder, revision), "loading", unit=" tensors", disable=None, delay=2):
         owner, piece = quant.piece_of(key)
         slot = _match(owner, wanted, network)
         if slot is None:

@@ -3,18 +3,20 @@
 from typing import Any
 
 import lightning as L
+import torch
 
 from lmmods.progress import Bar, describe
 
 
 class Progress(L.Callback):
-    """Steps, loss, tokens/s and the time left."""
+    """Steps, loss, tokens/s, memory and the time left."""
 
     def __init__(self) -> None:
         self._bar = Bar()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        self._bar = Bar(trainer.is_global_zero)
+        cuda = trainer.strategy.root_device.type == "cuda"
+        self._bar = Bar(trainer.is_global_zero, torch.cuda.max_memory_allocated if cuda else lambda: None)
 
     # Training --------------------------------------------------------------------------------------------------------
 
