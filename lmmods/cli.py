@@ -43,12 +43,12 @@ def main(argv: list[str] | None = None) -> int:
         mistake = user_error_in(error)
         if mistake is None:
             raise
-        return _fail(str(mistake), 2)
+        return _fail(str(mistake))
 
 
 def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
     """Run a command that loads the libraries. Returns 0, or 130 after Ctrl+C or SIGTERM."""
-    from lmmods.console import quiet_libraries
+    from lmmods.console import quiet_libraries, tell
     from lmmods.interruption import Interrupted
 
     quiet_libraries()
@@ -74,7 +74,8 @@ def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
         else:
             run_engine(arguments, argv)
     except Interrupted as stop:
-        return _fail(str(stop), 130)
+        tell(str(stop))
+        return 130
     return 0
 
 
@@ -126,6 +127,6 @@ def import_all(package: str) -> None:
         importlib.import_module(f"{package}.{module.name}")
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"error: {message}" if status == 2 else message, file=sys.stderr, flush=True)
-    return status
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 2

@@ -1,6 +1,7 @@
 """What the program says to the person in front of it: once, from the first process, without libraries' chatter."""
 
 import logging
+import sys
 import warnings
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -16,6 +17,12 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Print a line that asks for attention."""
     print(f"warning: {text}", flush=True)
+
+
+@rank_zero_only
+def tell(text: str) -> None:
+    """Print a line beside what the command puts out."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:
