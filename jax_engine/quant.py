@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from lmmods.errors import UserError
+
 Quantize = Literal["nf4", "fp4", "int8"]
 BLOCK, NESTED_BLOCK = 64, 256
 # Values of the sixteen codes: appendix E of the QLoRA paper; sign, two bits of exponent and one of mantissa.
@@ -25,7 +27,8 @@ CODEBOOKS = {
     "fp4": np.array([sign * value for sign in (1, -1) for value in
                      (0.0, 0.0052083334885537624, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)], np.float32),
 }
-_GRID = 65535
+_GRID = 65535  # steps from -1 to 1 on which bitsandbytes' CPU code looks for the nearest value of the dynamic type
+# What bitsandbytes saves beside a weight.
 _STATE = "weight.quant_state.bitsandbytes__"
 _PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
 _CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
@@ -161,22 +164,30 @@ def piece_of(key: str) -> tuple[str, str]:
     return (f"{found[1]}.weight", found[2]) if found else (key, "weight")
 
 
-def from_bitsandbytes(parts: dict[str, np.ndarray], transposed: bool = False) -> Quantized:
+def from_bitsandbytes(pieces: dict[str, np.ndarray], transposed: bool = False) -> Quantized:
     """A matrix as bitsandbytes saved it.
 
     Args:
-        parts: Its pieces by their names: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
+        pieces: By their names: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
 
     Raises:
-        KeyError: One is missing.
+        UserError: One is missing, or blocks are of another size than 64 (nested: 256).
     """
-    if "SCB" in parts:
-        return EightBit(parts["weight"], parts["SCB"].reshape(-1), transposed)
-    state = json.loads(bytes(next(value for name, value in parts.items() if name.startswith(_STATE))))
-    nested = None
-    if "nested_offset" in state:
-        nested = (parts["weight.nested_absmax"], np.asarray(state["nested_offset"], np.float32))
-    return _four_bit(parts["weight"].view(np.uint8), parts["weight.absmax"], nested, state["quant_type"],
+    states = [json.loads(bytes(piece)) for name, piece in pieces.items() if name.startswith(_STATE)]
+    wanted = {"weight"} if "SCB" in pieces else {"weight", "weight.absmax"}
+    nested = bool(states) and "nested_offset" in states[0]
+    missing = sorted((wanted | ({"weight.nested_absmax"} if nested else set())) - set(pieces))
+    if missing or not states and "SCB" not in pieces:
+        raise UserError(f"A quantised weight is saved without {', '.join(missing) or _STATE + '...'}: the model folder "
+                        "is incomplete. Fetch or save it again.")
+    if not states:
+        return EightBit(pieces["weight"], pieces["SCB"].reshape(-1), transposed)
+    state = states[0]
+    if (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK)) != (BLOCK, NESTED_BLOCK):
+        raise UserError(f"model.pretrained: its weights are quantised in blocks of {state['blocksize']}. The JAX "
+                        f"engine reads blocks of {BLOCK}: use engine: torch.")
+    scales = (pieces["weight.nested_absmax"], np.asarray(state["nested_offset"], np.float32)) if nested else None
+    return _four_bit(pieces["weight"].view(np.uint8), pieces["weight.absmax"], scales, state["quant_type"],
                      state["shape"], transposed)
 
 

@@ -1,5 +1,7 @@
 """Quantised weights beside bitsandbytes: bits, values, networks, folders it saved, adapters on top."""
 
+import json
+
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import jax
@@ -16,6 +18,7 @@ from jax_engine import quant
 from jax_engine.models import hub, loading
 from jax_engine.parallel import MeshSharding
 from jax_engine.state import flatten, merge, split
+from lmmods.errors import UserError
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.settings import LoRA
 
@@ -227,3 +230,17 @@ def test_codes_are_sharded_like_their_matrices(kind):
     values = jax.jit(lambda w: w.astype(jnp.float32))(placed)
     assert np.allclose(values, stacked.astype(jnp.float32), rtol=1e-6)
     assert placed.size == stacked.size == 2 * 64 * 512 and str(placed.dtype) == kind
+
+
+def test_a_damaged_folder_is_told():
+    state = np.frombuffer(json.dumps({"quant_type": "nf4", "blocksize": 128, "shape": [2, 64]}).encode(), np.uint8)
+    pieces = {"weight": np.zeros((64, 1), np.uint8), "weight.absmax": np.ones(2, np.float32)}
+    with pytest.raises(UserError, match="saved without weight.quant_state"):
+        quant.from_bitsandbytes(pieces)
+    pieces |= {"weight.quant_state.bitsandbytes__nf4": state}
+    with pytest.raises(UserError, match="blocks of 128"):
+        quant.from_bitsandbytes(pieces)
+    with pytest.raises(UserError, match="saved without weight.absmax"):
+        quant.from_bitsandbytes({name: piece for name, piece in pieces.items() if name != "weight.absmax"})
+    with pytest.raises(UserError, match="saved without weight"):
+        quant.from_bitsandbytes({"SCB": np.ones(2, np.float32)})
