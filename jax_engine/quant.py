@@ -6,6 +6,7 @@ A frozen weight stays quantised on the devices. `astype` makes the matrix inside
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ def _static() -> Any:
     return field(metadata={"static": True})
 
 
-class Quantized:
+class Quantized(ABC):
     """A matrix kept in codes; looks like an array of the matrix to whoever counts parameters."""
 
     kind: str
@@ -57,9 +58,9 @@ class Quantized:
         """Name of the code."""
         return self.kind
 
+    @abstractmethod
     def astype(self, dtype: Any) -> Array:
         """The matrix."""
-        raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass

@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
     """Run a command that loads the libraries. Returns 0, or 130 after Ctrl+C or SIGTERM."""
+    from lmmods.commands import COMMANDS, run_command
     from lmmods.console import quiet_libraries, tell
     from lmmods.interruption import Interrupted
 
@@ -59,18 +60,8 @@ def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        if arguments[:1] == ["merge"]:
-            from lmmods.merge import main as merge
-
-            merge(arguments[1:])
-        elif arguments[:1] == ["dashboard"]:
-            from lmmods.dashboard import main as dashboard
-
-            dashboard(arguments[1:])
-        elif arguments[:1] == ["evaluate"]:
-            from lmmods.evaluate import main as evaluate
-
-            evaluate(arguments[1:])
+        if arguments and arguments[0] in COMMANDS:
+            run_command(arguments[0], arguments[1:])
         else:
             run_engine(arguments, argv)
     except Interrupted as stop:

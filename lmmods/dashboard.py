@@ -2,8 +2,6 @@
 
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
-
 from lmmods.errors import UserError
 from lmmods.wandb_runs import has_wandb_key
 
@@ -18,18 +16,6 @@ CURVES = {
                    "Memory of the process (MB)": ["system/proc.memory.rssMB"]},
 }
 AXES = {"step": "trainer/global_step", "tokens": "train/tokens"}
-
-
-def dashboard_parser() -> ArgumentParser:
-    """The command line of `dashboard`."""
-    parser = ArgumentParser(description=dashboard.__doc__.split("\n")[0])
-    parser.add_function_arguments(dashboard, as_group=False)
-    return parser
-
-
-def main(arguments: list[str]) -> None:
-    """Parse and run `dashboard`."""
-    dashboard(**dashboard_parser().parse_args(arguments).as_dict())
 
 
 def dashboard(project: str = "lmmods", entity: str | None = None, name: str = "lmmods",

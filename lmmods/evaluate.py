@@ -3,23 +3,9 @@
 import difflib
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
-
 from lmmods.errors import UserError
 from lmmods.finished import FinishedRun
 from lmmods.run import write_json
-
-
-def evaluate_parser() -> ArgumentParser:
-    """The command line of `evaluate`."""
-    parser = ArgumentParser(description=evaluate.__doc__.split("\n")[0])
-    parser.add_function_arguments(evaluate, as_group=False)
-    return parser
-
-
-def main(arguments: list[str]) -> None:
-    """Parse and run `evaluate`."""
-    evaluate(**evaluate_parser().parse_args(arguments).as_dict())
 
 
 def evaluate(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from lmmods.card import hub_id
 from lmmods.errors import UserError
@@ -14,18 +13,6 @@ from lmmods.finished import FinishedRun, copy_dequantized
 from lmmods.run import commit_folder
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
-
-
-def merge_parser() -> ArgumentParser:
-    """The command line of `merge`."""
-    parser = ArgumentParser(description=merge.__doc__.split("\n")[0])
-    parser.add_function_arguments(merge, as_group=False)
-    return parser
-
-
-def main(arguments: list[str]) -> None:
-    """Parse and run `merge`."""
-    merge(**merge_parser().parse_args(arguments).as_dict())
 
 
 def merge(

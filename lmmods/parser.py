@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lmmods.cli import ENGINES, import_all
+from lmmods.commands import COMMANDS, command_parser
 from lmmods.errors import UserError
 from lmmods.run import RunFolder
 from lmmods.settings import Generation, LoRA, Optimizer
@@ -63,16 +64,11 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
     def add_subcommands(self, **kwargs: Any):
-        from lmmods.dashboard import dashboard_parser
-        from lmmods.evaluate import evaluate_parser
-        from lmmods.merge import merge_parser
         from lmmods.report.command import report_parser
 
         subcommands = super().add_subcommands(**kwargs)
-        subcommands.add_subcommand("merge", merge_parser(), help="Merge a run's adapter into a plain model folder.")
-        subcommands.add_subcommand("evaluate", evaluate_parser(), help="Score a finished run on benchmarks of lm-eval.")
-        subcommands.add_subcommand("dashboard", dashboard_parser(), help="Lay out the W&B workspace of a project.")
-        subcommands.add_subcommand("report", report_parser(), help="Write one HTML page with the curves of runs.")
+        for name, parser in [*((name, command_parser(name)) for name in COMMANDS), ("report", report_parser())]:
+            subcommands.add_subcommand(name, parser, help=parser.description)
         return subcommands
 
     def add_lightning_class_args(self, lightning_class: type, nested_key: str, subclass_mode: bool = False,

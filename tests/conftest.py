@@ -113,3 +113,19 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
         return ["--config", str(path)]
 
     return write
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
+    from lmmods.callbacks.start import StartReport
+
+    left = {"batches": 0}
+
+    def on_train_batch_start(callback, trainer, *_):
+        left["batches"] -= 1
+        if left["batches"] == 0:
+            trainer.interruption.requested = True
+
+    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
+    return lambda batches: left.update(batches=batches)

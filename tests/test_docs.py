@@ -7,15 +7,15 @@ import itertools
 import re
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lmmods.cli import main
+from lmmods.commands import COMMANDS, command_parser
 from lmmods.data.sources import Source
-from lmmods.evaluate import evaluate_parser
-from lmmods.merge import merge_parser
 from lmmods.report.command import report_parser
 from lmmods.settings import LoRA
 
@@ -28,7 +28,7 @@ TINY = ("--trainer.limit_val_batches 1 --trainer.limit_predict_batches 1 --train
         "--trainer.accelerator cpu --trainer.devices 1").split()
 TINY_FIT = ("--trainer.val_check_interval 2 --trainer.log_every_n_steps 1 --trainer.logger null --samples.prompts null "
             "--checkpoint.every_n_steps 2").split()
-PARSERS = {"merge": merge_parser, "report": report_parser, "evaluate": evaluate_parser}
+PARSERS = {"report": report_parser, **{name: partial(command_parser, name) for name in COMMANDS}}
 VALUE = "…"
 FORM = "… is …, but must be …"  # explains all messages of this form, whatever the key
 

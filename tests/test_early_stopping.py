@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from lmmods.callbacks.start import StartReport
 from lmmods.cli import main
 from lmmods.run import RunFolder
 
@@ -15,16 +14,6 @@ def flat(recipe):
     stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2}}
     return recipe(trainer__max_steps=20, trainer__val_check_interval=2, trainer__callbacks=[stopping],
                   model__init_args__optimizer={"lr": 0.0})
-
-
-def interrupt_in_batch(number: int, monkeypatch) -> None:
-    seen = iter(range(1, 99))
-
-    def interrupt(callback, trainer, *_):
-        if next(seen) == number:
-            trainer.interruption.requested = True
-
-    monkeypatch.setattr(StartReport, "on_train_batch_start", interrupt, raising=False)
 
 
 def state(folder: RunFolder) -> dict:
@@ -56,20 +45,20 @@ def test_more_patience_goes_on(flat, tmp_path):
     assert folder.names()[-1] == "step=10" and state(folder)["wait_count"] == 4
 
 
-def test_validation_once_an_epoch_is_counted_in_its_checkpoint(flat, tmp_path, monkeypatch):
+def test_validation_once_an_epoch_is_counted_in_its_checkpoint(flat, tmp_path, stop_at):
     """An epoch is 8 steps: validations after 8, 16 and 24."""
     folder = RunFolder(tmp_path / "run")
     arguments = [*flat, "--trainer.val_check_interval", "null", "--trainer.max_steps", "40"]
-    interrupt_in_batch(16, monkeypatch)
+    stop_at(16)
     assert main(["fit", *arguments]) == 130
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     assert folder.names()[-1] == "step=24" and state(folder)["wait_count"] == 2
 
 
 @pytest.mark.parametrize("batch", [4, 5, 6], ids=lambda batch: f"interrupted_in_batch_{batch}")
-def test_the_count_survives_a_resume(flat, tmp_path, monkeypatch, batch):
+def test_the_count_survives_a_resume(flat, tmp_path, stop_at, batch):
     folder = RunFolder(tmp_path / "run")
-    interrupt_in_batch(batch, monkeypatch)
+    stop_at(batch)
     assert main(["fit", *flat]) == 130
     assert not folder.completed.exists()
     assert main(["fit", *flat, "--ckpt_path", "last"]) == 0

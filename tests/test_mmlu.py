@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lmmods.callbacks import mmlu as torch_side
-from lmmods.callbacks.start import StartReport
 from lmmods.cli import main
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.sft import SFTData
@@ -29,6 +27,7 @@ from lmmods.modules.causal import CausalHead, choice_logits
 from lmmods.run import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.runs import assert_same_checkpoint, seconds_of_steps
 from tests.test_samples import plain, together  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
@@ -375,9 +374,7 @@ def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, no
     assert asked_at(asking) == ([1, 2, 3, 4, 5, 6] if every else [1, 3, 4, 6])
     assert [{name: value for name, value in row.items() if not name.startswith("mmlu/")} for row in rows
             ] == logged(without)
-    for name in ("model", "optimizer"):
-        left, right = (load_file(run.resolve("last") / f"{name}.safetensors") for run in (asking, without))
-        assert left.keys() == right.keys() and all(torch.equal(tensor, right[key]) for key, tensor in left.items())
+    assert_same_checkpoint(asking, without)
 
 
 @SLOW_ON_JAX
@@ -385,28 +382,17 @@ def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monke
     batches = Questionnaire.batches
     monkeypatch.setattr(Questionnaire, "batches", lambda self, *args: (time.sleep(2), batches(self, *args))[1])
     assert main(["fit", *recipe(**LORA, engine=engine, mmlu={"source": questions, "every_n_steps": 5})]) == 0
-    with open(folder.metrics_csv, newline="") as file:
-        rows = list(csv.DictReader(file))
-    seen = [float(row["train/tokens"]) for row in rows]
-    seconds = [(now - before) / float(row["train/tokens_per_second"])
-               for before, now, row in zip([0, *seen], seen, rows)]
-    assert max(seconds[3:]) < 2, seconds  # the first ones compile
+    assert max(seconds_of_steps(folder)[3:]) < 2  # the first ones compile
 
 
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("batch", [4, 6, 12])
-def test_interrupted_and_resumed(recipe, tmp_path, questions, monkeypatch, batch, every):
+def test_interrupted_and_resumed(recipe, tmp_path, questions, stop_at, batch, every):
     """Inside a window, in the step that is asked at, and when that step is validated too."""
     straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
     changes = {"mmlu": {"source": questions, "every_n_steps": every}, "trainer__accumulate_grad_batches": 3}
     assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
-    left = {"batches": batch}
-
-    def on_train_batch_start(callback, trainer, *_):
-        left["batches"] -= 1
-        trainer.interruption.requested |= left["batches"] == 0
-
-    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
+    stop_at(batch)
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     assert main(["fit", *arguments]) == 130
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0

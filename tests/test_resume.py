@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lmmods.callbacks.start import StartReport
 from lmmods.cli import main
 from lmmods.run import RunFolder
 
@@ -45,20 +44,6 @@ def assert_same_run(a: RunFolder, b: RunFolder) -> None:
     kept = [{key: value for key, value in json.loads(folder.metrics_json.read_text()).items() if key not in TIMED}
             for folder in (a, b)]
     assert kept[0] == kept[1]
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
-    left = {"batches": 0}
-
-    def on_train_batch_start(callback, trainer, *_):
-        left["batches"] -= 1
-        if left["batches"] == 0:
-            trainer.interruption.requested = True
-
-    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
-    return lambda batches: left.update(batches=batches)
 
 
 # 32 training rows: 8 micro-batches an epoch, windows of 3, 3 and 2; validation every 4 micro-batches, so also inside

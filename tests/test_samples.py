@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmmods.callbacks.start import StartReport
 from lmmods.cli import main
 from lmmods.data.clm import CLMData
 from lmmods.data.sft import SFTData
@@ -28,6 +26,7 @@ from lmmods.run import RunFolder
 from lmmods.samples import SampleWriter
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.runs import assert_same_checkpoint, seconds_of_steps
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ["Add 3 and 4.", "Add 30 and 31, and be quick."]
@@ -176,9 +175,7 @@ def test_a_run_with_samples_equals_one_without(recipe, tmp_path, noisy_generatio
     assert sorted(path.name for path in sampled.model.iterdir()) == files
     for name in set(files) - {"README.md"}:  # which quotes the recipe
         assert (sampled.model / name).read_bytes() == (without.model / name).read_bytes(), name
-    for name in ("model", "optimizer"):
-        left, right = (load_file(run.resolve("last") / f"{name}.safetensors") for run in (sampled, without))
-        assert left.keys() == right.keys() and all(torch.equal(tensor, right[key]) for key, tensor in left.items())
+    assert_same_checkpoint(sampled, without)
 
 
 @SLOW_ON_JAX
@@ -186,30 +183,19 @@ def test_the_speed_is_of_training_alone(recipe, folder, engine, monkeypatch):
     written = SampleWriter.write
     monkeypatch.setattr(SampleWriter, "write", lambda self, *args: (time.sleep(2), written(self, *args)))
     assert main(["fit", *recipe(**LORA, **block(every_n_steps=4, compare_base=False), engine=engine)]) == 0
-    with open(folder.metrics_csv, newline="") as file:
-        rows = list(csv.DictReader(file))
-    seen = [float(row["train/tokens"]) for row in rows]
-    seconds = [(now - before) / float(row["train/tokens_per_second"])
-               for before, now, row in zip([0, *seen], seen, rows)]
-    assert max(seconds[3:]) < 2, seconds  # the first ones compile
+    assert max(seconds_of_steps(folder)[3:]) < 2  # the first ones compile
 
 
 # Resume --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "seen"), [(4, {0}), (6, {0, 2}), (12, {0, 2, 4})])
-def test_interrupted_and_resumed(recipe, tmp_path, monkeypatch, batch, seen):
+def test_interrupted_and_resumed(recipe, tmp_path, stop_at, batch, seen):
     """Inside a window, in the step that is sampled, and when that step is validated too."""
     straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
     changes = {**block(), "trainer__accumulate_grad_batches": 3}
     assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
-    left = {"batches": batch}
-
-    def on_train_batch_start(callback, trainer, *_):
-        left["batches"] -= 1
-        trainer.interruption.requested |= left["batches"] == 0
-
-    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
+    stop_at(batch)
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     assert main(["fit", *arguments]) == 130
     assert {row["step"] for row in samples(broken)} == seen

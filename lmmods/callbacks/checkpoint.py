@@ -167,9 +167,9 @@ class Checkpoint(KeepRules, L.Callback):
         path = self._path(trainer)
         with trainer.stopwatch.paused():
             trainer.save_checkpoint(path)
-        if trainer.is_global_zero:
-            self.settle(trainer.run_folder, path)
-            log_checkpoint(trainer.loggers, path)
+            if trainer.is_global_zero:
+                self.settle(trainer.run_folder, path)
+                log_checkpoint(trainer.loggers, path)
         trainer.strategy.barrier("checkpoint")
         if trainer.interrupt_requested():
             stop(trainer.global_step, path)
