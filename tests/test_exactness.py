@@ -45,6 +45,19 @@ def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path, no_dropout):
             torch.testing.assert_close(weight, results[0][1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, no_dropout, accumulate):
+    changes = {"model__init_args__pretrained": str(no_dropout), "data__init_args__batch_size": 12 // accumulate,
+               "trainer__accumulate_grad_batches": accumulate}
+    whole, *others = [run(recipe, tmp_path / f"pieces{size}", **changes, model__init_args__piece_tokens=size)
+                      for size in (0, 1, 200)]
+    for rows, weights in others:
+        for row, expected in zip(rows, whole[0], strict=True):
+            assert row == pytest.approx(expected, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[1][name], rtol=1e-5, atol=1e-6)
+
+
 def test_the_last_short_window_of_an_epoch_is_averaged_over_its_own_tokens(recipe, tmp_path, no_dropout):
     """36 rows, windows of 16: the third window holds 4 rows, in 1 or in 4 micro-batches."""
     changes = {"model__init_args__pretrained": str(no_dropout), "trainer__max_steps": 4}

@@ -49,6 +49,7 @@ class Task(ABC):
             third more time), or all but the products of weights (minimal).
         attention: Attention implementation of transformers: null, sdpa or eager, which are the same here.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
+        piece_tokens: Cutting of micro-batches is torch's: only null and 0 here.
     """
 
     head: Head
@@ -70,9 +71,11 @@ class Task(ABC):
         gradient_checkpointing: bool | Literal["minimal"] = False,
         attention: str | None = None,
         save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        piece_tokens: int | None = None,
     ):
         check_start(pretrained, config, quantize, lora, adapter)
         _refuse("trust_remote_code", trust_remote_code, False)
+        _refuse("piece_tokens", piece_tokens, None, 0)
         _refuse("attention", attention, None, "sdpa", "eager")
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.config, self.config_overrides = config, config_overrides or {}

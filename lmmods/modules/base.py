@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,8 +18,11 @@ from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
+from lmmods.modules.pieces import cut
 from lmmods.modules.window import WeightedMean, Window, seed_step
 from lmmods.settings import LoRA, Optimizer, check_start, require
+
+PIECE_TOKENS = 1024  # large enough for full speed of matrix products, small enough for a processor's cache
 
 
 class TaskModule(L.LightningModule, ABC):
@@ -42,6 +46,8 @@ class TaskModule(L.LightningModule, ABC):
             third more time); minimal, which keeps the products of weights, is the JAX engine's.
         attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
+        piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
+            it whole. null is 1024 on one CPU and 0 elsewhere.
     """
 
     auto_class = "AutoModel"
@@ -63,8 +69,10 @@ class TaskModule(L.LightningModule, ABC):
         gradient_checkpointing: bool | Literal["minimal"] = False,
         attention: str | None = None,
         save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        piece_tokens: int | None = None,
     ):
         super().__init__()
+        require(piece_tokens is None or piece_tokens >= 0, "model.piece_tokens", piece_tokens, "0 or more")
         require(gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
         check_start(pretrained, config, quantize, lora, adapter)
@@ -77,6 +85,8 @@ class TaskModule(L.LightningModule, ABC):
         self.save_dtype = getattr(torch, save_dtype) if save_dtype else None
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
+        self.piece_tokens = piece_tokens
+        self._waiting: list[dict[str, Tensor]] = []
         self.window = Window()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
         self._open_gradients: dict[str, Tensor] = {}
@@ -189,11 +199,42 @@ class TaskModule(L.LightningModule, ABC):
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        sums = self(self.batch_loss, batch)
-        scored = self.scored_rows(batch)  # a row without labels only evens out the processes
-        num_tokens = (batch["attention_mask"] * scored.unsqueeze(1)).sum()
-        self.window.add(sums, num_tokens=num_tokens, num_rows=scored.sum())
+        size = self.piece_size()
+        piece, *self._waiting = cut(batch, size) if size else [batch]
+        sums = self(self.batch_loss, piece)
+        self.window.add(sums, *self._counts(piece))
         return sums.total / Window.GRADIENT_SCALE
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Lightning's backward pass, then forward and backward of the pieces that wait: gradients add up."""
+        super().backward(loss, *args, **kwargs)
+        for piece in self._waiting:
+            with self.trainer.precision_plugin.forward_context():
+                sums = self(self.batch_loss, piece)
+            self.window.add_piece(sums, *self._counts(piece))
+            (sums.total / self._divisor()).backward()
+        self._waiting = []
+
+    def piece_size(self) -> int:
+        """Tokens of a piece of a micro-batch; 0 computes it whole.
+
+        Several processes meet in each backward pass, and GPUs like large products: only a CPU by itself cuts.
+
+        Raises:
+            UserError: `piece_tokens` asks for what several processes, or 16-mixed with its scaled gradients, cannot do.
+        """
+        can_cut = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
+        if self.piece_tokens and not can_cut:
+            raise UserError(f"model.piece_tokens is {self.piece_tokens}, but only one process cuts micro-batches, and "
+                            "not with precision 16-mixed: set it to 0 or null.")
+        if self.piece_tokens is not None:
+            return self.piece_tokens
+        return PIECE_TOKENS if can_cut and self.device.type == "cpu" else 0
+
+    def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Real tokens of the rows that score, and how many rows do: others only even out the processes."""
+        scored = self.scored_rows(batch)
+        return (batch["attention_mask"] * scored.unsqueeze(1)).sum(), scored.sum()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Turn the gradient of the summed loss into that of the mean over the window, then clip it.

@@ -32,9 +32,13 @@ class Window:
 
     def add(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
         """Add a micro-batch: its loss sums, its number of real (unpadded) tokens and of rows that score."""
+        self.add_piece(sums, num_tokens, num_rows)
+        self.num_batches += 1
+
+    def add_piece(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
+        """Add a further piece of the micro-batch that was added last."""
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
         self._sums = new if self._sums is None else self._sums + new
-        self.num_batches += 1
 
     def sums(self) -> Tensor:
         """[4] float64: summed loss, weight, real tokens and rows of this rank's open window."""
