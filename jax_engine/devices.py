@@ -65,6 +65,16 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     return parallel.MeshSharding(mesh.data, mesh.fsdp, mesh.tensor, chosen)
 
 
+def choose_precision() -> tuple[str, str]:
+    """What `trainer.precision: auto` means on the devices at hand, and why."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return "32-true", "XLA multiplies bfloat16 slowly on CPUs"
+    if device.platform == "gpu" and float(device.compute_capability) < 8:
+        return "32-true", "this GPU does not multiply bfloat16"
+    return "bf16-mixed", f"this {device.platform.upper()} multiplies bfloat16"
+
+
 def peak_memory() -> int | None:
     """Most bytes that were in use on the first device; None where it does not tell, as on CPUs."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec
 from jax_engine.parallel import SHARE_AXES, constrain, num_shares_here
 
 IGNORED = -100
-# The float32 logits of one chunk take about this many bytes on each device.
+# The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
+# and where they train also their gradient, which on GPUs costs more than the memory.
 CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES_GPU = 256 * 2**20
 
 
 class LossSums(NamedTuple):
@@ -62,7 +64,8 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
     hidden = _own_share(hidden.reshape(num_shares_here(), -1, hidden.shape[-1]))
     targets = _own_share(targets.reshape(num_shares_here(), -1))
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
-    chunk = min(max(CHUNK_BYTES // (4 * vocab_size), 1), targets.shape[1])
+    chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
+    chunk = min(max(chunk_bytes // (4 * vocab_size), 1), targets.shape[1])
     pad = ((0, 0), (0, -targets.shape[1] % chunk))
     sorted_targets = jnp.pad(jnp.take_along_axis(targets, order, axis=1), pad, constant_values=IGNORED)
     counts = (targets != IGNORED).sum(1)

@@ -47,7 +47,8 @@ class Trainer:
         num_nodes: Machines of the run, each running one process; see docs/cluster.md.
         strategy: `ddp` keeps everything on every device (pmap); `fsdp` cuts parameters, gradients and optimiser state
             over all of them (jit on a mesh); `auto` takes ddp. MeshSharding with its sizes for other meshes.
-        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
+        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
+            where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
         logger: Loggers beside metrics.csv, which is always written. True or false add none.
         callbacks: EarlyStopping.
         max_epochs: Epochs to train; a fraction is allowed.
@@ -78,7 +79,7 @@ class Trainer:
         devices: int | Literal["auto"] = "auto",
         num_nodes: int = 1,
         strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto",
-        precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "32-true",
+        precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed"] = "auto",
         logger: Logger | list[Logger] | bool | None = None,
         callbacks: list[Callback] | None = None,
         max_epochs: int | float | None = None,
@@ -239,6 +240,10 @@ class Trainer:
         """Devices, data, network, first parameters on the devices."""
         self.parallel: Parallel = machines.start(*self._machine)
         self._is_first = jax.process_index() == 0
+        if self.precision == "auto":
+            self.precision, reason = machines.choose_precision()
+            say(f"precision {self.precision}: {reason}. Another one is set with trainer.precision.")
+            self.recipe = self.recipe and self.recipe.replace("precision: auto", f"precision: {self.precision}")
         self.bar = Bar(self.enable_progress_bar and self._is_first, machines.peak_memory)
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule

@@ -1,5 +1,6 @@
 """The command line: LightningCLI over the engine that the recipe names, and errors as one message."""
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments[:1] == ["report"]:  # reads files only, so it starts without the libraries
             from lmmods.report.command import main as report
 
+            enable_collector()
             report(arguments[1:])
             return 0
         return run_interruptible(arguments, argv)
@@ -61,6 +63,7 @@ def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
         signal.signal(number, interrupt)
     try:
         if arguments and arguments[0] in COMMANDS:
+            enable_collector()
             run_command(arguments[0], arguments[1:])
         else:
             run_engine(arguments, argv)
@@ -77,10 +80,19 @@ def run_engine(arguments: list[str], argv: list[str] | None) -> None:
 
     from lmmods.parser import EngineCLI, jax_engine, torch_engine
 
+    classes = jax_engine() if engine == "jax" else torch_engine()
+    enable_collector()
     try:
-        EngineCLI(jax_engine() if engine == "jax" else torch_engine(), engine, args=argv)
+        EngineCLI(classes, engine, args=argv)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
+
+
+def enable_collector() -> None:
+    """Switch Python's garbage collector on where train.py has left it off; what is imported by now it never visits."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def peek_engine(arguments: list[str]) -> str:

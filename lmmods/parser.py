@@ -181,6 +181,7 @@ class EngineCLI(LightningCLI):
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
         self._make_engine_neutral(recipe)
+        recipe["trainer"]["precision"] = self.trainer.precision  # what `auto` has become
         if not issubclass(self.engine.checkpoint, Callback):  # else they are among the trainer's callbacks
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (

@@ -16,10 +16,12 @@ from lmmods.callbacks.predictions import PredictionWriter
 from lmmods.callbacks.progress import Progress
 from lmmods.callbacks.start import StartReport
 from lmmods.callbacks.stopping import Stopping
+from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.inspection import show
 from lmmods.interruption import Interruption
 from lmmods.loggers import MetricsCSV
+from lmmods.precision import choose_precision
 from lmmods.run import RunFolder
 from lmmods.strategies import chosen
 
@@ -29,7 +31,8 @@ class Trainer(L.Trainer):
 
     Args:
         logger: Loggers beside metrics.csv, which is always written. True or false add none.
-        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights.
+        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
+            where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
         strategy: One process per device, each with the whole network (`ddp`) or with parameters, gradients and
             optimiser state cut over all of them (`fsdp`); `auto` takes ddp when there are several devices. As a
             class: lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy.
@@ -43,7 +46,7 @@ class Trainer(L.Trainer):
         *,
         logger: Logger | list[Logger] | bool | None = None,
         callbacks: L.Callback | list[L.Callback] | None = None,
-        precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true",
+        precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "auto",
         strategy: Literal["auto", "ddp", "fsdp"] | Strategy = "auto",
         default_root_dir: str = "runs/default",
         val_check_interval: int | float | None = None,
@@ -55,6 +58,9 @@ class Trainer(L.Trainer):
         plugins: Any = None,
         **kwargs: Any,
     ):
+        if precision == "auto":
+            precision, reason = choose_precision(kwargs.get("accelerator", "auto"))
+            say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         if max_epochs is None and max_steps == -1:
             raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")

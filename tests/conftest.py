@@ -88,7 +88,7 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
     monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))
     base = {
         "seed_everything": 7,
-        "trainer": {"max_steps": 6, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
+        "trainer": {"max_steps": 6, "accelerator": "cpu", "devices": 1, "precision": "32-true", "log_every_n_steps": 1,
                     "num_sanity_val_steps": 0, "enable_progress_bar": False, "val_check_interval": 4,
                     "default_root_dir": str(tmp_path / "run")},
         "model": {"class_path": "SFT", "init_args": {

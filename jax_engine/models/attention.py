@@ -1,6 +1,7 @@
 """Attention: who sees whom, rotary positions, and the scores in float32."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -146,10 +147,14 @@ class Attention(nnx.Module):
             self.q_norm = Norm(arch.head_dim, arch.norm, arch.norm_eps)
             self.k_norm = Norm(arch.head_dim, arch.norm, arch.norm_eps)
 
-    def __call__(self, x: Array, mask: Array, scale: Array, angles: tuple[Array, Array] | None, keys: Array | None,
-                 cache: dict[str, Array] | None = None, start: Array | None = None
-                 ) -> tuple[Array, dict[str, Array] | None]:
-        """Mixed features [B, T, D] of x, and the cache with the new keys and values written from slot `start` on."""
+    def __call__(self, x: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
+                 angles: tuple[Array, Array] | None, keys: Array | None, cache: dict[str, Array] | None = None,
+                 start: Array | None = None) -> tuple[Array, dict[str, Array] | None]:
+        """Mixed features [B, T, D] of x, and the cache with the new keys and values written from slot `start` on.
+
+        Args:
+            mask: [B, 1, T, S] booleans, or a fused kernel that knows who sees whom.
+        """
         q, k, v = self._project(x, keys)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
@@ -157,7 +162,8 @@ class Attention(nnx.Module):
             k, v = (jax.lax.dynamic_update_slice_in_dim(cache[name], new.astype(cache[name].dtype), start, axis=1)
                     for name, new in (("k", k), ("v", v)))
             cache = {"k": k, "v": v}
-        mixed = attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale, self.arch.attention_dropout, keys)
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        mixed = mask(q, k, v) if callable(mask) else attend(q, k, v, mask, scale, self.arch.attention_dropout, keys)
         return self.o(mixed, keys), cache
 
     def _project(self, x: Array, keys: Array | None) -> tuple[Array, Array, Array]:

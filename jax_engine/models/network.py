@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
 
+from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
 from jax_engine.models.block import Block
@@ -47,6 +48,7 @@ class Network:
         self.config, self.family, self.arch, self.head = config, family, arch, head
         self.build, self.to_save, self.remat, self.unroll = build, to_save, remat, unroll
         self.lora = build.lora
+        self.fused = fused.choose(arch, build.dtype, head, config._attn_implementation)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
         shapes: Tree = {}
@@ -100,7 +102,10 @@ class Network:
         x = self._part("embed", params)(batch, position_ids, outside)
         angles = None if self.arch.rope is None else rope_angles(self.arch.rope, position_ids)
         windows = sorted(set(self.arch.windows), key=str)
-        if cache is None:
+        kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
+        if kernel is not None:
+            masks = [kernel]
+        elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
         else:
             start, length = cache["length"], x.shape[1]

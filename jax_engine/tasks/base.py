@@ -47,9 +47,12 @@ class Task(ABC):
         optimizer: Update rule and schedule.
         gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
             third more time), or all but the products of weights (minimal).
-        attention: Attention implementation of transformers: null, sdpa or eager, which are the same here.
+        attention: null or sdpa takes fused attention on a GPU where a trial shows that it computes the same; eager
+            never does.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: Cutting of micro-batches is torch's: only null and 0 here.
+        fast_kernels: False is the same as attention eager.
+        compile: Everything is compiled here, whatever this says.
     """
 
     head: Head
@@ -72,11 +75,14 @@ class Task(ABC):
         attention: str | None = None,
         save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         piece_tokens: int | None = None,
+        fast_kernels: bool = True,
+        compile: bool = False,
     ):
         check_start(pretrained, config, quantize, lora, adapter)
         _refuse("trust_remote_code", trust_remote_code, False)
         _refuse("piece_tokens", piece_tokens, None, 0)
         _refuse("attention", attention, None, "sdpa", "eager")
+        self.attention = attention if fast_kernels else "eager"
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.config, self.config_overrides = config, config_overrides or {}
         self.lora, self.adapter = lora, adapter
@@ -106,6 +112,7 @@ class Task(ABC):
         tokenizer = datamodule.tokenizer
         compute = COMPUTE_DTYPES[precision]
         config = self._configuration(tokenizer)
+        config._attn_implementation = self.attention
         options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat}
         check_saved_quantization(saved_quantization(config), self.pretrained, self.quantize, self.trains_adapter)
         bare = hub.network(config, self.head, **options)

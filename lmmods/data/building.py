@@ -61,6 +61,7 @@ def build_store(
             f"{folder.parent}: the cache cannot be written ({error}); set data.cache_dir or LMMODS_CACHE "
             "to a folder that can"
         ) from error
+    frozen_before = gc.get_freeze_count() > 0  # by the command line, for good
     gc.freeze()  # else each collection walks through all of torch: a tenth of the time
     try:
         # a bar on terminals only, and only where there is something to wait for
@@ -78,7 +79,8 @@ def build_store(
             if not (folder / "info.json").is_file():
                 raise
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lmmods.architectures import position_limit
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
+from lmmods.modules.cpu_kernels import prefer_onednn
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
 from lmmods.modules.pieces import cut
@@ -48,6 +49,9 @@ class TaskModule(L.LightningModule, ABC):
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
             it whole. null is 1024 on one CPU and 0 elsewhere.
+        fast_kernels: Take faster kernels of the same function where there are some: oneDNN for float32 products on CPUs
+            (after a trial), fused GELU, and on GPUs attention that knows packed rows.
+        compile: Compile the layers (torch.compile): slower to start, faster on GPUs.
     """
 
     auto_class = "AutoModel"
@@ -70,6 +74,8 @@ class TaskModule(L.LightningModule, ABC):
         attention: str | None = None,
         save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         piece_tokens: int | None = None,
+        fast_kernels: bool = True,
+        compile: bool = False,
     ):
         super().__init__()
         require(piece_tokens is None or piece_tokens >= 0, "model.piece_tokens", piece_tokens, "0 or more")
@@ -85,7 +91,7 @@ class TaskModule(L.LightningModule, ABC):
         self.save_dtype = getattr(torch, save_dtype) if save_dtype else None
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
-        self.piece_tokens = piece_tokens
+        self.piece_tokens, self.fast_kernels, self.compile_layers = piece_tokens, fast_kernels, compile
         self._waiting: list[dict[str, Tensor]] = []
         self.window = Window()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
@@ -115,6 +121,10 @@ class TaskModule(L.LightningModule, ABC):
         torch.manual_seed(base_seed())
         precision = self.trainer.precision
         model = self.load_base(precision)
+        if self.fast_kernels:
+            loading.fuse_activations(model)
+            if self.trainer.strategy.root_device.type == "cpu":
+                prefer_onednn()
         tokenizer = self.trainer.datamodule.tokenizer
         loading.resize_embeddings(model, len(tokenizer))
         self.fit_tokenizer(model, tokenizer)
@@ -124,6 +134,8 @@ class TaskModule(L.LightningModule, ABC):
             model = self._with_adapter(model, self.trainer.datamodule.trainable_new_tokens, dtype)
         if self.gradient_checkpointing:
             loading.enable_checkpointing(model)
+        if self.compile_layers:
+            loading.compile_layers(model)
         self.model = model.train()
         with self.trainer.precision_plugin.forward_context():
             self.on_model_ready()

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lmmods.errors import UserError
+from lmmods.modules.attention import prefer_varlen
 from lmmods.modules.base import TaskModule, base_seed
 from lmmods.modules.causal import CausalHead, causal_loss, keeps_packed_apart
 from lmmods.modules.loss import LossSums
@@ -30,6 +31,8 @@ class CausalModule(TaskModule):
 
     def on_model_ready(self) -> None:
         self.head = CausalHead.of(self.model)
+        if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
+            prefer_varlen(self.model)
         if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):
             raise UserError("data.packing: in this architecture documents packed into one row see each other. Set "
                             "data.packing to false; data.group_by_length saves most of the padding too.")

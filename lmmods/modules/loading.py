@@ -75,6 +75,10 @@ def load_pretrained(
         raise UserError(f"model.pretrained: cannot load {pretrained!r}: {_first_line(error)}") from error
     _start_missing(model, info["missing_keys"], seed)
     work_around_cpu_kernels(model)
+    if saved:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
+        for param in model.parameters():
+            if type(param) is nn.Parameter and param.is_floating_point():
+                param.data = param.data.to(stored)
     if frozen and precision != "bf16-true":
         for module in model.modules():
             if "Norm" in type(module).__name__:
@@ -279,6 +283,25 @@ def enable_checkpointing(model: nn.Module) -> None:
         model.activation_checkpointing_enable(arguments)
     else:  # transformers before 5.20
         model.gradient_checkpointing_enable(arguments)
+
+
+def fuse_activations(model: nn.Module) -> None:
+    """Compute GPT-2's GELU in one pass instead of eight; same function, float32 rounding apart."""
+    from transformers.activations import NewGELUActivation
+
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Let torch.compile make one program of each kind of layer."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile()
 
 
 def _first_line(error: Exception) -> str:

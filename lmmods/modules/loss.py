@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED = -100
-# The float32 logits of one chunk take about this many bytes; larger chunks gain no speed.
+# The float32 logits of one chunk take about this many bytes. Each chunk reads the head's weights anew, and where they
+# train also their gradient, which on GPUs costs more than the memory; on CPUs larger chunks gain no speed.
 CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES_GPU = 256 * 2**20
 
 
 class LossSums(NamedTuple):
@@ -57,7 +59,7 @@ def token_loss(
     scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
     hidden = hidden.flatten(0, 1).index_select(0, scored)
     targets = targets.flatten().index_select(0, scored)
-    chunk = max(CHUNK_BYTES // (4 * vocab_size), 1)
+    chunk = max((CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
     total, correct = _ChunkedCrossEntropy.apply(hidden, targets, head, chunk, count_correct, torch.is_grad_enabled(),
                                                 *params)
     return LossSums(total, total.new_tensor(len(targets)), correct if count_correct else None)
@@ -67,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass.
 
     Taking the gradient in the forward pass is the idea of Liger Kernel's fused linear cross-entropy (Hsu et al.
-    2024). Here autograd differentiates the head itself, so a head with bias, adapter, soft-cap or scale is right too.
+    2024). Autograd differentiates the head itself, so a head with bias, adapter, soft-cap or scale is right too.
     """
 
     @staticmethod
@@ -81,13 +83,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             with torch.set_grad_enabled(wants_grad):
                 piece = hidden[part].detach().requires_grad_(wants_grad)
-                logits = head(piece).float()
-                loss = F.cross_entropy(logits, targets[part], reduction="sum")
-            total += loss.detach()
+                logits = head(piece)
+            log_probs = F.log_softmax(logits.detach(), dim=-1, dtype=torch.float32)
+            total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
             if count_correct:
-                correct += (logits.detach().argmax(-1) == targets[part]).sum()
+                correct += (log_probs.argmax(-1) == targets[part]).sum()
             if wants_grad:
-                grad_hidden[part], *rest = torch.autograd.grad(loss, [piece, *params])
+                # The gradient of cross-entropy by hand, in place: autograd would pass over the logits twice more.
+                grad_logits = log_probs.exp_()
+                grad_logits[torch.arange(len(piece), device=piece.device), targets[part]] -= 1
+                grad_hidden[part], *rest = torch.autograd.grad(logits, [piece, *params], grad_logits.to(logits.dtype))
                 for summed, grad in zip(grads, rest, strict=True):
                     summed += grad
         if wants_grad:

@@ -1,0 +1,176 @@
+"""What is trained in a benchmark: a random model, a tokenizer, data, and our recipe for them, in one folder."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from data import make_vocabulary, words, write_instructions
+
+WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-a": {"model_type": "llama", **WIDTH, "intermediate_size": 704, "vocab_size": 8_000},
+    "llama-b": {"model_type": "llama", "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
+                "intermediate_size": 1024, "vocab_size": 32_000, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8_000,
+             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"model_type": "bert", **WIDTH, "intermediate_size": 1024, "vocab_size": 30_522, **NO_DROPOUT},
+    "roberta": {"model_type": "roberta", **WIDTH, "intermediate_size": 1024, "vocab_size": 30_522, **NO_DROPOUT},
+    "tiny": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 176, "vocab_size": 1_000},
+}
+TEMPLATE = ("Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+            "response that appropriately completes the request.\n\n### Instruction:\n\n### Input:\n\n### Response:\n")
+CLASSES = {"sft": "CausalLM", "clm": "CausalLM", "mlm": "MaskedLM", "qa": "QuestionAnswering"}
+TASKS = {"sft": ("SFT", "SFTData"), "clm": ("CLM", "CLMData"), "mlm": ("MLM", "MLMData"), "qa": ("QA", "QAData")}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, a task and the size of a step.
+
+    Args:
+        task: Stem of the task.
+        model: Key of CONFIGS.
+        length: Longest row in tokens.
+        batch_size: Rows of a step.
+        method: What trains.
+        rows: Instructions to train on instead of generated ones (`--rows`).
+        tokenizer: Tokenizer instead of one trained on the generated text (`--tokenizer`).
+    """
+
+    task: Literal["sft", "clm", "mlm", "qa"]
+    model: str
+    length: int = 512
+    batch_size: int = 8
+    method: Literal["full", "lora", "qlora"] = "full"
+    rows: str | None = None
+    tokenizer: str | None = None
+    num_rows: int = field(default=2_000)
+
+    def write(self, folder: Path) -> None:
+        """Write model/, the data, recipe.yaml, and for the peers rows.jsonl and check.json."""
+        folder.mkdir(parents=True)
+        source = self._write_source(folder)
+        self._write_model(folder / "model", source)
+        recipe = self._recipe(folder, source)
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        self._write_rows(folder, recipe["data"]["init_args"])
+
+    def _write_source(self, folder: Path) -> Path:
+        if self.task == "sft" and self.rows:
+            return Path(self.rows)
+        path = folder / {"sft": "rows.source.jsonl", "qa": "squad.json"}.get(self.task, "corpus.txt")
+        if self.task == "sft":
+            write_instructions(path, self.num_rows)
+        elif self.task == "qa":
+            write_questions(path, self.num_rows)
+        else:
+            write_text(path, tokens=self.num_rows * self.length)
+        return path
+
+    def _write_model(self, folder: Path, source: Path) -> None:
+        import torch
+        import transformers
+
+        tokenizer = (transformers.AutoTokenizer.from_pretrained(self.tokenizer) if self.tokenizer else
+                     train_tokenizer(source, CONFIGS[self.model]["vocab_size"], self.task in ("mlm", "qa")))
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.unk_token or tokenizer.eos_token
+        fields = dict(CONFIGS[self.model])
+        # RoBERTa counts positions from behind the padding id on
+        fields[{"gpt2": "n_positions"}.get(self.model, "max_position_embeddings")] = max(self.length, 512) + 8
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, **special)
+        torch.manual_seed(0)
+        getattr(transformers, f"AutoModelFor{CLASSES[self.task]}").from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def _recipe(self, folder: Path, source: Path) -> dict[str, Any]:
+        method = {"qlora": {"quantize": "nf4"}}.get(self.method, {})
+        lora = {} if self.method == "full" else {"lora": {"rank": 16, "alpha": 32}}
+        data = {"sft": {"template": "alpaca", "group_by_length": True}, "clm": {"documents": "line"},
+                "mlm": {"documents": "line"}, "qa": {"stride": 128, "group_by_length": True}}[self.task]
+        module, data_module = TASKS[self.task]
+        return {
+            "seed_everything": 1,
+            "trainer": {"max_steps": 100_000, "accelerator": "cpu", "devices": 1, "gradient_clip_val": 1.0,
+                        "num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_progress_bar": False},
+            "model": {"class_path": module, "init_args": {
+                "pretrained": str(folder / "model"), **method, **lora, "optimizer": {"lr": 1e-4}}},
+            "data": {"class_path": data_module, "init_args": {
+                "source": str(source), "max_length": self.length, "batch_size": self.batch_size,
+                "cache_dir": str(folder / "cache"), **data}},
+        }
+
+    def _write_rows(self, folder: Path, fields: dict[str, Any]) -> None:
+        """All rows as our data module makes them, and a batch of the first ones."""
+        import importlib
+
+        data_class = getattr(importlib.import_module(f"lmmods.data.{self.task}"), TASKS[self.task][1])
+        # Padding takes part in the span loss of transformers, so there the check batch is one row.
+        size = 1 if self.task == "qa" else 4
+        check = data_class(**{**fields, "shuffle": False, "batch_size": size, "group_by_length": False,
+                              "pad_to_multiple_of": 1}, tokenizer=str(folder / "model"), seed=1)
+        check.setup("fit")
+        (folder / "check.json").write_text(json.dumps(
+            {name: value.tolist() for name, value in next(iter(check.train_dataloader())).items()}))
+        single = data_class(**{**fields, "shuffle": False, "batch_size": 1, "group_by_length": False,
+                               "pad_to_multiple_of": 1}, tokenizer=str(folder / "model"), seed=1)
+        single.setup("fit")
+        with (folder / "rows.jsonl").open("w") as file:
+            for batch in single.train_dataloader():
+                row = {name: value[0].tolist() for name, value in batch.items()}
+                if self.task == "mlm":  # as it was before masking
+                    row["input_ids"] = [token if label == -100 else label
+                                        for token, label in zip(row["input_ids"], row["labels"], strict=True)]
+                if len(row["input_ids"]) == self.length or self.task in ("sft", "qa"):  # blocks are full
+                    file.write(json.dumps(row) + "\n")
+
+
+def write_text(path: Path, tokens: int) -> None:
+    """Lines of about a hundred invented words, together about so many tokens."""
+    rng = random.Random(2)
+    vocabulary = make_vocabulary(rng)
+    path.write_text("\n".join(words(100, rng, vocabulary) for _ in range(tokens // 130)))
+
+
+def write_questions(path: Path, count: int) -> None:
+    """SQuAD's layout, with the lengths of its contexts and questions."""
+    rng = random.Random(3)
+    vocabulary = make_vocabulary(rng)
+    paragraphs = []
+    for number in range(count // 5):
+        context = words(min(max(int(rng.lognormvariate(4.7, 0.4)), 30), 500), rng, vocabulary)
+        parts = context.split(" ")
+        questions = []
+        for place in range(5):
+            first = rng.randrange(len(parts) - 4)
+            answer = " ".join(parts[first : first + rng.randint(1, 4)])
+            questions.append({"id": f"{number}-{place}", "question": words(rng.randint(6, 16), rng, vocabulary) + "?",
+                              "answers": [{"text": answer, "answer_start": len(" ".join(parts[:first])) + (first > 0)}]})
+        paragraphs.append({"context": context, "qas": questions})
+    path.write_text(json.dumps({"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}))
+
+
+def train_tokenizer(source: Path, vocab_size: int, encoder: bool) -> Any:
+    """A byte-level BPE tokenizer of the data; [CLS] and [SEP] around texts where it is for an encoder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "<s>", "</s>", "[MASK]", "[UNK]"]
+    bpe = Tokenizer(models.BPE(unk_token="[UNK]"))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    # The template's words as well, or each row would begin with a hundred fragments.
+    bpe.train_from_iterator([*source.read_text().split("\n"), *[TEMPLATE] * 50], trainer)
+    if encoder:
+        bpe.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)])
+    roles = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "[MASK]"} if encoder else {}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="[PAD]",
+                                   unk_token="[UNK]", **roles)

@@ -1,0 +1,69 @@
+"""Our trainer, either engine, on a recipe."""
+
+import sys
+from pathlib import Path
+
+from rounds import Rounds, read_check, settings
+
+
+def pace_torch(rounds: Rounds, check: dict) -> None:
+    """Report from within Lightning's loop."""
+    import torch
+
+    from lmmods.callbacks.metrics import Metrics
+
+    begin, end = Metrics.on_train_start, Metrics.on_train_batch_end
+
+    def on_train_start(self, trainer, module):  # noqa: ANN001, ANN202
+        batch = {name: torch.tensor(value) for name, value in check.items()}
+        with trainer.precision_plugin.forward_context():
+            sums = module(module.batch_loss, batch)
+        rounds.start_loss(sums.total.item() / sums.weight.item())
+        begin(self, trainer, module)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202
+        end(self, trainer, module, outputs, batch, batch_idx)
+        rounds.step(int(batch["attention_mask"].sum()))
+
+    Metrics.on_train_start, Metrics.on_train_batch_end = on_train_start, on_train_batch_end
+
+
+def pace_jax(rounds: Rounds, check: dict) -> None:
+    """Report from within our loop."""
+    import jax
+    import numpy as np
+
+    from jax_engine.trainer import Trainer
+
+    train, train_round = Trainer._train, Trainer._train_round
+
+    def _train(self, loader):  # noqa: ANN001, ANN202
+        batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
+        batch = self.parallel.put_batch({**batch, "place": np.zeros((1, 2), np.int32)})
+        figures = self.steps.eval_step(self.weights.trainable, self.weights.frozen, batch)
+        rounds.start_loss(float(figures["total"]) / float(figures["weight"]))
+        train(self, loader)
+
+    def _train_round(self, group):  # noqa: ANN001, ANN202
+        train_round(self, group)
+        if rounds.closing:
+            jax.block_until_ready(self.train_state)
+        rounds.step(int(group.host["attention_mask"].sum()))
+
+    Trainer._train, Trainer._train_round = _train, _train_round
+
+
+def main() -> None:
+    asked = settings()
+    rounds = Rounds(asked["warm_up"], asked["steps"])
+    sys.path.insert(0, asked["root"])
+    from lmmods.cli import main as run
+
+    {"torch": pace_torch, "jax": pace_jax}[asked["engine"]](rounds, read_check(asked["folder"]))
+    recipe, out = Path(asked["folder"]) / "recipe.yaml", Path(asked["folder"]) / asked["engine"]
+    sys.exit(run(["fit", "--config", str(recipe), "--engine", asked["engine"], "--overwrite", "true",
+                  "--trainer.default_root_dir", str(out), *asked.get("options", [])]))
+
+
+if __name__ == "__main__":
+    main()

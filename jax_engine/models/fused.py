@@ -1,0 +1,176 @@
+"""Fused attention on GPUs: cuDNN's flash kernel, which never holds the scores of all pairs, once it has been tried.
+
+Rows padded on the right need no mask in a causal network, since no real token comes after padding, and only the lengths
+of the keys in an encoder. Everything else (packed rows, other padding) is a mask [B, 1, T, T] that the kernel adds to
+its scores in the compute dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jax_engine.models.architecture import Architecture, Head
+from jax_engine.models.attention import attend, attention_mask
+from jax_engine.parallel import SHARE_AXES, constrain
+from lmmods.console import say
+
+TRIAL_LENGTH, TRIAL_WINDOW = 130, 16  # not a multiple of any tile; a window off by one shows
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The kernel with all that is fixed when a network is built.
+
+    Args:
+        scale: Factor on query times key.
+        window: How many tokens back a query sees, itself included; causal networks only.
+        by_length: Whether rows padded on the right go through the kernel.
+        by_mask: Whether other rows do.
+        implementation: Of `jax.nn.dot_product_attention`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    scale: float
+    window: int | None = None
+    by_length: bool = True
+    by_mask: bool = True
+    implementation: str = "cudnn"
+
+    def over(self, batch: dict[str, Array]) -> Callable[[Array, Array, Array], Array] | None:
+        """What takes the place of `attend` on these rows, (q, k, v) -> [B, T, heads * head_dim]; None: nothing does.
+
+        Args:
+            batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` that begins with its ones, or neither.
+        """
+        length = batch["input_ids"].shape[1]
+        options = {"scale": self.scale, "is_causal": self.causal, "implementation": self.implementation}
+        if "segment_ids" in batch or not self.by_length:
+            if not self.by_mask or length % 2 or length == 1:  # the kernel has no gradient for odd lengths under a mask
+                return None
+            options["mask"] = constrain(attention_mask(batch, self.causal, self.window), PartitionSpec(SHARE_AXES))
+        elif length == 1:
+            return None
+        elif self.window is not None and self.window < length:
+            options["local_window_size"] = (self.window - 1, 0)
+        elif not self.causal and "attention_mask" in batch:
+            options["key_value_seq_lengths"] = batch["attention_mask"].sum(1).astype(jnp.int32)
+
+        def attend_fused(q: Array, k: Array, v: Array) -> Array:
+            q, k, v = (_laid_out(x, self.num_kv_heads) for x in (q, k, v))
+            mixed = jax.nn.dot_product_attention(q, k, v, **options)
+            return mixed.reshape(*q.shape[:2], -1)
+
+        return attend_fused
+
+
+def choose(arch: Architecture, dtype: jnp.dtype, head: Head, asked: str | None) -> Fused | None:
+    """The fused kernel for a network, or None where there is none or it fails its trial; says which on a GPU.
+
+    Args:
+        dtype: Compute dtype.
+        asked: The recipe's choice of attention; `eager` is the plain one.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    reason = unfit(arch, dtype, asked)
+    if reason is not None:
+        return _tell(None, f"Attention: plain, as {reason}.")
+    fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
+                  arch.windows[0])
+    # Rows for extractive QA are padded on the side that the tokenizer names.
+    return tried(fused if head != "qa" else replace(fused, by_length=False))
+
+
+def unfit(arch: Architecture, dtype: jnp.dtype, asked: str | None) -> str | None:
+    """Why the fused kernel is not for this network; None if it is."""
+    if asked == "eager":
+        return "the recipe asks for attention: eager"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the fused kernel computes in 16 bits, not in {dtype}"
+    if arch.head_dim % 8 or arch.head_dim > 128:
+        return f"the fused kernel takes heads of up to 128 features, a multiple of 8, not {arch.head_dim}"
+    if arch.attention_dropout:
+        return f"the fused kernel has no attention dropout ({arch.attention_dropout} here)"
+    if len(set(arch.windows)) > 1 or len(set(arch.attention_scales)) > 1:
+        return "the layers of this network differ in window or scale"
+    return None
+
+
+def tried(fused: Fused) -> Fused | None:
+    """`fused` with those uses left on that pass their trial; None if none does."""
+    problems = {use: trial(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
+    failed = {use: problem for use, problem in problems.items() if problem is not None}
+    passed = replace(fused, **dict.fromkeys(failed, False))
+    why = "; ".join(f"{_USES[use]}: {problem}" for use, problem in failed.items())
+    if len(failed) == len(problems):
+        return _tell(None, f"Attention: plain, as the fused kernel fails its trial ({why}).")
+    return _tell(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with the plain one"
+                 + (f"; it fails its trial with some rows, which take the plain one ({why})." if failed else "."))
+
+
+_USES = {"by_length": "padded rows", "by_mask": "packed rows"}
+
+
+@cache
+def _tell(chosen: Fused | None, line: str) -> Fused | None:
+    say(line)
+    return chosen
+
+
+@cache
+def trial(fused: Fused, by_mask: bool) -> str | None:
+    """What is wrong with the kernel on two random rows, one of them padded, against `attend` in float32; None: nothing.
+
+    Compared are the outputs of real tokens and the gradients of queries, keys and values.
+    """
+    random = np.random.default_rng(0)
+    fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else TRIAL_WINDOW)
+    shapes = [(2, TRIAL_LENGTH, heads, fused.head_dim) for heads in
+              (fused.num_heads, fused.num_kv_heads, fused.num_kv_heads, fused.num_heads)]
+    q, k, v, weights = (jnp.asarray(random.normal(size=shape), fused.dtype) for shape in shapes)
+    places = np.arange(TRIAL_LENGTH)
+    segments = np.stack([1 + (places > 40) + (places > 77), np.where(places < 90, 1 + (places > 50), 0)])
+    batch = {"input_ids": jnp.zeros(segments.shape, jnp.int32), "attention_mask": jnp.asarray(segments > 0, jnp.int32)}
+    batch |= {"segment_ids": jnp.asarray(segments, jnp.int32)} if by_mask else {}
+    weights *= jnp.asarray(segments > 0, weights.dtype)[:, :, None, None]
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        return attend(q, k, v, attention_mask(batch, fused.causal, fused.window), fused.scale, 0.0, None)
+
+    def run(function: Callable, *qkv: Array) -> list[np.ndarray]:
+        def weighted(*qkv: Array) -> tuple[Array, Array]:
+            mixed = function(*qkv).astype(jnp.float32)
+            return (mixed * weights.reshape(mixed.shape).astype(jnp.float32)).sum(), mixed
+
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*qkv)
+        return [np.asarray(x, np.float32) for x in (mixed, *gradients)]
+
+    exact = run(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
+    try:
+        found = run(fused.over(batch), q, k, v)
+    except Exception as error:  # noqa: BLE001 - whatever the kernel cannot do, the plain one can
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    if not all(np.isfinite(x).all() for x in found):
+        return "not all numbers are finite"
+    exact[0], found[0] = (x[segments > 0] for x in (exact[0], found[0]))
+    for name, ours, theirs in zip(("output", "d query", "d key", "d value"), exact, found, strict=True):
+        apart = np.abs(ours - theirs).max() / np.abs(ours).max()
+        if apart > 4 * float(jnp.finfo(fused.dtype).eps):
+            return f"{name} differs by {apart:.1%} of the largest number"
+    return None
+
+
+def _laid_out(x: Array, num_kv_heads: int) -> Array:
+    """On a mesh: rows over the shares, heads over `tensor` where they divide; positions and features stay whole."""
+    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    return constrain(x, PartitionSpec(SHARE_AXES, None, "tensor" if num_kv_heads % tensor == 0 else None))

@@ -1,0 +1,24 @@
+"""What `trainer.precision: auto` means on this machine, for the torch engine.
+
+The choice follows from what the hardware can do, not from a timing: it must be the same on all processes of a run and
+on each of its starts.
+"""
+
+import torch
+
+
+def choose_precision(accelerator: str) -> tuple[str, str]:
+    """Precision and the reason for it.
+
+    Args:
+        accelerator: `trainer.accelerator`.
+    """
+    if accelerator != "cpu" and torch.cuda.is_available():
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16-mixed", "this GPU multiplies bfloat16"
+        return "32-true", "this GPU does not multiply bfloat16"
+    if torch.backends.mps.is_available() and accelerator != "cpu":
+        return "32-true", "on Apple GPUs bfloat16 saves little"
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return "bf16-mixed", "this CPU multiplies bfloat16"
+    return "32-true", "this CPU does not multiply bfloat16"

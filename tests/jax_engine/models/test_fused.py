@@ -1,0 +1,258 @@
+"""The fused kernel's calls against plain attention, with XLA's implementation in its place, and the trial of it.
+
+cuDNN's kernel itself runs on GPUs only; there the trial compares it each time a network is built.
+"""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from twins import VOCAB
+
+from jax_engine.models import fused, hub
+from jax_engine.models.attention import attend, attention_mask
+from jax_engine.models.fused import Fused, choose, trial, tried, unfit
+from jax_engine.parallel import MeshSharding
+
+RANDOM = np.random.default_rng(0)
+LENGTHS = np.array([[1] * 10, [1] * 7 + [0] * 3])
+PACKED = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 4 + [0] * 3])
+KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_ids": PACKED}}
+CAUSAL = Fused(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", causal=True, scale=0.3, implementation="xla")
+
+
+def rows(kind: str, length: int = 10) -> dict:
+    ids = np.concatenate([RANDOM.integers(3, VOCAB, (2, 7)), RANDOM.integers(3, VOCAB, (2, 3))], 1)
+    return {name: jnp.asarray(x[:, :length], jnp.int32) for name, x in ({"input_ids": ids} | KINDS[kind]).items()}
+
+
+@pytest.mark.parametrize("window", [None, 3, 10])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_calls_are_plain_attention_for_real_tokens(kind, causal, window):
+    if window and not causal:
+        return
+    batch, kernel = rows(kind), replace(CAUSAL, causal=causal, window=window)
+    q, k, v, weights = (jnp.asarray(RANDOM.normal(size=(2, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
+    real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, 10)))) > 0)
+    weights = (weights * real[..., None, None]).reshape(2, 10, -1)
+
+    def run(function):
+        def loss(*qkv):
+            mixed = function(*qkv)
+            return (mixed * weights).sum(), mixed
+
+        (_, mixed), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return [np.asarray(mixed)[real], *gradients]
+
+    plain = run(lambda *qkv: attend(*qkv, attention_mask(batch, causal, window), 0.3, 0.0, None))
+    for ours, theirs in zip(run(kernel.over(batch)), plain, strict=True):
+        assert np.allclose(ours, theirs, atol=1e-5)
+
+
+def test_no_mask_is_made_for_padded_rows_of_a_causal_network(monkeypatch):
+    monkeypatch.setattr(fused, "attention_mask", None)
+    q, k, v = (jnp.ones((2, 10, heads, 8)) for heads in (4, 2, 2))
+    assert CAUSAL.over(rows("padded"))(q, k, v).shape == (2, 10, 32)
+    with pytest.raises(TypeError):
+        CAUSAL.over(rows("packed"))
+
+
+def test_what_the_kernel_cannot_do_is_left_to_plain_attention():
+    assert CAUSAL.over(rows("padded", 1)) is None
+    assert CAUSAL.over(rows("packed", 9)) is None and CAUSAL.over(rows("padded", 9)) is not None
+    assert replace(CAUSAL, by_mask=False).over(rows("packed")) is None
+    assert replace(CAUSAL, by_length=False, by_mask=False).over(rows("padded")) is None
+
+
+@pytest.mark.parametrize(("name", "head", "kind"), [
+    ("llama", "causal", "packed"), ("mistral", "causal", "padded"), ("bert", "masked", "padded"),
+])
+def test_network_with_the_kernel_is_the_network_without(twin, name, head, kind):
+    net = twin(name, head).net
+    batch, params = rows(kind), twin(name, head).params
+    if kind == "packed":
+        batch["position_ids"] = jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 3, 0, 0, 0]])
+    real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, 10)))) > 0)
+    arch = net.arch
+    kernel = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, "float32", arch.causal, arch.attention_scales[0],
+                   arch.windows[0], by_length=head != "qa", implementation="xla")
+
+    def run(kernel):
+        net.fused, calls = kernel, []
+        if kernel is not None:
+            net.fused = SimpleNamespace(over=lambda batch: calls.append(1) or kernel.over(batch))
+
+        def loss(params):
+            logits = net.logits(params, net.hidden(params, batch))
+            return (jnp.tanh(logits) * real[..., None]).sum(), logits
+
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        assert len(calls) == (kernel is not None)
+        return np.asarray(logits)[real], gradients
+
+    try:
+        (plain, plain_gradients), (ours, gradients) = run(None), run(kernel)
+    finally:
+        net.fused = None
+    assert np.allclose(ours, plain, atol=1e-4 * np.abs(plain).max())
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(plain_gradients))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), gradients, plain_gradients)
+
+
+def test_rows_and_heads_stay_laid_out_over_a_mesh():
+    batch = {name: jnp.tile(x, (4, 1)) for name, x in rows("packed").items()}
+    q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    expected = CAUSAL.over(batch)(q, k, v)
+    with jax.set_mesh(MeshSharding(data=2, fsdp=2, tensor=2).mesh):
+        found = jax.jit(lambda batch, *qkv: CAUSAL.over(batch)(*qkv))(batch, q, k, v)
+    assert found.sharding.spec[0] == ("data", "fsdp") and np.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize(("kind", "changes", "called"), [
+    ("padded", {}, ("fmhaSoftmax", "CAUSAL", 0)),
+    ("padded", {"window": 3}, ("fmhaSoftmax", "CAUSAL", 3)),
+    ("padded", {"causal": False}, ("fmhaSoftmax", "PADDING", 0)),
+    ("packed", {"window": 3}, ("fmhaScaleBiasSoftmax", "CAUSAL", 0)),
+])
+def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, replicated):
+    """Made here, not run: which kernel it calls forward and backward, with which mask and window."""
+    for name, answer in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():
+        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
+    kernel = replace(CAUSAL, dtype="bfloat16", implementation="cudnn", **changes)
+
+    def gradient(batch, *qkv):
+        return jax.grad(lambda *qkv: kernel.over(batch)(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(*qkv)
+
+    if replicated:  # as jax.pmap, which cannot make programs for other devices
+        mesh, everywhere = jax.make_mesh((1,), ("replica",)), jax.sharding.PartitionSpec()
+        gradient = jax.shard_map(gradient, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    qkv = [jnp.ones((2, 10, heads, 8), jnp.bfloat16) for heads in (4, 2, 2)]
+    lowered = jax.jit(gradient).trace(rows(kind), *qkv).lower(lowering_platforms=("cuda",))
+    program = lowered.as_text().replace("\\22", '"')
+    assert re.findall(r"@__cudnn\$(\w+)", program) == [called[0], f"{called[0]}Backward"]
+    assert set(re.findall(r'"mask_type": "(\w+)"', program)) == {called[1]}
+    assert set(re.findall(r'"sliding_window_length": (\d+)', program)) == {str(called[2])}
+
+
+# Choice --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(twin, monkeypatch):
+    """A backend that calls itself a GPU, and XLA's implementation for the kernel."""
+    for name, head in (("mistral", "causal"), ("llama", "causal"), ("bert", "qa")):
+        twin(name, head)  # whose own networks are built, and spoken of, before
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
+    for cached in (fused.trial, fused._tell):
+        cached.cache_clear()
+    yield
+    for cached in (fused.trial, fused._tell):
+        cached.cache_clear()
+
+
+def arch_of(twin, name: str, head: str = "causal", **changes):
+    return replace(twin(name, head).net.arch, **{"head_dim": 8, **changes})
+
+
+def test_a_kernel_that_agrees_is_chosen_and_told_once(twin, gpu, capsys):
+    arch = arch_of(twin, "mistral")
+    chosen = choose(arch, jnp.dtype("bfloat16"), "causal", None)
+    assert chosen == choose(arch, jnp.dtype("bfloat16"), "causal", "sdpa")
+    assert (chosen.by_length, chosen.by_mask, chosen.window, chosen.scale) == (True, True, 4, arch.attention_scales[0])
+    assert capsys.readouterr().out == "Attention: xla's fused kernel, which agrees with the plain one.\n"
+    assert not choose(arch_of(twin, "bert", "qa", attention_dropout=0.0), jnp.dtype("bfloat16"), "qa", None).by_length
+
+
+@pytest.mark.parametrize(("changes", "dtype", "asked", "why"), [
+    ({}, "bfloat16", "eager", "attention: eager"),
+    ({}, "float32", None, "not in float32"),
+    ({"head_dim": 10}, "bfloat16", None, "not 10"),
+    ({"head_dim": 256}, "bfloat16", None, "not 256"),
+    ({"attention_dropout": 0.1}, "float16", None, "dropout"),
+    ({"windows": (None, 3, 3)}, "float16", None, "window or scale"),
+    ({"attention_scales": (1.0, 0.5, 0.3)}, "float16", None, "window or scale"),
+])
+def test_plain_attention_is_chosen_with_its_reason(twin, gpu, capsys, changes, dtype, asked, why):
+    arch = arch_of(twin, "llama", **changes)
+    assert why in unfit(arch, jnp.dtype(dtype), asked)
+    assert choose(arch, jnp.dtype(dtype), "causal", asked) is None
+    assert why in capsys.readouterr().out
+
+
+def test_a_network_takes_the_choice_of_its_configuration(gpu):
+    config = hub.load_config({"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24,
+                              "num_hidden_layers": 2, "num_attention_heads": 4})
+    assert hub.network(config, "causal", compute_dtype="bfloat16").fused.head_dim == 8
+    config._attn_implementation = "eager"
+    assert hub.network(config, "causal", compute_dtype="bfloat16").fused is None
+    assert "eager" not in config.to_json_string()
+
+
+def test_no_gpu_no_kernel_and_no_word(twin, capsys):
+    assert choose(arch_of(twin, "llama"), jnp.dtype("bfloat16"), "causal", None) is None
+    assert capsys.readouterr().out == ""
+
+
+HALF = replace(CAUSAL, dtype="bfloat16")
+REAL = jax.nn.dot_product_attention
+
+
+def leaking(*args, mask=None, **options):
+    return REAL(*args, **options)
+
+
+def window_off_by_one(*args, local_window_size=None, **options):
+    window = local_window_size and (local_window_size[0] + 1, 0)
+    return REAL(*args, local_window_size=window, **options)
+
+
+def raising(*args, **options):
+    raise NotImplementedError("no such kernel\nmore")
+
+
+def not_a_number(q, k, v, **options):
+    return jnp.where(jnp.arange(q.shape[1])[:, None, None] == 129, jnp.nan, REAL(q, k, v, **options))
+
+
+@pytest.mark.parametrize(("wrong", "kernel", "by_mask", "problem"), [
+    (leaking, HALF, True, "output differs"),
+    (leaking, replace(HALF, causal=False), True, "output differs"),
+    (window_off_by_one, replace(HALF, window=64), False, "output differs"),
+    (raising, HALF, False, "NotImplementedError: no such kernel"),
+    (not_a_number, HALF, False, "not all numbers are finite"),
+], ids=lambda value: getattr(value, "__name__", None))
+def test_trial_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem):
+    fused.trial.cache_clear()
+    assert trial(kernel, by_mask) is None
+    fused.trial.cache_clear()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", wrong)
+    found = trial(kernel, by_mask)
+    fused.trial.cache_clear()
+    assert found.startswith(problem) and "\n" not in found
+
+
+def test_lengths_of_an_encoder_are_tried():
+    fused.trial.cache_clear()
+    assert trial(replace(HALF, causal=False), by_mask=False) is None
+
+
+def test_rows_that_fail_take_the_plain_one_and_the_others_do_not(monkeypatch, capsys):
+    for cached in (fused.trial, fused._tell):
+        cached.cache_clear()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", leaking)
+    chosen = tried(HALF)
+    assert chosen == replace(HALF, by_mask=False)
+    assert "packed rows: output differs by" in capsys.readouterr().out
+    fused.trial.cache_clear()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", raising)
+    assert tried(HALF) is None
+    assert "Attention: plain, as the fused kernel fails its trial" in capsys.readouterr().out
+    for cached in (fused.trial, fused._tell):
+        cached.cache_clear()
