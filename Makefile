@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint smoke clean
+.PHONY: help install demo test test-all bench lint smoke clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
@@ -32,6 +32,9 @@ test-all: $(READY) ## Run all tests
 
 smoke: $(READY) ## Run the demo recipe for a few steps
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --config configs/smoke.yaml --overwrite true
+
+bench: $(READY) ## Measure speed and memory beside other trainers (about an hour; installs them)
+	$(BIN)/python benchmarks/bench.py
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .

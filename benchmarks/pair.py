@@ -77,7 +77,8 @@ class _Worker:
         self._process = subprocess.Popen(
             [side.python, str(WORKERS / side.program), json.dumps({**side.asked, "root": str(ROOT)})], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+                 "OMP_WAIT_POLICY": "PASSIVE"})  # else waiting threads burn CPU seconds
 
     def read(self) -> dict[str, float]:
         line = self._process.stdout.readline()

@@ -22,8 +22,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
              "intermediate_size": 176, "vocab_size": 1_000},
 }
-TEMPLATE = ("Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-            "response that appropriately completes the request.\n\n### Instruction:\n\n### Input:\n\n### Response:\n")
+TEMPLATE = ("Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n### Instruction:\n\n### Input:\n\n"
+            "### Response:\n")
 CLASSES = {"sft": "CausalLM", "clm": "CausalLM", "mlm": "MaskedLM", "qa": "QuestionAnswering"}
 TASKS = {"sft": ("SFT", "SFTData"), "clm": ("CLM", "CLMData"), "mlm": ("MLM", "MLMData"), "qa": ("QA", "QAData")}
 
@@ -148,9 +149,10 @@ def write_questions(path: Path, count: int) -> None:
         questions = []
         for place in range(5):
             first = rng.randrange(len(parts) - 4)
-            answer = " ".join(parts[first : first + rng.randint(1, 4)])
+            answer = {"text": " ".join(parts[first : first + rng.randint(1, 4)]),
+                      "answer_start": len(" ".join(parts[:first])) + (first > 0)}
             questions.append({"id": f"{number}-{place}", "question": words(rng.randint(6, 16), rng, vocabulary) + "?",
-                              "answers": [{"text": answer, "answer_start": len(" ".join(parts[:first])) + (first > 0)}]})
+                              "answers": [answer]})
         paragraphs.append({"context": context, "qas": questions})
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}))
 

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from lmmods.architectures import position_limit
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
-from lmmods.modules.cpu_kernels import prefer_onednn
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
 from lmmods.modules.pieces import cut
 from lmmods.modules.window import WeightedMean, Window, seed_step
 from lmmods.settings import LoRA, Optimizer, check_start, require
 
-PIECE_TOKENS = 1024  # large enough for full speed of matrix products, small enough for a processor's cache
+# A piece has about this many hidden features: small enough for a processor's cache. Products are fast from 512 rows on.
+PIECE_FEATURES, LEAST_PIECE = 2**18, 512
 
 
 class TaskModule(L.LightningModule, ABC):
@@ -48,7 +48,7 @@ class TaskModule(L.LightningModule, ABC):
         attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
-            it whole. null is 1024 on one CPU and 0 elsewhere.
+            it whole. null is 2^18 / hidden size (at least 512) on one CPU and 0 elsewhere.
         fast_kernels: Take faster kernels of the same function where there are some: oneDNN for float32 products on CPUs
             (after a trial), fused GELU, and on GPUs attention that knows packed rows.
         compile: Compile the layers (torch.compile): slower to start, faster on GPUs.
@@ -123,8 +123,6 @@ class TaskModule(L.LightningModule, ABC):
         model = self.load_base(precision)
         if self.fast_kernels:
             loading.fuse_activations(model)
-            if self.trainer.strategy.root_device.type == "cpu":
-                prefer_onednn()
         tokenizer = self.trainer.datamodule.tokenizer
         loading.resize_embeddings(model, len(tokenizer))
         self.fit_tokenizer(model, tokenizer)
@@ -241,7 +239,9 @@ class TaskModule(L.LightningModule, ABC):
                             "not with precision 16-mixed: set it to 0 or null.")
         if self.piece_tokens is not None:
             return self.piece_tokens
-        return PIECE_TOKENS if can_cut and self.device.type == "cpu" else 0
+        if not can_cut or self.device.type != "cpu":
+            return 0
+        return max(PIECE_FEATURES // self.model.config.get_text_config().hidden_size, LEAST_PIECE)
 
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Real tokens of the rows that score, and how many rows do: others only even out the processes."""

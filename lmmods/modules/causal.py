@@ -15,9 +15,11 @@ class CausalHead:
 
     Args:
         model: Any causal LM of transformers, also wrapped by PEFT.
+        by_hand: Let a head that is one matrix be differentiated without autograd.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, by_hand: bool = True):
+        self.by_hand = by_hand
         config = model.config.get_text_config()
         self.layer = model.get_output_embeddings()
         self.vocab_size = config.vocab_size
@@ -34,16 +36,24 @@ class CausalHead:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The output layer, if the head is nothing else: no bias, adapter, scale, cut or hook of a strategy."""
+        layer = self.layer
+        alone = (type(layer) is nn.Linear and layer.bias is None and self.scale == 1 and self.softcap is None
+                 and type(layer.weight.data) is Tensor and not layer._forward_pre_hooks and not layer._forward_hooks)
+        return layer if alone and self.by_hand else None
+
     def params(self) -> list[Tensor]:
         """The head's trainable parameters."""
         return [p for p in self.layer.parameters() if p.requires_grad]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "CausalHead | None":
+    def of(cls, model: nn.Module, by_hand: bool = True) -> "CausalHead | None":
         """The head of `model`, or None where it does something to its logits that is not known here."""
         if model.get_output_embeddings() is None:
             return None
-        head = cls(model)
+        head = cls(model, by_hand)
         if head._matches(model):
             return head
         say("The output head of this architecture cannot be taken apart; its full logits are computed.")

@@ -1,6 +1,8 @@
 """What CPUs need: two silent faults of bitsandbytes' 4-bit kernels (0.50.2) worked around, faster kernels preferred."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 
@@ -22,23 +24,38 @@ def work_around_cpu_kernels(model: nn.Module) -> None:
             _dequantize_by_blocks()
 
 
-@cache
-def prefer_onednn() -> bool:
-    """Let oneDNN make the float32 matrix products of this process, where it does so in float32. Returns whether it does.
+@contextmanager
+def onednn_products() -> Iterator[None]:
+    """Let oneDNN make the float32 matrix products inside, if it makes them in float32.
 
-    It is 10 to 20 % faster than MKL on AVX-512. torch hands products to it under the precision `medium`, which also
-    permits bfloat16 inside; whether that is used depends on the processor, so it is tried.
+    On AVX-512 it is 10 to 20 % faster than MKL. torch hands products to it under the precision `medium`, which also
+    permits bfloat16 inside; whether that is used depends on the processor, so it is tried. Not for whole networks:
+    torch's attention kernel is up to four times slower under `medium` (2.13).
     """
     before = torch.get_float32_matmul_precision()
-    random = torch.Generator().manual_seed(0)
+    if before != "highest" or not stays_float32():
+        yield
+        return
     torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@cache
+def stays_float32() -> bool:
+    """Whether products under the precision `medium` are float32 on this processor."""
+    random = torch.Generator().manual_seed(0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    worst = 0.0
     for rows, inner, columns in ((256, 256, 1024), (1024, 512, 64), (64, 2048, 256)):
         a, b = torch.randn(rows, inner, generator=random), torch.randn(inner, columns, generator=random)
         exact = a.double() @ b.double()
-        if (a @ b - exact).abs().max() > 1e-5 * exact.abs().max():  # bfloat16 would be off by 1e-3
-            torch.set_float32_matmul_precision(before)
-            return False
-    return True
+        worst = max(worst, ((a @ b - exact).abs().max() / exact.abs().max()).item())
+    torch.set_float32_matmul_precision(before)
+    return worst < 1e-5  # bfloat16 would be off by 1e-3
 
 
 @cache

@@ -6,11 +6,14 @@ neither [B, T, V] nor [N, V] logits ever exist, and nothing is computed twice.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from lmmods.modules.cpu_kernels import onednn_products
 
 IGNORED = -100
 # The float32 logits of one chunk take about this many bytes. Each chunk reads the head's weights anew, and where they
@@ -51,7 +54,7 @@ def token_loss(
     Args:
         hidden: [B, T, H] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
-        head: Maps [N, H] to logits [N, V].
+        head: Maps [N, H] to logits [N, V]. Where it has an attribute `linear` that is not None, it is this layer alone.
         params: The head's trainable parameters.
         vocab_size: V, which decides the chunk length.
         count_correct: Also count argmax hits (one more pass over the logits).
@@ -69,38 +72,90 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass.
 
     Taking the gradient in the forward pass is the idea of Liger Kernel's fused linear cross-entropy (Hsu et al.
-    2024). Autograd differentiates the head itself, so a head with bias, adapter, soft-cap or scale is right too.
+    2024). Autograd differentiates any head but a single matrix, so one with bias, adapter, soft-cap or scale is right.
     """
 
     @staticmethod
     def forward(ctx, hidden, targets, head, chunk, count_correct, is_training, *params):
         wants_grad = is_training and any(ctx.needs_input_grad)
+        products = _LinearHead(head.linear) if getattr(head, "linear", None) is not None else _AnyHead(head, params)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(total)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
-        grads = [torch.zeros_like(p, dtype=torch.float32) if wants_grad else None for p in params]
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            with torch.set_grad_enabled(wants_grad):
-                piece = hidden[part].detach().requires_grad_(wants_grad)
-                logits = head(piece)
-            log_probs = F.log_softmax(logits.detach(), dim=-1, dtype=torch.float32)
-            total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
-            if count_correct:
-                correct += (log_probs.argmax(-1) == targets[part]).sum()
-            if wants_grad:
-                # The gradient of cross-entropy by hand, in place: autograd would pass over the logits twice more.
-                grad_logits = log_probs.exp_()
-                grad_logits[torch.arange(len(piece), device=piece.device), targets[part]] -= 1
-                grad_hidden[part], *rest = torch.autograd.grad(logits, [piece, *params], grad_logits.to(logits.dtype))
-                for summed, grad in zip(grads, rest, strict=True):
-                    summed += grad
+        with onednn_products() if hidden.device.type == "cpu" else nullcontext():
+            for start in range(0, len(targets), chunk):
+                part = slice(start, start + chunk)
+                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad), dim=-1, dtype=torch.float32)
+                total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
+                if count_correct:
+                    correct += (log_probs.argmax(-1) == targets[part]).sum()
+                if wants_grad:
+                    # The gradient of cross-entropy by hand, in place: autograd would pass over the logits twice more.
+                    grad_logits = log_probs.exp_()
+                    grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                    grad_hidden[part] = products.backward(grad_logits)
         if wants_grad:
-            ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, params, strict=True)))
+            ctx.save_for_backward(grad_hidden, *products.param_grads(params))
         ctx.mark_non_differentiable(correct)
         return total, correct
 
     @staticmethod
     def backward(ctx, grad_total, _grad_correct):
-        grad_hidden, *grads = (grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
+        # In place: the tensors are nobody else's, and a second backward pass finds them gone.
+        grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
         return grad_hidden, None, None, None, None, None, *grads
+
+
+class _AnyHead:
+    """A head that autograd differentiates, chunk by chunk."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...]) -> None:
+        self._head, self._params = head, params
+        self._sums: list[Tensor] = []
+
+    def forward(self, piece: Tensor, wants_grad: bool) -> Tensor:
+        with torch.set_grad_enabled(wants_grad):
+            self._piece = piece.detach().requires_grad_(wants_grad)
+            self._logits = self._head(self._piece)
+        return self._logits.detach()
+
+    def backward(self, grad_logits: Tensor) -> Tensor:
+        grad, *rest = torch.autograd.grad(self._logits, [self._piece, *self._params],
+                                          grad_logits.to(self._logits.dtype))
+        if self._sums:
+            torch._foreach_add_(self._sums, [new.float() for new in rest])
+        else:
+            self._sums = [new.float() for new in rest]
+        return grad
+
+    def param_grads(self, params: tuple[Tensor, ...]) -> list[Tensor]:
+        sums = self._sums or [torch.zeros_like(p) for p in params]
+        return [grad.to(p.dtype) for grad, p in zip(sums, params, strict=True)]
+
+
+class _LinearHead:
+    """A head that is one matrix: its gradient is added up inside the product, and it is cast once for all chunks."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        device = layer.weight.device.type
+        autocast = torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device) if autocast else layer.weight.dtype
+        self._weight = layer.weight.detach().to(self._dtype)
+        self._trains, self._sum = layer.weight.requires_grad, None
+
+    def forward(self, piece: Tensor, wants_grad: bool) -> Tensor:
+        self._piece = piece.detach().to(self._dtype)
+        return self._piece @ self._weight.t()
+
+    def backward(self, grad_logits: Tensor) -> Tensor:
+        grad = grad_logits.to(self._dtype)
+        if self._trains and self._sum is None:
+            self._sum = (grad.t() @ self._piece).float()
+        elif self._trains and self._dtype == torch.float32:
+            self._sum.addmm_(grad.t(), self._piece)
+        elif self._trains:
+            self._sum += grad.t() @ self._piece
+        return grad @ self._weight
+
+    def param_grads(self, params: tuple[Tensor, ...]) -> list[Tensor]:
+        return [torch.zeros_like(p) if self._sum is None else self._sum.to(p.dtype) for p in params]

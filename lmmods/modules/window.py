@@ -106,7 +106,12 @@ class WeightedMean(torchmetrics.Metric):
 def seed_step(*position: int) -> None:
     """Seed torch, numpy and python from the seed of the run and a place in it: no generator state has to be kept."""
     mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
-    torch.manual_seed(mixed)
+    # Not torch.manual_seed: for each device that is not in use it keeps a call, with a traceback, for later.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(mixed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(mixed)
     np.random.seed(mixed)
     random.seed(mixed)
 

@@ -1,22 +1,24 @@
 """Faster kernels compute what the plain ones do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmmods.modules import cpu_kernels
-from lmmods.modules.cpu_kernels import prefer_onednn
+from lmmods.modules import loss as loss_module
+from lmmods.modules.cpu_kernels import onednn_products, stays_float32
 from lmmods.modules.loading import compile_layers, fuse_activations
+from lmmods.modules.loss import IGNORED, token_loss
 
 
 @pytest.fixture
-def products():
-    """The setting of the process, put back afterwards, and a trial that has not been made."""
-    before = torch.get_float32_matmul_precision()
-    prefer_onednn.cache_clear()
+def trial():
+    """A trial that has not been made."""
+    stays_float32.cache_clear()
     yield
-    prefer_onednn.cache_clear()
-    torch.set_float32_matmul_precision(before)
+    stays_float32.cache_clear()
 
 
 def gradients(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
@@ -46,15 +48,16 @@ def test_loss_and_gradients_are_the_same(gpt2, change):
     assert "NewGELUActivation" not in str(gpt2) or change is compile_layers
 
 
-def test_products_stay_float32_where_onednn_makes_them(products):
-    prefer_onednn()
+def test_products_stay_float32_where_onednn_makes_them(trial):
     random = torch.Generator().manual_seed(1)
     a, b = torch.randn(300, 700, generator=random), torch.randn(700, 200, generator=random)
     exact = a.double() @ b.double()
-    torch.testing.assert_close((a @ b).double(), exact, rtol=0, atol=1e-5 * exact.abs().max().item())
+    with onednn_products():
+        torch.testing.assert_close((a @ b).double(), exact, rtol=0, atol=1e-5 * exact.abs().max().item())
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_products_that_are_not_float32_are_refused(products, monkeypatch):
+def test_products_that_are_not_float32_are_refused(trial, monkeypatch):
     multiply = torch.Tensor.__matmul__
 
     def rough(a, b):  # as bfloat16 inside would be
@@ -62,6 +65,29 @@ def test_products_that_are_not_float32_are_refused(products, monkeypatch):
         return multiply(a.bfloat16().float(), b) if coarse else multiply(a, b)
 
     monkeypatch.setattr(cpu_kernels.Tensor, "__matmul__", rough)
-    torch.set_float32_matmul_precision("highest")
-    assert not prefer_onednn()
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert not stays_float32()
+    with onednn_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_head_by_hand_is_the_head_by_autograd(monkeypatch, dtype, trains):
+    """Float32 to rounding; under bfloat16 autocast the two round in other places."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 61, bias=False).requires_grad_(trains)
+    hidden, targets = torch.randn(2, 9, 16), torch.randint(0, 61, (2, 9))
+    targets[0, :4] = IGNORED
+
+    def run(head):
+        x = hidden.clone().requires_grad_()
+        params = [layer.weight] if trains else []
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            sums = token_loss(x, targets, head, params, 61, count_correct=True)
+        return [sums.total, sums.correct, *torch.autograd.grad(sums.total / 8, [x, *params])]
+
+    by_hand = SimpleNamespace(linear=layer)
+    exact = dtype == torch.float32
+    for ours, plain in zip(run(by_hand), run(lambda x: layer(x)), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)
