@@ -15,10 +15,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-a": {"model_type": "llama", **WIDTH, "intermediate_size": 704, "vocab_size": 8_000},
     "llama-b": {"model_type": "llama", "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
                 "intermediate_size": 1024, "vocab_size": 32_000, "tie_word_embeddings": True},
-    "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8_000,
+    "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 50_257,
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {"model_type": "bert", **WIDTH, "intermediate_size": 1024, "vocab_size": 30_522, **NO_DROPOUT},
-    "roberta": {"model_type": "roberta", **WIDTH, "intermediate_size": 1024, "vocab_size": 30_522, **NO_DROPOUT},
+    "roberta": {"model_type": "roberta", **WIDTH, "intermediate_size": 1024, "vocab_size": 50_265, **NO_DROPOUT},
     "tiny": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
              "intermediate_size": 176, "vocab_size": 1_000},
 }

@@ -133,12 +133,14 @@ def batches(asked: dict):  # noqa: ANN201
 
 
 def loop_run(asked: dict, rounds: Rounds) -> None:
-    """A loop without a trainer: for QLoRA as qlora.py has it, otherwise the barest there is."""
+    """A loop without a trainer: for QLoRA as qlora.py has it (it checkpoints gradients unless told not to), otherwise
+    the barest there is.
+    """
     model = load_model(asked)
     if asked["method"] != "full":
         from peft import get_peft_model, prepare_model_for_kbit_training
 
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
         model = get_peft_model(model, lora(asked))
     note_start(rounds, model, asked)
     params = [p for p in model.parameters() if p.requires_grad]
