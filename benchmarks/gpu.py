@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --smoke             the same program at toy sizes on the CPU; its figures mean nothing
 
 Recipe fields. Causal LM: Llama-3.2-1B's shape with random weights, rows of 4096 tokens, batch_size 4, precision
-bf16-true, gradient_checkpointing false, AdamW. QLoRA: Llama-2-7B's shape with random nf4 weights, rank 64 on all linear
-layers, rows of alpaca's lengths packed into 8 x 512, precision bf16-true, gradient_checkpointing true; the peer trains
-the same tokenised rows 8 at a time, padded to the longest, with gradient checkpointing and logits of all positions.
-Rows: four layers of the 1B shape. `attention` is null everywhere, so each engine takes the kernel that passes its
-trial. In the JAX engine layers are scanned one by one: recipes have no field for unrolling, and checkpointing is off.
+bf16-true, gradient_checkpointing false, compile true, AdamW. QLoRA: Llama-2-7B's shape with random nf4 weights, rank
+64 on all linear layers, rows of alpaca's lengths packed into 8 x 512, precision bf16-true, gradient_checkpointing true;
+the peer trains the same tokenised rows 8 at a time, padded to the longest, with gradient checkpointing and logits of
+all positions. Rows: four layers of the 1B shape. `attention` is null everywhere, so each engine takes the kernel that
+passes its trial. In the JAX engine layers are scanned one by one, and checkpointing is off.
 
 Speeds are real tokens (no padding) a second, medians of the logged steps after compilation. Each part runs in a process
 of its own; one that fails or runs out of time says so in the table, and the others go on.
@@ -129,7 +129,8 @@ def weights(sizes: Sizes, folder: Path, engine: str) -> Figures:
 
 def clm(sizes: Sizes, folder: Path, engine: str) -> Figures:
     """Full training of the 1B shape on full rows."""
-    speed = fit(sizes, folder, engine, "clm", {"config": sizes.clm_config()}, text_rows(sizes, folder))
+    model = {"config": sizes.clm_config(), "compile": sizes.device == "cuda"}
+    speed = fit(sizes, folder, engine, "clm", model, text_rows(sizes, folder))
     return {"speed": speed, "peak": peak(sizes, engine)}
 
 
