@@ -54,8 +54,7 @@ def adapt(network: Network, lora: LoRA) -> Network:
     if network.head == "causal" and arch.tied and ends:
         arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT
     build = Build(network.build.dtype, lora, frozenset(adapted))
-    return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat,
-                   network.unroll)
+    return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
 
 
 def _matching(network: Network, key: str, names: list[str], present: Iterable[str]) -> set[str]:

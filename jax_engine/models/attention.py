@@ -11,6 +11,7 @@ from jax import Array
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Rope
+from jax_engine.models.blocked import attend_blocked
 from jax_engine.models.linear import Build, Linear, Norm, fold, site_number
 from lmmods.errors import UserError
 
@@ -163,8 +164,16 @@ class Attention(nnx.Module):
                     for name, new in (("k", k), ("v", v)))
             cache = {"k": k, "v": v}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
-        mixed = mask(q, k, v) if callable(mask) else attend(q, k, v, mask, scale, self.arch.attention_dropout, keys)
-        return self.o(mixed, keys), cache
+        return self.o(self._mix(q, k, v, mask, scale, keys, cache is None), keys), cache
+
+    def _mix(self, q: Array, k: Array, v: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
+             keys: Array | None, whole_rows: bool) -> Array:
+        if callable(mask):
+            return mask(q, k, v)
+        rate = 0.0 if keys is None else self.arch.attention_dropout
+        if whole_rows and not rate and jax.default_backend() == "cpu":
+            return attend_blocked(self.arch.causal, q, k, v, mask, scale)
+        return attend(q, k, v, mask, scale, rate, keys)
 
     def _project(self, x: Array, keys: Array | None) -> tuple[Array, Array, Array]:
         arch = self.arch

@@ -80,14 +80,13 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
-            remat: Literal["none", "minimal", "full"] = "none", unroll: int = 1) -> Network:
+            remat: Literal["none", "minimal", "full"] = "none") -> Network:
     """The network of a configuration; makes no arrays.
 
     Args:
         compute_dtype: Of matrix products; norms, softmax, rotary positions and logits stay in float32.
         lora: Adapters on a base that does not train.
         remat: See Network.
-        unroll: Layers per step of the scan.
 
     Raises:
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
@@ -100,7 +99,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
     dtype = jnp.dtype(compute_dtype)
-    bare = Network(config, family, arch, head, Build(dtype), remat=remat, unroll=unroll)
+    bare = Network(config, family, arch, head, Build(dtype), remat=remat)
     if lora is None:
         return bare
     return adapters.adapt(bare, lora)

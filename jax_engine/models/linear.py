@@ -18,9 +18,18 @@ from jax_engine.quant import Quantized
 from lmmods.errors import UserError
 from lmmods.settings import LoRA
 
+
+def exact_gelu(x: Array) -> Array:
+    """x times the normal distribution function, in float32 by way of erf as torch; erfc, which bfloat16 needs, is slow.
+    """
+    if x.dtype != jnp.float32:
+        return jax.nn.gelu(x, approximate=False)
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
 ACTIVATIONS = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_python": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": exact_gelu,
+    "gelu_python": exact_gelu,
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -117,8 +126,37 @@ class Linear(nnx.Module):
 
 def product(x: Array, matrix: Array, dtype: jnp.dtype, conv1d: bool = False, result: jnp.dtype | None = None) -> Array:
     """x [..., in] times a matrix [out, in] (Conv1D: [in, out]) in `dtype`."""
+    if jax.default_backend() == "cpu":
+        return _product_on_cpu(conv1d, result, x.astype(dtype), matrix.astype(dtype))
+    return _product(conv1d, result, x.astype(dtype), matrix.astype(dtype))
+
+
+def _product(conv1d: bool, result: jnp.dtype | None, x: Array, matrix: Array) -> Array:
     contract = "...i,io->...o" if conv1d else "...i,oi->...o"
-    return jnp.einsum(contract, x.astype(dtype), matrix.astype(dtype), preferred_element_type=result)
+    return jnp.einsum(contract, x, matrix, preferred_element_type=result)
+
+
+_product_on_cpu = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+
+
+def _product_forward(conv1d, result, x, matrix):
+    return _product(conv1d, result, x, matrix), (x, matrix)
+
+
+def _product_backward(conv1d, _result, kept, gradient):
+    """The matrix's gradient with its shorter side along the rows: half again as fast on CPUs as the other way round."""
+    x, matrix = kept
+    d_x = jnp.einsum("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix,
+                     preferred_element_type=gradient.dtype)
+    sides = (x, gradient) if x.shape[-1] <= gradient.shape[-1] else (gradient, x)
+    d_matrix = jnp.einsum("ni,no->io", *(side.reshape(-1, side.shape[-1]) for side in sides),
+                          preferred_element_type=gradient.dtype)
+    if (sides[0] is x) != conv1d:
+        d_matrix = jax.lax.optimization_barrier(d_matrix).T  # XLA would fold it into the product
+    return d_x.astype(x.dtype), d_matrix.astype(matrix.dtype)
+
+
+_product_on_cpu.defvjp(_product_forward, _product_backward)
 
 
 def row_norms(matrix: Array, conv1d: bool) -> Array:

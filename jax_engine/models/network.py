@@ -26,6 +26,8 @@ from lmmods.errors import UserError
 
 Tree = dict[str, Any]
 HEADS = {"causal": CausalHead, "masked": MaskedHead, "qa": SpanHead}
+# Layers per step of the scan where all of a network trains: between steps XLA copies what layers keep, and gradients.
+UNROLL_CPU = 8
 
 
 class Network:
@@ -39,15 +41,15 @@ class Network:
         build: Compute dtype and adapters.
         to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.
         remat: What the backward pass computes again: nothing, all but matrix products, or whole layers.
-        unroll: Layers per step of the scan.
     """
 
     def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
-                 to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none",
-                 unroll: int = 1):
+                 to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none"):
         self.config, self.family, self.arch, self.head = config, family, arch, head
-        self.build, self.to_save, self.remat, self.unroll = build, to_save, remat, unroll
+        self.build, self.to_save, self.remat = build, to_save, remat
         self.lora = build.lora
+        unrolls = jax.default_backend() == "cpu" and remat == "none" and self.lora is None
+        self.unroll = UNROLL_CPU if unrolls else 1
         self.fused = fused.choose(arch, build.dtype, head, config._attn_implementation)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
@@ -140,7 +142,7 @@ class Network:
         if self.remat != "none":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        return jax.lax.scan(body, x, steps, unroll=self.unroll)
+        return jax.lax.scan(body, x, steps, unroll=self.unroll if cache is None else 1)
 
     def logits(self, params: Tree, hidden: Array) -> Array:
         """The head on hidden states of any leading shape: float32 [..., V], or [..., 2] (start, end) for qa."""

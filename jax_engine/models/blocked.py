@@ -1,0 +1,96 @@
+"""Attention on CPUs: blocks of scores that stay in the cache, and none of those that a causal mask hides whole.
+
+The backward pass computes the scores again instead of keeping them (Dao et al. 2022). There keys run along the rows, so
+that two of its three products of scores need no transposing, which is slow in XLA on CPUs.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+# Queries of a block, and keys in the backward pass. Larger ones multiply faster, but skip less.
+CAUSAL_BLOCK, BLOCK = 128, 512
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_blocked(causal: bool, q: Array, k: Array, v: Array, mask: Array, scale: Array) -> Array:
+    """`attend` without dropout. A query that sees nothing gets a mean of some values; its gradient must be zero.
+
+    Args:
+        causal: Whether `mask` hides all keys behind the query.
+        q: [B, T, heads, head_dim].
+        k: [B, T, kv_heads, head_dim]. v: the same.
+        mask: [B, 1, T, T] booleans.
+
+    Returns:
+        [B, T, heads * head_dim].
+    """
+    return _forward(causal, q, k, v, mask, scale)[0]
+
+
+def _forward(causal, q, k, v, mask, scale):
+    batch, length, heads, size = q.shape
+    shape = (batch, k.shape[2], heads // k.shape[2])
+    queries = q.reshape(batch, length, *shape[1:], size).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    mixed, norms = [], []
+    for start, end in _blocks(length, causal):
+        seen = end if causal else length
+        scores = _product(_flat(queries[..., start:end, :]), keys[:, :, :seen], 3, 3)
+        scores = scores.reshape(*shape, end - start, seen) * scale
+        scores = jnp.where(mask[:, :, None, start:end, :seen], scores, jnp.finfo(jnp.float32).min)
+        largest = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        total = weights.sum(-1, keepdims=True)
+        part = _product(_flat(weights).astype(v.dtype), values[:, :, :seen], 3, 2)
+        mixed.append(part.reshape(*shape, end - start, size) / total)
+        norms.append((largest + jnp.log(total))[..., 0])
+    mixed, norms = jnp.concatenate(mixed, 3), jnp.concatenate(norms, 3)
+    out = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * size).astype(v.dtype)
+    return out, (queries, keys, values, mask, scale, mixed, norms)
+
+
+def _backward(causal, kept, gradient):
+    queries, keys, values, mask, scale, mixed, norms = kept
+    batch, groups, per_group, length, size = queries.shape
+    gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
+    offset = (gradient * mixed).sum(-1)
+    d_queries, d_keys, d_values = jnp.zeros(queries.shape, jnp.float32), [], []
+    for start, end in _blocks(length, causal):
+        first = start if causal else 0  # of the queries that see a key of this block
+        later, later_gradient = _flat(queries[..., first:, :]), _flat(gradient[..., first:, :])
+        own, own_values = keys[:, :, start:end], values[:, :, start:end]
+        shape = (batch, groups, end - start, per_group, length - first)
+        seen = mask[:, :, first:, start:end].swapaxes(2, 3)[:, :, :, None]
+        scores = jnp.where(seen, _product(own, later, 3, 3).reshape(shape) * scale, jnp.finfo(jnp.float32).min)
+        weights = jnp.exp(scores - norms[:, :, None, :, first:])
+        slopes = _product(own_values, later_gradient, 3, 3).reshape(shape) - offset[:, :, None, :, first:]
+        weights, slopes = (x.reshape(*shape[:3], -1).astype(values.dtype) for x in (weights, weights * slopes))
+        d_values.append(_product(weights, later_gradient, 3, 2))
+        d_keys.append(_product(slopes, later, 3, 2) * scale)
+        turned = jax.lax.optimization_barrier(slopes.swapaxes(2, 3))  # XLA would fold it into a slow product
+        change = _product(turned, own, 3, 2).reshape(*shape[:2], per_group, length - first, size)
+        d_queries = d_queries.at[..., first:, :].add(change) if first else d_queries + change
+    d_queries = (d_queries * scale).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, size)
+    d_keys, d_values = (jnp.concatenate(parts, 2).transpose(0, 2, 1, 3) for parts in (d_keys, d_values))
+    return *(x.astype(values.dtype) for x in (d_queries, d_keys, d_values)), None, None
+
+
+attend_blocked.defvjp(_forward, _backward)
+
+
+def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
+    size = CAUSAL_BLOCK if causal else BLOCK
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _flat(x: Array) -> Array:
+    """[B, K, G, T, D] as [B, K, G * T, D]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _product(x: Array, y: Array, axis: int, axis_of_y: int) -> Array:
+    """Sums over one axis of x and one of y, for each row and kv head, in float32."""
+    return jax.lax.dot_general(x, y, (((axis,), (axis_of_y,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)

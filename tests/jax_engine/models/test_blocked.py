@@ -1,0 +1,51 @@
+"""Attention in blocks against plain attention: outputs and gradients of real tokens, over several blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_engine.models import blocked
+from jax_engine.models.attention import attend, attention_mask
+from jax_engine.models.blocked import attend_blocked
+
+LENGTH = 10
+LENGTHS = np.array([[1] * 10, [1] * 7 + [0] * 3, [0] * 4 + [1] * 6])
+PACKED = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 4 + [0] * 3, [1] * 10])
+KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_ids": PACKED}}
+
+
+@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None)])
+def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window):
+    monkeypatch.setattr(blocked, "CAUSAL_BLOCK", block)
+    monkeypatch.setattr(blocked, "BLOCK", block)
+    random = np.random.default_rng(0)
+    batch = {"input_ids": np.zeros((3, LENGTH), np.int32)} | KINDS[kind]
+    q, k, v, weights = (random.normal(size=(3, LENGTH, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
+    real = next(iter(KINDS[kind].values()), np.ones((3, LENGTH))) > 0
+    weights = (weights * real[..., None, None]).reshape(3, LENGTH, -1)
+    mask, scale = attention_mask(jax.tree.map(jnp.asarray, batch), causal, window), jnp.float32(0.3)
+
+    def run(function):
+        def weighted(*qkv):
+            mixed = function(*qkv)
+            return (mixed * weights).sum(), mixed
+
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(q, k, v)
+        return [np.asarray(mixed)[real], *gradients]
+
+    plain = run(lambda *qkv: attend(*qkv, mask, scale, 0.0, None))
+    for ours, theirs in zip(run(lambda *qkv: attend_blocked(causal, *qkv, mask, scale)), plain, strict=True):
+        assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(theirs).max()
+
+
+def test_bfloat16_stays_and_scores_are_float32():
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(2, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
+    mask, scale = attention_mask({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}, True, None), jnp.float32(0.3)
+    ours, back = jax.vjp(lambda *qkv: attend_blocked(True, *qkv, mask, scale), q, k, v)
+    theirs = attend(*(x.astype(jnp.float32) for x in (q, k, v)), mask, scale, 0.0, None)
+    assert ours.dtype == jnp.bfloat16 and {x.dtype for x in back(ours)} == {jnp.dtype("bfloat16")}
+    assert np.abs(ours.astype(jnp.float32) - theirs).max() <= 2**-7 * np.abs(theirs).max()
