@@ -88,6 +88,9 @@ class Work:
         torch.manual_seed(0)
         getattr(transformers, f"AutoModelFor{CLASSES[self.task]}").from_config(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        settings = folder / "tokenizer_config.json"  # names a class that older transformers do not have
+        fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings.write_text(json.dumps(fields))
 
     def _recipe(self, folder: Path, source: Path) -> dict[str, Any]:
         method = {"qlora": {"quantize": "nf4"}}.get(self.method, {})

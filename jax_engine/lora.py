@@ -10,7 +10,6 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jax_engine.models.architecture import Head
-from jax_engine.models.linear import Build
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network, Tree
 from jax_engine.state import Path as LeafPath
@@ -53,7 +52,7 @@ def adapt(network: Network, lora: LoRA) -> Network:
     arch = network.arch
     if network.head == "causal" and arch.tied and ends:
         arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT
-    build = Build(network.build.dtype, lora, frozenset(adapted))
+    build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted))
     return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
 
 

@@ -133,7 +133,7 @@ class Attention(nnx.Module):
     """Self-attention of one layer with its projections."""
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
-        self.arch = arch
+        self.arch, self.blocked = arch, build.blocked
         inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         kwargs = {"build": build, "rngs": rngs, "conv1d": arch.conv1d}
         if arch.fused_qkv:
@@ -171,7 +171,7 @@ class Attention(nnx.Module):
         if callable(mask):
             return mask(q, k, v)
         rate = 0.0 if keys is None else self.arch.attention_dropout
-        if whole_rows and not rate and jax.default_backend() == "cpu":
+        if whole_rows and not rate and self.blocked:
             return attend_blocked(self.arch.causal, q, k, v, mask, scale)
         return attend(q, k, v, mask, scale, rate, keys)
 

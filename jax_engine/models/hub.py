@@ -7,6 +7,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
@@ -98,8 +99,9 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                         "bitsandbytes: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
-    dtype = jnp.dtype(compute_dtype)
-    bare = Network(config, family, arch, head, Build(dtype), remat=remat)
+    on_cpu = jax.default_backend() == "cpu"
+    build = Build(jnp.dtype(compute_dtype), blocked=on_cpu and config._attn_implementation != "eager")
+    bare = Network(config, family, arch, head, build, remat=remat)
     if lora is None:
         return bare
     return adapters.adapt(bare, lora)

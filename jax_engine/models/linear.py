@@ -57,11 +57,13 @@ class Build:
         dtype: Of matrix products; parameters keep their own.
         lora: Settings of the adapters.
         adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
+        blocked: Attention in blocks, the fast one on CPUs.
     """
 
     dtype: jnp.dtype
     lora: LoRA | None = None
     adapted: frozenset[str] = frozenset()
+    blocked: bool = False
 
 
 class Linear(nnx.Module):

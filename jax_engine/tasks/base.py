@@ -47,8 +47,8 @@ class Task(ABC):
         optimizer: Update rule and schedule.
         gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
             third more time), or all but the products of weights (minimal).
-        attention: null or sdpa takes fused attention on a GPU where a trial shows that it computes the same; eager
-            never does.
+        attention: null or sdpa takes fused attention on a GPU where a trial shows that it computes the same, and
+            attention in blocks on a CPU; eager takes the plain one.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: Cutting of micro-batches is torch's: only null and 0 here.
         fast_kernels: False is the same as attention eager.

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
-from jax_engine.models import blocked
+from jax_engine.models import attention, blocked, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.blocked import attend_blocked
 
@@ -49,3 +50,15 @@ def test_bfloat16_stays_and_scores_are_float32():
     theirs = attend(*(x.astype(jnp.float32) for x in (q, k, v)), mask, scale, 0.0, None)
     assert ours.dtype == jnp.bfloat16 and {x.dtype for x in back(ours)} == {jnp.dtype("bfloat16")}
     assert np.abs(ours.astype(jnp.float32) - theirs).max() <= 2**-7 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(("asked", "blocked"), [(None, True), ("sdpa", True), ("eager", False)])
+def test_the_recipe_switches_it_off(monkeypatch, asked, blocked):
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                         vocab_size=11)
+    config._attn_implementation = asked
+    used = []
+    monkeypatch.setattr(attention, "attend_blocked", lambda *args: used.append(True) or attend_blocked(*args))
+    network = hub.network(config, "causal")
+    network.hidden(network.init(jax.random.key(0)), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
+    assert bool(used) == blocked
