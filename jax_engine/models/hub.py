@@ -81,13 +81,14 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
-            remat: Literal["none", "minimal", "full"] = "none") -> Network:
+            remat: Literal["none", "minimal", "full"] = "none", unroll: int | None = None) -> Network:
     """The network of a configuration; makes no arrays.
 
     Args:
         compute_dtype: Of matrix products; norms, softmax, rotary positions and logits stay in float32.
         lora: Adapters on a base that does not train.
         remat: See Network.
+        unroll: See Network; without adapters.
 
     Raises:
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
@@ -101,7 +102,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     arch = family.architecture(config)
     on_cpu = jax.default_backend() == "cpu"
     build = Build(jnp.dtype(compute_dtype), blocked=on_cpu and config._attn_implementation != "eager")
-    bare = Network(config, family, arch, head, build, remat=remat)
+    bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare
     return adapters.adapt(bare, lora)

@@ -41,15 +41,17 @@ class Network:
         build: Compute dtype and adapters.
         to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.
         remat: What the backward pass computes again: nothing, all but matrix products, or whole layers.
+        unroll: Layers per step of the scan; None takes 8 on a CPU where all of a network trains, else 1.
     """
 
     def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
-                 to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none"):
+                 to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none",
+                 unroll: int | None = None):
         self.config, self.family, self.arch, self.head = config, family, arch, head
         self.build, self.to_save, self.remat = build, to_save, remat
         self.lora = build.lora
         unrolls = jax.default_backend() == "cpu" and remat == "none" and self.lora is None
-        self.unroll = UNROLL_CPU if unrolls else 1
+        self.unroll = unroll or (UNROLL_CPU if unrolls else 1)
         self.fused = fused.choose(arch, build.dtype, head, config._attn_implementation)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
