@@ -357,17 +357,22 @@ class TaskModule(L.LightningModule, ABC):
     # Sizes -----------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Parameters and dtypes in a line or two."""
+        """Parameters, dtypes and how micro-batches are computed, in a line or two."""
         sizes = summary.summarize(self.model)
+        piece = self.piece_size()
         share = ", ".join(f"{name} {count / sizes.num_params:.1%}" for name, count in sizes.dtypes.items())
         return (f"Parameters: {sizes.num_params:,}, of which {sizes.num_trainable:,} train "
-                f"({sizes.num_trainable / sizes.num_params:.2%}). Stored as: {share}.")
+                f"({sizes.num_trainable / sizes.num_params:.2%}). Stored as: {share}."
+                + (f" On this CPU a micro-batch is computed {piece} tokens at a time." if piece else ""))
 
     def memory_estimate(self) -> int:
         """Rough bytes of a training step on this device."""
         data = self.trainer.datamodule
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
-        return summary.training_bytes(self.model, self.optimizer_settings.name, data.batch_size * data.max_length,
+        tokens, piece = data.batch_size * data.max_length, self.piece_size()
+        if piece:
+            tokens = min(tokens, max(piece, data.max_length))
+        return summary.training_bytes(self.model, self.optimizer_settings.name, tokens,
                                       self.gradient_checkpointing, compute_bytes)
 
     def flops_per_token(self) -> int:
