@@ -96,10 +96,11 @@ MESH = "jax_engine.devices.MeshSharding"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [FULL, {}], ids=["full", "qlora"])
-@pytest.mark.parametrize(("devices", "strategy", "shares"), [
-    (4, "ddp", 4), (4, "fsdp", 4), (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4),
-], ids=["ddp4", "fsdp4", "mesh2x2x2"])
+@pytest.mark.parametrize(("devices", "strategy", "shares", "changes"), [
+    (4, "ddp", 4, FULL), (4, "fsdp", 4, {}),
+    (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4, FULL),
+    (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4, {}),
+], ids=["ddp4-full", "fsdp4-qlora", "mesh2x2x2-full", "mesh2x2x2-qlora"])
 def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strategy, shares, changes):
     """A window of 4 micro-batches on one device, or spread; dropout on; the epoch ends in a partial round."""
     common = {**changes, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
