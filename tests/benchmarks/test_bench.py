@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in ("data", "work", "pair", "table"):  # pytest may know other modules by these names
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def test_a_row_of_the_table():
