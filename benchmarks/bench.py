@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import startup
@@ -51,6 +51,7 @@ class Comparison:
         memory: Largest ratio of peak memory, where there is a target.
         steps: Steps of a round.
         warm_up: Steps before the first.
+        lengths: Sequence lengths under `--full`.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Comparison:
     memory: float | None = None
     steps: int = 8
     warm_up: int = 4
-    lengths: tuple[int, ...] = field(default=())
+    lengths: tuple[int, ...] = ()
 
     @property
     def title(self) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class Work:
         method: What trains.
         rows: Instructions to train on instead of generated ones (`--rows`).
         tokenizer: Tokenizer instead of one trained on the generated text (`--tokenizer`).
+        num_rows: Rows to generate.
     """
 
     task: Literal["sft", "clm", "mlm", "qa"]
@@ -50,7 +51,7 @@ class Work:
     method: Literal["full", "lora", "qlora"] = "full"
     rows: str | None = None
     tokenizer: str | None = None
-    num_rows: int = field(default=2_000)
+    num_rows: int = 2_000
 
     def write(self, folder: Path) -> None:
         """Write model/, the data, recipe.yaml, and for the peers rows.jsonl and check.json."""

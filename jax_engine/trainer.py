@@ -243,7 +243,10 @@ class Trainer:
         if self.precision == "auto":
             self.precision, reason = machines.choose_precision()
             say(f"precision {self.precision}: {reason}. Another one is set with trainer.precision.")
-            self.recipe = self.recipe and self.recipe.replace("precision: auto", f"precision: {self.precision}")
+            if self.recipe:
+                recipe = yaml.safe_load(self.recipe)
+                recipe["trainer"]["precision"] = self.precision
+                self.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         self.bar = Bar(self.enable_progress_bar and self._is_first, machines.peak_memory)
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule

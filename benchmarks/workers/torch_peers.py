@@ -40,8 +40,8 @@ def note_start(rounds: Rounds, model: torch.nn.Module, asked: dict) -> None:
         rounds.start_loss(model.train()(**batch).loss.item())
 
 
-def counting(trainer_class: type, rounds: Rounds) -> type:
-    """A trainer that reports its steps."""
+def counting(trainer_class: type) -> type:
+    """A trainer that counts the real tokens of a step, and logs nothing."""
     class Counting(trainer_class):
         def training_step(self, model, inputs, *args):  # noqa: ANN001, ANN002, ANN202
             self.tokens = int(inputs["attention_mask"].sum())
@@ -84,7 +84,7 @@ def trainer_run(asked: dict, rounds: Rounds) -> None:
                  "labels": row["input_ids"]} for row in rows]
     model, holder = load_model(asked), {}
     note_start(rounds, model, asked)
-    holder["trainer"] = counting(Trainer, rounds)(
+    holder["trainer"] = counting(Trainer)(
         model=model, args=TrainingArguments(**arguments(asked)), train_dataset=rows, data_collator=collate,
         callbacks=[callback(rounds, holder)])
     holder["trainer"].train()
@@ -107,7 +107,7 @@ def trl_run(asked: dict, rounds: Rounds) -> None:
     holder: dict = {}
     data = Dataset.from_list([{"input_ids": row["input_ids"], "labels": row["labels"]}
                               for row in read_rows(asked["folder"])])
-    trainer = counting(SFTTrainer, rounds)(
+    trainer = counting(SFTTrainer)(
         model=load_model(asked), args=SFTConfig(**arguments(asked)), train_dataset=data, peft_config=lora(asked),
         processing_class=AutoTokenizer.from_pretrained(f"{asked['folder']}/model"),
         callbacks=[callback(rounds, holder)])

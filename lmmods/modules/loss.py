@@ -78,11 +78,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, targets, head, chunk, count_correct, is_training, *params):
         wants_grad = is_training and any(ctx.needs_input_grad)
-        products = _LinearHead(head.linear) if getattr(head, "linear", None) is not None else _AnyHead(head, params)
+        layer = getattr(head, "linear", None)
+        products = _AnyHead(head, params) if layer is None else _LinearHead(layer)
+        fast = layer is not None and hidden.device.type == "cpu"
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(total)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
-        with onednn_products() if hidden.device.type == "cpu" else nullcontext():
+        with onednn_products() if fast else nullcontext():
             for start in range(0, len(targets), chunk):
                 part = slice(start, start + chunk)
                 log_probs = F.log_softmax(products.forward(hidden[part], wants_grad), dim=-1, dtype=torch.float32)
