@@ -97,7 +97,7 @@ def test_an_offline_run_holds_what_metrics_csv_holds(recipe, tmp_path, clean_wan
     arguments = recipe(engine=engine, trainer__logger=logger, trainer__max_steps=4,
                        samples={"prompts": ["Add 1 and 2."], "every_n_steps": 2, "max_new_tokens": 4})
     assert main(["fit", *arguments]) == 0
-    wandb.finish()
+    wandb.teardown()  # finish() may return before the service has written its last block
     file, = folder.root.glob("wandb/offline-run-*/run-*.wandb")
     history, artifacts, config = {}, [], {}
     for record in records(file):
