@@ -3,6 +3,7 @@
 import csv
 import json
 import struct
+import time
 
 import pytest
 import yaml
@@ -80,11 +81,22 @@ def records(file) -> list:
             place += left
             continue
         _, length, kind = struct.unpack("<IHB", data[place:place + 7])
+        if place + 7 + length > len(data):
+            break
         part += data[place + 7:place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last piece
             found.append(Record.FromString(part))
             part = b""
+    return found
+
+
+def complete(file) -> list:
+    """All records of a run that is finished: its service may still be writing when `finish` returns."""
+    deadline = time.monotonic() + 60
+    while not (found := records(file)) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, "W&B has not ended its file"
+        time.sleep(0.05)
     return found
 
 
@@ -97,10 +109,10 @@ def test_an_offline_run_holds_what_metrics_csv_holds(recipe, tmp_path, clean_wan
     arguments = recipe(engine=engine, trainer__logger=logger, trainer__max_steps=4,
                        samples={"prompts": ["Add 1 and 2."], "every_n_steps": 2, "max_new_tokens": 4})
     assert main(["fit", *arguments]) == 0
-    wandb.teardown()  # finish() may return before the service has written its last block
+    wandb.finish()
     file, = folder.root.glob("wandb/offline-run-*/run-*.wandb")
     history, artifacts, config = {}, [], {}
-    for record in records(file):
+    for record in complete(file):
         row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         if row:
             history.setdefault(row["trainer/global_step"], {}).update(row)
