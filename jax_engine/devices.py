@@ -75,9 +75,9 @@ def keep_freed_memory() -> None:
     """Let glibc hand freed memory out again instead of returning it to the system after each step.
 
     XLA on CPUs allocates the room for a step's activations anew in each step, and the system clears each page of it: a
-    third of the time of a small model. One arena, as the threads of XLA allocate and arenas of threads cannot grow far.
-    Does nothing with another C library, or where the environment sets one of glibc's MALLOC_ variables. Call it before
-    XLA starts its threads.
+    third of the time of a small model. Steps then run in the thread that calls them, as only its heap can grow so far;
+    several devices in one process keep their threads and gain nothing. Does nothing with another C library, or where
+    the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return

@@ -1,11 +1,18 @@
-"""Shared by all tests: offline, one thread, and a tiny Llama with its tokenizer in a folder."""
+"""Shared by all tests: offline, one thread, compiled programs kept, and a tiny Llama with its tokenizer in a folder."""
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
                   TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all workers and what they start
+    os.environ.update(JAX_COMPILATION_CACHE_DIR=tempfile.mkdtemp(prefix="xla"),
+                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 from pathlib import Path  # noqa: E402
 

@@ -42,7 +42,7 @@ class CausalHead(nnx.Module):
     """Logits over the vocabulary in float32; the matrix is the embedding's where the two are tied."""
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
-        self.dtype = build.dtype
+        self.build = build
         self.weight = None if arch.tied else nnx.Param(
             arch.init_std * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size)))
         self.bias = nnx.Param(jnp.zeros(arch.vocab_size)) if arch.head_bias else None
@@ -50,5 +50,5 @@ class CausalHead(nnx.Module):
     def __call__(self, hidden: Array, table: Array) -> Array:
         """[..., V] of hidden states [..., D] and the embedding's table [V, D]."""
         matrix = table if self.weight is None else self.weight[...]
-        logits = product(hidden, matrix, self.dtype, result=jnp.float32)
+        logits = product(hidden, matrix, self.build, result=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)

@@ -46,7 +46,7 @@ class MaskedHead(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
         size = arch.embedding_size or arch.hidden_size
-        self.activation, self.dtype = arch.head_activation, build.dtype
+        self.activation, self.build = arch.head_activation, build
         self.dense = Linear(arch.hidden_size, size, "head.dense", build, rngs, std=arch.init_std)
         self.norm = Norm(size, arch.norm, arch.norm_eps)
         self.bias = nnx.Param(jnp.zeros(arch.vocab_size))
@@ -54,17 +54,17 @@ class MaskedHead(nnx.Module):
     def __call__(self, hidden: Array, table: Array) -> Array:
         """[..., V] of hidden states [..., D] and the embedding's table [V, E]."""
         x = self.norm(ACTIVATIONS[self.activation](self.dense(hidden)).astype(hidden.dtype))
-        return product(x, table, self.dtype, result=jnp.float32) + self.bias[...].astype(jnp.float32)
+        return product(x, table, self.build, result=jnp.float32) + self.bias[...].astype(jnp.float32)
 
 
 class SpanHead(nnx.Module):
     """Logits of an answer's start and end at each position, float32 [..., 2]."""
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
-        self.dtype = build.dtype
+        self.build = build
         self.weight = nnx.Param(arch.init_std * jax.random.normal(rngs.params(), (2, arch.hidden_size)))
         self.bias = nnx.Param(jnp.zeros(2))
 
     def __call__(self, hidden: Array, table: Array) -> Array:
-        logits = product(hidden, self.weight[...], self.dtype, result=jnp.float32)
+        logits = product(hidden, self.weight[...], self.build, result=jnp.float32)
         return logits + self.bias[...].astype(jnp.float32)

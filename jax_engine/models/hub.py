@@ -81,7 +81,8 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
-            remat: Literal["none", "minimal", "full"] = "none", unroll: int | None = None) -> Network:
+            remat: Literal["none", "minimal", "full"] = "none", unroll: int | None = None,
+            fast_kernels: bool = True) -> Network:
     """The network of a configuration; makes no arrays.
 
     Args:
@@ -89,6 +90,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         lora: Adapters on a base that does not train.
         remat: See Network.
         unroll: See Network; without adapters.
+        fast_kernels: Take the forms that are fast on the device at hand.
 
     Raises:
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
@@ -100,8 +102,8 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                         "bitsandbytes: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
-    on_cpu = jax.default_backend() == "cpu"
-    build = Build(jnp.dtype(compute_dtype), blocked=on_cpu and config._attn_implementation != "eager")
+    on_cpu = fast_kernels and jax.default_backend() == "cpu"
+    build = Build(jnp.dtype(compute_dtype), on_cpu=on_cpu, blocked=on_cpu and config._attn_implementation != "eager")
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare

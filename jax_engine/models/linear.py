@@ -57,12 +57,14 @@ class Build:
         dtype: Of matrix products; parameters keep their own.
         lora: Settings of the adapters.
         adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
-        blocked: Attention in blocks, the fast one on CPUs.
+        on_cpu: Forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
+        blocked: Attention in blocks, another of them.
     """
 
     dtype: jnp.dtype
     lora: LoRA | None = None
     adapted: frozenset[str] = frozenset()
+    on_cpu: bool = False
     blocked: bool = False
 
 
@@ -103,7 +105,7 @@ class Linear(nnx.Module):
     def _product(self, x: Array, weight: Any) -> Array:
         """x W^T. The matrix of a quantised weight is made again in the backward pass instead of being kept for it."""
         def times(x: Array, weight: Any) -> Array:
-            return product(x, weight.astype(self.build.dtype), self.build.dtype, self.conv1d)
+            return product(x, weight.astype(self.build.dtype), self.build, self.conv1d)
 
         return (jax.checkpoint(times) if isinstance(weight, Quantized) else times)(x, weight)
 
@@ -112,7 +114,7 @@ class Linear(nnx.Module):
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora_scaling(lora)
         dropped = dropout(x, lora.dropout, keys, f"{self.path}.lora")
-        update = product(product(dropped, self.lora_A[...], dtype), self.lora_B[...], dtype) * scaling
+        update = product(product(dropped, self.lora_A[...], self.build), self.lora_B[...], self.build) * scaling
         if not lora.dora:
             return update
         delta = self.lora_B[...].astype(jnp.float32) @ self.lora_A[...].astype(jnp.float32)
@@ -126,11 +128,10 @@ class Linear(nnx.Module):
         return (factor - 1) * y + factor * update
 
 
-def product(x: Array, matrix: Array, dtype: jnp.dtype, conv1d: bool = False, result: jnp.dtype | None = None) -> Array:
-    """x [..., in] times a matrix [out, in] (Conv1D: [in, out]) in `dtype`."""
-    if jax.default_backend() == "cpu":
-        return _product_on_cpu(conv1d, result, x.astype(dtype), matrix.astype(dtype))
-    return _product(conv1d, result, x.astype(dtype), matrix.astype(dtype))
+def product(x: Array, matrix: Array, build: Build, conv1d: bool = False, result: jnp.dtype | None = None) -> Array:
+    """x [..., in] times a matrix [out, in] (Conv1D: [in, out]) in the build's dtype."""
+    multiply = _product_on_cpu if build.on_cpu else _product
+    return multiply(conv1d, result, x.astype(build.dtype), matrix.astype(build.dtype))
 
 
 def _product(conv1d: bool, result: jnp.dtype | None, x: Array, matrix: Array) -> Array:

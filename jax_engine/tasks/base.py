@@ -51,7 +51,7 @@ class Task(ABC):
             attention in blocks on a CPU; eager takes the plain one.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: Cutting of micro-batches is torch's: only null and 0 here.
-        fast_kernels: False is the same as attention eager.
+        fast_kernels: False takes eager attention and, on a CPU, plain gradients of matrices and a loop over layers.
         compile: Everything is compiled here, whatever this says.
     """
 
@@ -82,7 +82,7 @@ class Task(ABC):
         _refuse("trust_remote_code", trust_remote_code, False)
         _refuse("piece_tokens", piece_tokens, None, 0)
         _refuse("attention", attention, None, "sdpa", "eager")
-        self.attention = attention if fast_kernels else "eager"
+        self.attention, self.fast_kernels = attention if fast_kernels else "eager", fast_kernels
         self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
         self.config, self.config_overrides = config, config_overrides or {}
         self.lora, self.adapter = lora, adapter
@@ -113,7 +113,7 @@ class Task(ABC):
         compute = COMPUTE_DTYPES[precision]
         config = self._configuration(tokenizer)
         config._attn_implementation = self.attention
-        options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat}
+        options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat, "fast_kernels": self.fast_kernels}
         check_saved_quantization(saved_quantization(config), self.pretrained, self.quantize, self.trains_adapter)
         bare = hub.network(config, self.head, **options)
         stored = compute if self.trains_adapter or precision == "bf16-true" else "float32"

@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 from transformers.activations import ACT2FN
 
-from jax_engine.models.linear import ACTIVATIONS, Embedding, Norm, dropout, known_activation, product
+from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Norm, dropout, known_activation, product
 from lmmods.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32) * 3
@@ -66,13 +66,15 @@ def test_dropout_keeps_its_rate_and_mean():
     assert dropout(X, 0.3, None, "here") is X and dropout(X, 0.0, keys[:3], "here") is X
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("conv1d", [True, False])
 @pytest.mark.parametrize("sizes", [(6, 9), (9, 6)])
-def test_products_and_their_gradients_are_torchs(sizes, conv1d):
+def test_products_and_their_gradients_are_torchs(sizes, conv1d, on_cpu):
     random = np.random.default_rng(2)
     x, matrix, weights = (random.normal(size=shape).astype(np.float32) for shape in
                           ((3, 4, sizes[0]), sizes if conv1d else sizes[::-1], (3, 4, sizes[1])))
-    ours, back = jax.vjp(lambda x, matrix: product(x, matrix, jnp.float32, conv1d), x, matrix)
+    build = Build(jnp.dtype("float32"), on_cpu=on_cpu)
+    ours, back = jax.vjp(lambda x, matrix: product(x, matrix, build, conv1d), x, matrix)
     wide, other = (torch.tensor(array, requires_grad=True) for array in (x, matrix))
     theirs = wide @ (other if conv1d else other.T)
     (theirs * torch.tensor(weights)).sum().backward()

@@ -1,0 +1,33 @@
+"""What a run sets on the machine before XLA starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STEPS = """
+import resource
+import jax, jax.numpy as jnp
+from jax_engine.devices import keep_freed_memory
+keep_freed_memory()
+step = jax.jit(lambda x: jnp.sin(x @ x).sum())
+x = jnp.ones((2048, 2048))
+step(x).block_until_ready()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step(x).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+@pytest.mark.parametrize("asked", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["kept", "left alone"])
+def test_a_step_finds_its_memory_again(asked):
+    """A step needs 16 MiB, which are 4,096 pages."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "XLA_FLAGS"))}
+    done = subprocess.run([sys.executable, "-c", STEPS], cwd=Path(__file__).parent.parent.parent, timeout=120,
+                          env={**plain, **asked}, capture_output=True, text=True, check=True)
+    faults = int(done.stdout)
+    assert faults > 5 * 3_000 if asked else faults < 500
