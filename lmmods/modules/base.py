@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lmmods.architectures import position_limit
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
+from lmmods.modules.cpu_kernels import bound_onednn_cache
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
 from lmmods.modules.pieces import cut
@@ -118,6 +119,7 @@ class TaskModule(L.LightningModule, ABC):
         """Build the network on the device and in the dtypes that the trainer asks for."""
         if self.model is not None:
             return
+        bound_onednn_cache()
         torch.manual_seed(base_seed())
         precision = self.trainer.precision
         model = self.load_base(precision)

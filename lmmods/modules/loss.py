@@ -80,13 +80,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_grad = is_training and any(ctx.needs_input_grad)
         layer = getattr(head, "linear", None)
         products = _AnyHead(head, params) if layer is None else _LinearHead(layer)
-        fast = layer is not None and hidden.device.type == "cpu"
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(total)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
-        with onednn_products() if fast else nullcontext():
-            for start in range(0, len(targets), chunk):
-                part = slice(start, start + chunk)
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            # oneDNN keeps what it makes for each shape, so it gets the one shape that comes again and again
+            fast = layer is not None and hidden.device.type == "cpu" and start + chunk <= len(targets)
+            with onednn_products() if fast else nullcontext():
                 log_probs = F.log_softmax(products.forward(hidden[part], wants_grad), dim=-1, dtype=torch.float32)
                 total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
                 if count_correct:

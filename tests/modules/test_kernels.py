@@ -1,5 +1,7 @@
 """Faster kernels compute what the plain ones do."""
 
+import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmmods.modules import cpu_kernels
 from lmmods.modules import loss as loss_module
-from lmmods.modules.cpu_kernels import onednn_products, stays_float32
+from lmmods.modules.cpu_kernels import bound_onednn_cache, onednn_products, stays_float32
 from lmmods.modules.loading import compile_layers, fuse_activations
 from lmmods.modules.loss import IGNORED, token_loss
 
@@ -68,6 +70,24 @@ def test_products_that_are_not_float32_are_refused(trial, monkeypatch):
     assert not stays_float32()
     with onednn_products():
         assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_onednn_gets_no_shape_that_does_not_come_again(monkeypatch):
+    """It keeps memory for each: only whole chunks, and a bound where torch gives it products by itself."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
+    entered = []
+    monkeypatch.setattr(loss_module, "onednn_products", lambda: entered.append(True) or nullcontext())
+    layer = torch.nn.Linear(16, 61, bias=False)
+    head = SimpleNamespace(linear=layer)
+    for num_targets in (4, 5, 13):
+        token_loss(torch.randn(1, num_targets, 16), torch.zeros(1, num_targets, dtype=torch.long), head, [], 61)
+    assert len(entered) == 0 + 1 + 2
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    bound_onednn_cache()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    bound_onednn_cache()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
