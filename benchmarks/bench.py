@@ -168,8 +168,9 @@ def main() -> None:
                 of_length = replace(comparison, work=replace(comparison.work, length=length))
                 folder = Path(temporary) / f"{number}-{length}"
                 of_length.work.write(folder)
-                rows += measure(of_length, folder, args.rounds)
-                print(markdown(rows[-1:]).splitlines()[-1], flush=True)
+                found = measure(of_length, folder, args.rounds)
+                print("\n".join(markdown(found).splitlines()[2:]), flush=True)
+                rows += found
                 shutil.rmtree(folder)
     if "startup".startswith(tuple(args.only)):
         rows += startup.measure(args.rounds)
