@@ -3,7 +3,7 @@
 import ctypes
 import os
 import pickle
-import sys
+import platform
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -17,7 +17,7 @@ from jax_engine import parallel
 from jax_engine.parallel import Parallel, Replicas
 from lmmods.errors import UserError
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 FAKED = "xla_force_host_platform_device_count"
 
 
@@ -47,13 +47,15 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
-    if devices not in ("auto", -1, 1) and FAKED not in os.environ.get("XLA_FLAGS", ""):
-        with suppress(RuntimeError):  # devices are there already; below their number is checked
-            jax.config.update("jax_num_cpu_devices", int(devices))
+    on_cpu = jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins")
+    if FAKED not in os.environ.get("XLA_FLAGS", ""):
+        if devices not in ("auto", -1, 1):
+            with suppress(RuntimeError):  # devices are there already; below their number is checked
+                jax.config.update("jax_num_cpu_devices", int(devices))
+        elif on_cpu:
+            keep_freed_memory()
     if detect_anomaly:
         jax.config.update("jax_debug_nans", True)
-    if jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins"):
-        keep_freed_memory()
     _join(num_nodes)
     _keep_compiled()
     local = jax.local_devices()
@@ -75,17 +77,16 @@ def keep_freed_memory() -> None:
     """Let glibc hand freed memory out again instead of returning it to the system after each step.
 
     XLA on CPUs allocates the room for a step's activations anew in each step, and the system clears each page of it: a
-    third of the time of a small model. Steps then run in the thread that calls them, as only its heap can grow so far;
-    several devices in one process keep their threads and gain nothing. Does nothing with another C library, or where
-    the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
+    third of the time of a small model. Steps then run in the thread that calls them, as only its heap can grow so far:
+    for one device in a process; several would run in threads of their own. Does nothing with another C library, or
+    where the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
     """
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    with suppress(OSError, AttributeError):  # musl has no mallopt
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, -1)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def choose_precision() -> tuple[str, str]:

@@ -102,8 +102,9 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                         "bitsandbytes: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
-    on_cpu = fast_kernels and jax.default_backend() == "cpu"
-    build = Build(jnp.dtype(compute_dtype), on_cpu=on_cpu, blocked=on_cpu and config._attn_implementation != "eager")
+    cpu_forms = fast_kernels and jax.default_backend() == "cpu"
+    build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms,
+                  blocked=cpu_forms and config._attn_implementation != "eager")
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare

@@ -57,14 +57,14 @@ class Build:
         dtype: Of matrix products; parameters keep their own.
         lora: Settings of the adapters.
         adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
-        on_cpu: Forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
-        blocked: Attention in blocks, another of them.
+        cpu_forms: Take the forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
+        blocked: Compute attention in blocks, which is fast on CPUs.
     """
 
     dtype: jnp.dtype
     lora: LoRA | None = None
     adapted: frozenset[str] = frozenset()
-    on_cpu: bool = False
+    cpu_forms: bool = False
     blocked: bool = False
 
 
@@ -130,7 +130,7 @@ class Linear(nnx.Module):
 
 def product(x: Array, matrix: Array, build: Build, conv1d: bool = False, result: jnp.dtype | None = None) -> Array:
     """x [..., in] times a matrix [out, in] (Conv1D: [in, out]) in the build's dtype."""
-    multiply = _product_on_cpu if build.on_cpu else _product
+    multiply = _product_on_cpu if build.cpu_forms else _product
     return multiply(conv1d, result, x.astype(build.dtype), matrix.astype(build.dtype))
 
 

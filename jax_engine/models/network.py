@@ -50,7 +50,7 @@ class Network:
         self.config, self.family, self.arch, self.head = config, family, arch, head
         self.build, self.to_save, self.remat = build, to_save, remat
         self.lora = build.lora
-        unrolls = build.on_cpu and remat == "none" and self.lora is None
+        unrolls = build.cpu_forms and remat == "none" and self.lora is None
         self.unroll = unroll or (UNROLL_CPU if unrolls else 1)
         self.fused = fused.choose(arch, build.dtype, head, config._attn_implementation)
         self._graphs: dict[str, nnx.GraphDef] = {}

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -14,21 +16,20 @@ from jax_engine.devices import keep_freed_memory
 keep_freed_memory()
 step = jax.jit(lambda x: jnp.sin(x @ x).sum())
 x = jnp.ones((2048, 2048))
-for _ in range(5):  # until the heap has its size
+faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+for _ in range(20):
     step(x).block_until_ready()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
-    step(x).block_until_ready()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(*faults)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
 @pytest.mark.parametrize("asked", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["kept", "left alone"])
 def test_a_step_finds_its_memory_again(asked):
-    """A step needs 16 MiB, which are 4,096 pages."""
+    """A step needs 16 MiB, which are 4,096 pages. The first steps, and now and then one, find the heap too small."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "XLA_FLAGS"))}
     done = subprocess.run([sys.executable, "-c", STEPS], cwd=Path(__file__).parent.parent.parent, timeout=120,
                           env={**plain, **asked}, capture_output=True, text=True, check=True)
-    faults = int(done.stdout)
-    assert faults > 5 * 3_000 if asked else faults < 2_000, faults
+    a_step = median(after - before for before, after in pairwise(map(int, done.stdout.split())))
+    assert a_step > 3_000 if asked else a_step < 400, done.stdout

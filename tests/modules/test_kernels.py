@@ -72,8 +72,8 @@ def test_products_that_are_not_float32_are_refused(trial, monkeypatch):
         assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_onednn_gets_no_shape_that_does_not_come_again(monkeypatch):
-    """It keeps memory for each: only whole chunks, and a bound where torch gives it products by itself."""
+def test_onednn_gets_whole_chunks_only(monkeypatch):
+    """It keeps memory for each shape: the shape of a whole chunk comes again, that of a rest does not."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
     entered = []
     monkeypatch.setattr(loss_module, "onednn_products", lambda: entered.append(True) or nullcontext())
@@ -82,6 +82,9 @@ def test_onednn_gets_no_shape_that_does_not_come_again(monkeypatch):
     for num_targets in (4, 5, 13):
         token_loss(torch.randn(1, num_targets, 16), torch.zeros(1, num_targets, dtype=torch.long), head, [], 61)
     assert len(entered) == 0 + 1 + 2
+
+
+def test_onednn_keeps_a_bounded_number_of_shapes(monkeypatch):
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
     bound_onednn_cache()
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"

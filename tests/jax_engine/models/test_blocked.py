@@ -63,4 +63,4 @@ def test_the_recipe_switches_it_off(monkeypatch, asked, fast_kernels, blocked):
     network = hub.network(config, "causal", fast_kernels=fast_kernels)
     network.hidden(network.init(jax.random.key(0)), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
     assert bool(used) == blocked
-    assert (network.build.on_cpu, network.unroll) == ((True, 8) if fast_kernels else (False, 1))
+    assert (network.build.cpu_forms, network.unroll) == ((True, 8) if fast_kernels else (False, 1))

@@ -66,14 +66,14 @@ def test_dropout_keeps_its_rate_and_mean():
     assert dropout(X, 0.3, None, "here") is X and dropout(X, 0.0, keys[:3], "here") is X
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("cpu_forms", [True, False])
 @pytest.mark.parametrize("conv1d", [True, False])
 @pytest.mark.parametrize("sizes", [(6, 9), (9, 6)])
-def test_products_and_their_gradients_are_torchs(sizes, conv1d, on_cpu):
+def test_products_and_their_gradients_are_torchs(sizes, conv1d, cpu_forms):
     random = np.random.default_rng(2)
     x, matrix, weights = (random.normal(size=shape).astype(np.float32) for shape in
                           ((3, 4, sizes[0]), sizes if conv1d else sizes[::-1], (3, 4, sizes[1])))
-    build = Build(jnp.dtype("float32"), on_cpu=on_cpu)
+    build = Build(jnp.dtype("float32"), cpu_forms=cpu_forms)
     ours, back = jax.vjp(lambda x, matrix: product(x, matrix, build, conv1d), x, matrix)
     wide, other = (torch.tensor(array, requires_grad=True) for array in (x, matrix))
     theirs = wide @ (other if conv1d else other.T)
