@@ -153,7 +153,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full", action="store_true", help="several sequence lengths")
     parser.add_argument("--rows", help="instructions to train on instead of generated ones")
-    parser.add_argument("--tokenizer", help="tokenizer of the instruction tasks instead of one made for their text")
+    parser.add_argument("--tokenizer", help="tokenizer of the instruction tasks, instead of one made for their text, "
+                        "where the model has a row for each of its tokens")
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -40,7 +40,7 @@ class Work:
         batch_size: Rows of a step.
         method: What trains.
         rows: Instructions to train on instead of generated ones (`--rows`).
-        tokenizer: Tokenizer instead of one trained on the generated text (`--tokenizer`).
+        tokenizer: Tokenizer instead of one trained on the text (`--tokenizer`), where the model has a row for each token.
         num_rows: Rows to generate.
     """
 
@@ -78,8 +78,10 @@ class Work:
         import torch
         import transformers
 
-        tokenizer = (transformers.AutoTokenizer.from_pretrained(self.tokenizer) if self.tokenizer else
-                     train_tokenizer(source, CONFIGS[self.model]["vocab_size"], self.task in ("mlm", "qa")))
+        num_rows = CONFIGS[self.model]["vocab_size"]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.tokenizer) if self.tokenizer else None
+        if tokenizer is None or len(tokenizer) > num_rows:
+            tokenizer = train_tokenizer(source, num_rows, self.task in ("mlm", "qa"))
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.unk_token or tokenizer.eos_token
         fields = dict(CONFIGS[self.model])
         # RoBERTa counts positions from behind the padding id on

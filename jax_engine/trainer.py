@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
-import yaml
 
 from jax_engine import checkpoint as checkpoints
 from jax_engine import devices as machines
@@ -15,11 +14,13 @@ from jax_engine.callbacks import Callback
 from jax_engine.devices import MeshSharding
 from jax_engine.feed import Feed, Group
 from jax_engine.generate import generate
+from jax_engine.metrics import Metrics
 from jax_engine.optim import build, step_scalars
 from jax_engine.parallel import Parallel
+from jax_engine.plan import limited, make_plan
 from jax_engine.position import Position, read_position
 from jax_engine.state import Tree
-from jax_engine.steps import Clipping, Steps, check_finite, window_figures
+from jax_engine.steps import Clipping, Steps
 from jax_engine.tasks.base import Task
 from jax_engine.weights import Weights
 from lmmods.card import model_card
@@ -32,7 +33,7 @@ from lmmods.loggers import Logger, MetricsCSV, log_checkpoint
 from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
-from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json, write_text
+from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
 from lmmods.wandb_runs import log_predictions
@@ -124,12 +125,10 @@ class Trainer:
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
         self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv), *extra]
-        self.recipe: str | None = None  # YAML of everything, written as config.yaml
+        self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.interruption, self.stopwatch = Interruption(), Stopwatch()
         self.bar = Bar(enable_progress_bar)
         self.position, self.should_stop = Position(), False
-        self.latest: dict[str, float] = {}
-        self.num_tokens = self.num_rows = 0
         self._machine = (accelerator, devices, num_nodes, strategy, detect_anomaly)
         self._writer = checkpoints.Writer()
         # What the data modules ask of a trainer: every process reads all micro-batches, see `feed`.
@@ -155,9 +154,8 @@ class Trainer:
             raise UserError(problem)
         self._prepare("fit", model, datamodule)
         loader = datamodule.train_dataloader()
-        self._plan(loader)
-        optimizer = build(model.optimizer_settings, self._decays)
-        self._compile(optimizer)
+        self._make_plan(loader)
+        self._compile(build(model.optimizer_settings, self._decays))
         self._take(self.steps.new_state(self.weights.trainable))
         self.window, self.open_batches = None, 0
         if resumed:
@@ -224,7 +222,7 @@ class Trainer:
 
         self._prepare("fit", model, datamodule)
         loader = datamodule.train_dataloader()
-        self._plan(loader)
+        self._make_plan(loader)
         show_data(self.recipe, datamodule, rows, which)
         print(f"\n{self._description}")
         self._compile(build(model.optimizer_settings, self._decays))
@@ -243,10 +241,7 @@ class Trainer:
         if self.precision == "auto":
             self.precision, reason = machines.choose_precision()
             say(f"precision {self.precision}: {reason}. Another one is set with trainer.precision.")
-            if self.recipe:
-                recipe = yaml.safe_load(self.recipe)
-                recipe["trainer"]["precision"] = self.precision
-                self.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+            self.recipe.setdefault("trainer", {})["precision"] = self.precision
         self.bar = Bar(self.enable_progress_bar and self._is_first, machines.peak_memory)
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule
@@ -265,36 +260,25 @@ class Trainer:
         self._flops = model.flops_per_token(trainable, frozen)
         self.weights = Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen))
 
-    def _plan(self, loader: Any) -> None:
-        """How long the run is and when it validates, in rounds and steps."""
-        self.rounds_per_epoch = self._num_rounds(loader, "train")
-        steps_per_epoch = -(-self.rounds_per_epoch // self.accumulate)
-        epochs = math.inf if self.max_epochs is None or self.max_epochs == -1 else self.max_epochs
-        whole, part = (epochs, 0.0) if math.isinf(epochs) else divmod(epochs, 1)
-        by_epochs = whole * steps_per_epoch + math.ceil(part * self.rounds_per_epoch / self.accumulate)
-        by_steps = math.inf if self.max_steps == -1 else self.max_steps
-        self.num_steps = min(by_epochs, by_steps)
-        if math.isinf(self.num_steps):
-            raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
-        self.num_steps = int(self.num_steps)
-        interval = self.val_check_interval
-        if isinstance(interval, float) and not 0 <= interval <= 1:
-            raise UserError(f"trainer.val_check_interval is {interval}, but must be a share from 0.0 to 1.0, or a "
-                            "whole number of micro-batches.")
-        if isinstance(interval, float):
-            interval = max(int(self.rounds_per_epoch * interval), 1)
-        self.rounds_per_validation = interval or self.rounds_per_epoch
-        self._num_val_rounds = self._num_rounds(self.datamodule.val_dataloader(), "val")
+    def _make_plan(self, loader: Any) -> None:
+        """How long the run is, and what is measured on the way."""
+        settings = self.task.optimizer_settings
+        self.plan = make_plan(
+            rounds_per_epoch=self._num_rounds(loader, "train"),
+            rounds_per_step=self.accumulate,
+            num_val_rounds=self._num_rounds(self.datamodule.val_dataloader(), "val"),
+            max_epochs=self.max_epochs,
+            max_steps=self.max_steps,
+            val_check_interval=self.val_check_interval,
+            val_epochs=self.check_val_every_n_epoch)
+        peak = peak_flops(jax.devices()[0].device_kind)
+        self.metrics = Metrics(
+            self.log_every_n_steps, self.stopwatch, self.bar, lambda step: settings.lr_at(step, self.plan.num_steps),
+            self._flops / (peak * self.parallel.num_devices) if peak else None)
 
     def _num_rounds(self, loader: Any, role: str) -> int:
-        """Rounds of a pass over a loader, cut by `limit_<role>_batches`."""
-        rounds, limit = -(-len(loader) // self.parallel.num_shares), self.limits[role]
-        if limit is None:
-            return rounds
-        wanted = int(rounds * limit) if isinstance(limit, float) else limit
-        if wanted < 1 and role == "train":
-            raise UserError(f"trainer.limit_train_batches is {limit}: of {rounds} micro-batches nothing is left.")
-        return min(wanted, rounds)
+        """Rounds of a pass over a loader."""
+        return limited(-(-len(loader) // self.parallel.num_shares), self.limits[role], role)
 
     def _compile(self, optimizer: Any) -> None:
         self.steps = Steps(self.parallel, self.task.loss, optimizer, self._seed, self.clipping, self.task.predict)
@@ -309,8 +293,7 @@ class Trainer:
         if content["window"]:
             self.open_batches = content["window"]["num_batches"]
             self.window = self.parallel.put_sums(checkpoints.unpack_window(content["window"], network.from_torch))
-        metrics = content["callbacks"]["Metrics"]
-        self.num_tokens, self.num_rows, self.latest = metrics["num_tokens"], metrics["num_rows"], metrics["latest"]
+        self.metrics.load_state_dict(content["callbacks"]["Metrics"])
         self.checkpoint.load_state_dict(content["callbacks"]["Checkpoint"])
         for callback in self.callbacks:
             if callback.state_key in content["callbacks"]:
@@ -332,17 +315,14 @@ class Trainer:
         self.interruption.listen()
         if self._is_first:
             self.run_folder.begin(resumed)
-            if self.recipe:
-                write_text(self.run_folder.config, self.recipe)
-            write_json(self.run_folder.data_report, self.datamodule.report)
+            self.run_folder.write_start(self.recipe, self.datamodule.report)
             self.samples.begin(self.run_folder, self.position.step if resumed else None)
         machines.barrier("run folder")
-        self.loggers = self.run_loggers if self._is_first else []
+        self.loggers = self.metrics.loggers = self.run_loggers if self._is_first else []
         if resumed and self.loggers:
             self.loggers[0].rewind(self.position.step)
         for logger in self.loggers[1:]:
-            logger.log_hyperparams({"recipe": yaml.safe_load(self.recipe or "{}"),
-                                    "data_report": self.datamodule.report})
+            logger.log_hyperparams({"recipe": self.recipe, "data_report": self.datamodule.report})
         say(self.datamodule.report_table())
         say(self._description)
         if resumed:
@@ -351,33 +331,30 @@ class Trainer:
     # The loop --------------------------------------------------------------------------------------------------------
 
     def _train(self, loader: Any) -> None:
-        self.bar.open("train", self.num_steps, self.position.step, unit="step", first="compiling")
-        self._pending: list[tuple[int, float, dict[str, jax.Array]]] = []  # steps whose figures are not yet fetched
-        self._lap_tokens = 0
+        self.bar.open("train", self.plan.num_steps, self.position.step, unit="step", first="compiling")
         self._data_position = self.datamodule.state_dict()
         self.stopwatch.start()
         while not self._is_done():
-            if self.position.rounds >= self.rounds_per_epoch:
+            if self.plan.ends_epoch(self.position):
                 self.position.epoch, self.position.rounds = self.position.epoch + 1, 0
                 loader.load_state_dict(self._data_position)  # of what was read ahead nothing was used
-            rounds = self.rounds_per_epoch - self.position.rounds
+            rounds = self.plan.rounds_per_epoch - self.position.rounds
             for group in self._groups(loader, self.datamodule.batch_size, rounds, self.position.epoch,
                                       self.position.rounds * self.parallel.num_shares):
                 self._train_round(group)
                 if self._is_done():
                     break
-        self._fetch_figures()
+        self.metrics.fetch()
 
     def _is_done(self) -> bool:
-        return self.should_stop or self.position.step >= self.num_steps
+        return self.should_stop or self.position.step >= self.plan.num_steps
 
     def _train_round(self, group: Group) -> None:
         """One micro-batch on each share, and the step that it may complete."""
         position = self.position
         position.rounds, position.total_rounds = position.rounds + 1, position.total_rounds + 1
         self._data_position = group.position
-        is_last_of_epoch = position.rounds == self.rounds_per_epoch
-        closes = self.open_batches + 1 == self.accumulate or is_last_of_epoch
+        closes = self.open_batches + 1 == self.accumulate or self.plan.ends_epoch(position)
         frozen, state = self.weights.frozen, self.train_state
         if closes and not self.open_batches:
             state, figures = self.steps.full_step(state, frozen, group.batch, self._scalars(position.step))
@@ -391,7 +368,8 @@ class Trainer:
                 self.window, self.open_batches = None, 0
         self._take(state)
         if closes:
-            self._close_step(figures)
+            position.step += 1
+            self.metrics.add(position.step, position.epoch + position.rounds / self.plan.rounds_per_epoch, figures)
         self._after_round(closes)
 
     def _take(self, state: Tree) -> None:
@@ -400,87 +378,38 @@ class Trainer:
         self.weights = Weights(self.parallel, state["trainable"], self.weights.frozen)
 
     def _scalars(self, step: int) -> Any:
-        return self.parallel.put_scalars(step_scalars(self.task.optimizer_settings, step, self.num_steps))
-
-    def _close_step(self, figures: dict[str, jax.Array]) -> None:
-        """Note a step. Figures of the steps before are fetched while this one runs: the device never waits."""
-        if self._pending and self._pending[-1][0] % self.log_every_n_steps == 0:
-            self._fetch_figures()
-        position = self.position
-        position.step += 1
-        self._pending.append((position.step, position.epoch + position.rounds / self.rounds_per_epoch, figures))
-        self.bar.update(position.step)
-
-    def _fetch_figures(self) -> None:
-        """Count what the pending steps have seen, and log the last if it is its turn."""
-        if not self._pending:
-            return
-        fetched = [(step, epoch, window_figures(figures)) for step, epoch, figures in self._pending]
-        self._pending = []
-        lap_tokens = 0
-        for step, epoch, figures in fetched:
-            check_finite(figures, step, int(epoch))
-            lap_tokens += figures["num_tokens"]
-            self.num_rows += figures["num_rows"]
-        self.num_tokens += lap_tokens
-        self._lap_tokens += lap_tokens
-        step, epoch, figures = fetched[-1]
-        if step % self.log_every_n_steps == 0:
-            self._log_step(step, epoch, figures)
-
-    def _log_step(self, step: int, epoch: float, figures: dict[str, float]) -> None:
-        speed = self._lap_tokens / self.stopwatch.lap()
-        self._lap_tokens = 0
-        shown = {"loss": figures["loss"], "lr": self.task.optimizer_settings.lr_at(step - 1, self.num_steps),
-                 "grad_norm": figures["grad_norm"], "epoch": epoch, "tokens": self.num_tokens,
-                 "tokens_per_second": speed}
-        if (peak := peak_flops(jax.devices()[0].device_kind)) is not None:
-            shown["mfu"] = self._flops * speed / (peak * self.parallel.num_devices)
-        self._log({f"train/{name}": value for name, value in shown.items()}, step)
-        self.bar.update(step, describe(self.latest))
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.latest |= metrics
-        for logger in self.loggers:
-            logger.log_metrics(metrics, step=step)
+        return self.parallel.put_scalars(step_scalars(self.task.optimizer_settings, step, self.plan.num_steps))
 
     def _after_round(self, step_done: bool) -> None:
         """Sample, ask, validate and save when it is time."""
-        ends = self._is_done()
-        if step_done and self.samples.is_due(self.position.step, ends):
-            self._fetch_figures()
+        position, ends = self.position, self._is_done()
+        if step_done and self.samples.is_due(position.step, ends):
+            self.metrics.fetch()
             self._sample()
-        validates = self._num_val_rounds and (self._validation_is_due() or ends)
-        if step_done and not (validates and self.mmlu.at_validation) and self.mmlu.is_due(self.position.step, ends):
-            self._fetch_figures()
-            self._log(self._ask(), self.position.step)
+        validates = self.plan.validates_after(position) or ends and self.plan.num_val_rounds
+        if step_done and not (validates and self.mmlu.at_validation) and self.mmlu.is_due(position.step, ends):
+            self.metrics.fetch()
+            self.metrics.log(self._ask(), position.step)
         if validates:
             return self._validate()
-        due = step_done and self.checkpoint.is_due(self.position.step)
+        due = step_done and self.checkpoint.is_due(position.step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
         may_stop = (step_done or jax.process_count() == 1) and machines.any_of(self.interruption.requested)
         if due or ends or may_stop:
             self._save()
 
-    def _validation_is_due(self) -> bool:
-        if isinstance(self.val_check_interval, int):
-            return self.position.total_rounds % self.rounds_per_validation == 0
-        if self.check_val_every_n_epoch is None or (self.position.epoch + 1) % self.check_val_every_n_epoch:
-            return False
-        return self.position.rounds % self.rounds_per_validation == 0
-
     def _validate(self) -> None:
         """Evaluate, and save what has been evaluated."""
-        self._fetch_figures()
+        self.metrics.fetch()
         with self.stopwatch.paused():
             metrics = self._evaluate("val")
         if self.mmlu.at_validation:
             metrics |= self._ask()
-        self._log(metrics, self.position.step)
+        self.metrics.log(metrics, self.position.step)
         self.bar.say(describe(metrics, "val/"))
         for callback in self.callbacks:
             callback.on_validation_end(self, metrics)
-        self.checkpoint.rank(self.latest, self._checkpoint_path().name)
+        self.checkpoint.rank(self.metrics.latest, self._checkpoint_path().name)
         self._save()
 
     # Evaluation ------------------------------------------------------------------------------------------------------
@@ -558,7 +487,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint of this very moment in the background; stop where that has been asked for."""
-        self._fetch_figures()
+        self.metrics.fetch()
         path = self._checkpoint_path()
         if self.enable_checkpointing:
             with self.stopwatch.paused():
@@ -590,7 +519,8 @@ class Trainer:
         """A checkpoint, laid out as Lightning's. All processes must call this."""
         position, network = self.position, self.task.network
         state = self.parallel.fetch_state(self.train_state)
-        packed = checkpoints.pack(state, self.task.optimizer_settings, position.step, self.num_steps, network.to_torch)
+        packed = checkpoints.pack(state, self.task.optimizer_settings, position.step, self.plan.num_steps,
+                                  network.to_torch)
         window: dict[str, Any] = {}
         if self.open_batches:
             window = checkpoints.pack_window(self.parallel.fetch_sums(self.window), self.open_batches, network.to_torch)
@@ -599,15 +529,15 @@ class Trainer:
             "global_step": position.step,
             "engine": "jax",
             **packed,
-            "loops": position.loops(position.rounds == self.rounds_per_epoch),
+            "loops": position.loops(self.plan.ends_epoch(position)),
             "callbacks": {
-                "Metrics": {"num_tokens": self.num_tokens, "num_rows": self.num_rows, "latest": dict(self.latest)},
+                "Metrics": self.metrics.state_dict(),
                 "Checkpoint": self.checkpoint.state_dict(),
                 **{callback.state_key: callback.state_dict() for callback in self.callbacks},
             },
             "lr_schedulers": [checkpoints.schedule_state(
                 self.task.optimizer_settings, len(packed["optimizer_states"][0]["param_groups"]), position.step,
-                self.num_steps)],
+                self.plan.num_steps)],
             type(self.datamodule).__qualname__: self._data_position,
             "world_size": self.parallel.num_shares,
             "window": window,
@@ -620,13 +550,12 @@ class Trainer:
         if self.samples.is_due(self.position.step, ends=True):  # stopped by a callback
             self._sample()
         if self.mmlu.is_due(self.position.step, ends=True):
-            self._log(self._ask(), self.position.step)
+            self.metrics.log(self._ask(), self.position.step)
         self._writer.wait()
         trainable = self.parallel.fetch_state(self.train_state["trainable"])
         folder = self.run_folder
         if self._is_first:
-            folder.merge_metrics({**self.latest, "train/tokens": self.num_tokens, "train/rows": self.num_rows,
-                                  "trainer/global_step": self.position.step})
+            folder.merge_metrics(self.metrics.final(self.position.step))
             self._export(trainable, folder.root / ".model")
             commit_folder(folder.root / ".model", folder.model)
             folder.show_curves()

@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+from lmmods.run import as_yaml
+
 SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
 
 
@@ -22,9 +24,9 @@ def show(trainer: Any, module: Any, datamodule: Any, rows: int, which: str | lis
     print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
 
 
-def show_data(recipe: str, datamodule: Any, rows: int, which: str | list[int]) -> None:
+def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | list[int]) -> None:
     """Print the resolved recipe, the data report and rows with their loss mask."""
-    print(recipe)
+    print(as_yaml(recipe))
     print(datamodule.report_table())
     print(f"\n{histogram(datamodule.report['splits']['train']['length_histogram'])}")
     print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")

@@ -186,7 +186,7 @@ class EngineCLI(LightningCLI):
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
                 made.checkpoint, made.samples, made.mmlu, made.publish)
-        self.trainer.recipe = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        self.trainer.recipe = recipe
         self.datamodule.connect(
             pretrained=self.model.pretrained,
             revision=self.model.revision,
@@ -194,7 +194,6 @@ class EngineCLI(LightningCLI):
             seed=self.recipe.seed_everything,
             max_positions=self.model.max_positions(),
         )
-
 
     def _make_engine_neutral(self, recipe: dict[str, Any]) -> None:
         """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lmmods.errors import UserError
 
 CHECKPOINT_PREFIX = "step="
@@ -143,6 +145,12 @@ class RunFolder:
         position = checkpoint_position(checkpoint.name)
         return [self.checkpoint(name) for name in self.names() if checkpoint_position(name) > position]
 
+    def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
+        """Write what a run is made of: its whole recipe and what its data turned out to be."""
+        if recipe:
+            write_text(self.config, as_yaml(recipe))
+        write_json(self.data_report, report)
+
     # Results ---------------------------------------------------------------------------------------------------------
 
     def show_curves(self) -> None:
@@ -154,7 +162,6 @@ class RunFolder:
         """Add final numbers to metrics.json."""
         known = json.loads(self.metrics_json.read_text()) if self.metrics_json.exists() else {}
         write_json(self.metrics_json, {**known, **metrics})
-
 
     def write_predictions(self, found: Any) -> str:
         """Write `rows`, `files` and `scores` of predict; returns what to say of it."""
@@ -192,6 +199,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def as_yaml(recipe: dict[str, Any]) -> str:
+    """A recipe as config.yaml holds it."""
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
 
 
 def commit_folder(temporary: Path, final: Path) -> None:

@@ -102,7 +102,7 @@ class Trainer(L.Trainer):
         # Attached when the data and the model have loaded, so that a failed start leaves nothing behind.
         self.run_loggers: list[Logger] = [MetricsCSV(self.run_folder.metrics_csv), *extra]
         self.resumed_from: Path | None = None
-        self.recipe: str | None = None  # YAML of everything, written as config.yaml
+        self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.interruption = Interruption()
 
     # Commands --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """The start of a run: what is trained is told, the run folder is taken, the loggers are attached."""
 
 import lightning as L
-import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.console import say, warn
 from lmmods.modules.summary import available_bytes
-from lmmods.run import write_json, write_text
 
 
 class StartReport(L.Callback):
@@ -19,16 +17,13 @@ class StartReport(L.Callback):
         trainer.interruption.listen()
         if trainer.is_global_zero:
             trainer.run_folder.begin(trainer.resumed_from)
-            if trainer.recipe:
-                write_text(trainer.run_folder.config, trainer.recipe)
-            write_json(trainer.run_folder.data_report, trainer.datamodule.report)
+            trainer.run_folder.write_start(trainer.recipe, trainer.datamodule.report)
         trainer.strategy.barrier("run folder")
         trainer.loggers = trainer.run_loggers
         if trainer.resumed_from:
             trainer.loggers[0].rewind(trainer.global_step)
         for logger in trainer.loggers[1:]:
-            logger.log_hyperparams({"recipe": yaml.safe_load(trainer.recipe or "{}"),
-                                    "data_report": trainer.datamodule.report})
+            logger.log_hyperparams({"recipe": trainer.recipe, "data_report": trainer.datamodule.report})
         self._tell(trainer, module)
 
     @rank_zero_only

@@ -11,20 +11,19 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lmmods.architectures import position_limit
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
+from lmmods.modules.attention import prefer_float32
 from lmmods.modules.cpu_kernels import bound_onednn_cache
+from lmmods.modules.export import save
+from lmmods.modules.fused_lora import fuse_adapters
 from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
-from lmmods.modules.pieces import cut
+from lmmods.modules.pieces import cut, default_size
 from lmmods.modules.window import WeightedMean, Window, seed_step
 from lmmods.settings import LoRA, Optimizer, check_start, require
-
-# A piece has about this many hidden features: small enough for a processor's cache. Products are fast from 512 rows on.
-PIECE_FEATURES, LEAST_PIECE = 2**18, 512
 
 
 class TaskModule(L.LightningModule, ABC):
@@ -51,7 +50,8 @@ class TaskModule(L.LightningModule, ABC):
         piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
             it whole. null is 2^18 / hidden size (at least 512) on one CPU and 0 elsewhere.
         fast_kernels: Take faster kernels of the same function where there are some: oneDNN for float32 products on CPUs
-            (after a trial), fused GELU, and on GPUs attention that knows packed rows.
+            (after a trial), short rows attending in float32 under bfloat16, fused GELU, adapters computed with their
+            layers, and on GPUs attention that knows packed rows.
         compile: Compile the layers (torch.compile): slower to start, faster on GPUs.
     """
 
@@ -96,7 +96,6 @@ class TaskModule(L.LightningModule, ABC):
         self._waiting: list[dict[str, Tensor]] = []
         self.window = Window()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
-        self._open_gradients: dict[str, Tensor] = {}
 
     def max_positions(self) -> int | None:
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
@@ -125,6 +124,8 @@ class TaskModule(L.LightningModule, ABC):
         model = self.load_base(precision)
         if self.fast_kernels:
             loading.fuse_activations(model)
+            if self.device.type == "cpu" and precision.startswith("bf16") and self.attention is None:
+                prefer_float32(model)
         tokenizer = self.trainer.datamodule.tokenizer
         loading.resize_embeddings(model, len(tokenizer))
         self.fit_tokenizer(model, tokenizer)
@@ -132,6 +133,8 @@ class TaskModule(L.LightningModule, ABC):
             torch.manual_seed(base_seed())  # the adapter starts the same however the base was loaded
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
             model = self._with_adapter(model, self.trainer.datamodule.trainable_new_tokens, dtype)
+            if self.fast_kernels and not self.compile_layers:  # the compiler joins them by itself
+                fuse_adapters(model)
         if self.gradient_checkpointing:
             loading.enable_checkpointing(model)
         if self.compile_layers:
@@ -243,7 +246,7 @@ class TaskModule(L.LightningModule, ABC):
             return self.piece_tokens
         if not can_cut or self.device.type != "cpu":
             return 0
-        return max(PIECE_FEATURES // self.model.config.get_text_config().hidden_size, LEAST_PIECE)
+        return default_size(self.model.config.get_text_config().hidden_size)
 
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Real tokens of the rows that score, and how many rows do: others only even out the processes."""
@@ -303,21 +306,11 @@ class TaskModule(L.LightningModule, ABC):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: state[name] for name in trainable}
         checkpoint["param_names"] = list(trainable)
-        checkpoint["window"] = self.window.state_dict()
-        if self.window.is_open:  # each process has summed its own micro-batches so far; the file holds all of them
-            checkpoint["window"]["sums"] = self.trainer.strategy.reduce(self.window.sums().clone(), reduce_op="sum")
-            checkpoint["window"]["divisor"] = self._divisor()
-            checkpoint["window"]["gradients"] = {name: self._summed_over_processes(p.grad)
-                                                 for name, p in trainable.items() if p.grad is not None}
+        checkpoint["window"] = self.window.pack(trainable, self.trainer.strategy, self._divisor())
 
     def _divisor(self) -> float:
         """What the gradients of an open window have been divided by: `training_step` and Lightning both do."""
         return Window.GRADIENT_SCALE * self.trainer.accumulate_grad_batches
-
-    def _summed_over_processes(self, grad: Tensor) -> Tensor:
-        if isinstance(grad, DTensor):  # averaged over the processes already
-            return sharding.whole(grad) * self.trainer.world_size
-        return self.trainer.strategy.reduce(grad.clone(), reduce_op="sum")
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         saved, wanted = set(checkpoint["state_dict"]), set(self.trainable())
@@ -328,25 +321,11 @@ class TaskModule(L.LightningModule, ABC):
                 + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
                             for names, what in ((missing, "are missing from it"), (extra, "are unknown here")) if names)
                 + ". Resume with the recipe the run was started with (config.yaml in its folder).")
-        window = dict(checkpoint["window"])
-        factor = window.pop("divisor", self._divisor()) / self._divisor()
-        gradients = {name: grad * factor for name, grad in window.pop("gradients", {}).items()}
-        if window and self.trainer.global_rank:  # the first process takes up what all had summed
-            window["sums"] = torch.zeros_like(window["sums"])
-        self._open_gradients = gradients
-        self.window.load_state_dict(window)
+        self.window.unpack(checkpoint["window"], self._divisor(), self.trainer.global_rank == 0)
 
     def on_train_start(self) -> None:
         self._follow_recipe()
-        for name, param in self.trainable().items():
-            if name not in self._open_gradients:
-                continue
-            grad = sharding.placed_like(self._open_gradients[name], param)
-            if isinstance(param, DTensor):
-                param.grad = grad / self.trainer.world_size
-            elif self.trainer.global_rank == 0:  # which takes up what all had summed
-                param.grad = grad
-        self._open_gradients = {}
+        self.window.put_gradients(self.trainable(), self.trainer.world_size)
 
     def _follow_recipe(self) -> None:
         """A checkpoint brings the optimiser's state; its settings and the length of the schedule are the recipe's."""
@@ -388,29 +367,7 @@ class TaskModule(L.LightningModule, ABC):
 
         All processes must call this; the first one writes.
         """
-        # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
-        options = {"save_embedding_layers": False} if self.trains_adapter else {}
-        sharded = any(sharding.is_cut(param) for param in self.model.parameters())
-        if sharded:
-            options["state_dict"] = self._whole_state()
-        trained = {} if sharded else {p: p.data for p in self.trainable().values()}
-        if self.save_dtype:
-            for param in trained:
-                param.data = param.data.to(self.save_dtype)
-        if self.trainer.is_global_zero:
-            self.model.save_pretrained(folder, **options)
-        for param, data in trained.items():  # training may go on, in the type it has
-            param.data = data
-
-    def _whole_state(self) -> dict[str, Tensor]:
-        """What goes into model/, gathered from all processes; a tied parameter appears once."""
-        wanted = {name: tensor for name, tensor in self.model.named_parameters()
-                  if tensor.requires_grad or not self.trains_adapter}
-        buffers = set(self.model.state_dict()) & {name for name, _ in self.model.named_buffers()}
-        if not self.trains_adapter:
-            wanted |= {name: self.model.get_buffer(name) for name in sorted(buffers)}
-        return {name: sharding.whole(tensor).detach().to(self.save_dtype or tensor.dtype)
-                for name, tensor in wanted.items()}
+        save(self.model, folder, self.trains_adapter, self.save_dtype, writes=self.trainer.is_global_zero)
 
 
 def base_seed() -> int:

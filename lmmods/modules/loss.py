@@ -88,7 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # oneDNN keeps what it makes for each shape, so it gets the one shape that comes again and again
             fast = layer is not None and hidden.device.type == "cpu" and start + chunk <= len(targets)
             with onednn_products() if fast else nullcontext():
-                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad), dim=-1, dtype=torch.float32)
+                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)
                 total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
                 if count_correct:
                     correct += (log_probs.argmax(-1) == targets[part]).sum()

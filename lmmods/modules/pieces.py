@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 MULTIPLE = 8  # lengths of pieces, like those of batches
+# A piece has about this many hidden features: small enough for a processor's cache. Products are fast from 512 rows on.
+FEATURES, LEAST_TOKENS = 2**18, 512
+
+
+def default_size(hidden_size: int) -> int:
+    """Tokens of a piece that a CPU computes fast."""
+    return max(FEATURES // hidden_size, LEAST_TOKENS)
 
 
 def cut(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tensor]]:

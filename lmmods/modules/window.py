@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 import torchmetrics
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lmmods.errors import UserError
+from lmmods.modules import sharding
 from lmmods.modules.loss import LossSums
 
 
@@ -24,6 +26,8 @@ class Window:
         self._closed: Tensor | None = None
         self._counts: Tensor | None = None
         self._lr = 0.0
+        self._gradients: dict[str, Tensor] = {}  # of an unpacked window, for parameters that are not there yet
+        self._is_first = True
 
     @property
     def is_open(self) -> bool:
@@ -78,11 +82,55 @@ class Window:
                 "stops before this step and no checkpoint of it is written. Go on from the last checkpoint with a "
                 "lower optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")
 
-    def state_dict(self) -> dict:
-        return {"sums": self._sums, "num_batches": self.num_batches} if self.is_open else {}
+    # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state: dict) -> None:
-        self._sums, self.num_batches = state.get("sums"), state.get("num_batches", 0)
+    def pack(self, params: dict[str, nn.Parameter], strategy: Any, divisor: float) -> dict[str, Any]:
+        """The open window of all processes, each of which has summed its own micro-batches; empty where none is open.
+
+        All processes must call this.
+
+        Args:
+            params: What trains, by name.
+            strategy: Lightning's, to add up over the processes.
+            divisor: What gradients have been divided by so far.
+        """
+        if not self.is_open:
+            return {}
+        return {"sums": strategy.reduce(self._sums.clone(), reduce_op="sum"),
+                "num_batches": self.num_batches,
+                "divisor": divisor,
+                "gradients": {name: _summed(param.grad, strategy) for name, param in params.items()
+                              if param.grad is not None}}
+
+    def unpack(self, state: dict[str, Any], divisor: float, is_first: bool) -> None:
+        """Take up a packed window; its gradients wait for `put_gradients`.
+
+        Args:
+            divisor: What this run divides gradients by.
+            is_first: The first process takes up what all had summed, the others begin at zero.
+        """
+        self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
+        if state:
+            self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
+            factor = state["divisor"] / divisor
+            self._gradients = {name: grad * factor for name, grad in state["gradients"].items()}
+        self._is_first = is_first
+
+    def put_gradients(self, params: dict[str, nn.Parameter], world_size: int) -> None:
+        """Give the parameters the gradients of an unpacked window."""
+        for name, grad in self._gradients.items():
+            param = params[name]
+            if isinstance(param, DTensor):
+                param.grad = sharding.placed_like(grad, param) / world_size
+            elif self._is_first:
+                param.grad = sharding.placed_like(grad, param)
+        self._gradients = {}
+
+
+def _summed(grad: Tensor, strategy: Any) -> Tensor:
+    if isinstance(grad, DTensor):  # averaged over the processes already
+        return sharding.whole(grad) * strategy.world_size
+    return strategy.reduce(grad.clone(), reduce_op="sum")
 
 
 class WeightedMean(torchmetrics.Metric):
@@ -114,6 +162,7 @@ def seed_step(*position: int) -> None:
         torch.mps.manual_seed(mixed)
     np.random.seed(mixed)
     random.seed(mixed)
+
 
 def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
     """The parts of all processes in one mapping, on every process."""

@@ -1,0 +1,75 @@
+"""Short rows attend in float32 on CPUs whatever the rest of a network is computed in."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from lmmods.modules import attention
+from lmmods.modules.attention import FLOAT32, prefer_float32
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+         "num_attention_heads": 4, "max_position_embeddings": 64}
+PADDED = {"attention_mask": (torch.arange(12) < torch.tensor([[12], [7]])).long()}
+PACKED = {"position_ids": torch.tensor([[*range(5), *range(7)]] * 2)}
+CASES = {
+    "llama, padded": ("llama", {"num_key_value_heads": 2}, PADDED),
+    "llama, packed": ("llama", {"num_key_value_heads": 2}, PACKED),
+    "mistral, sliding": ("mistral", {"num_key_value_heads": 2, "sliding_window": 4}, {}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, {}),
+    "bert, padded": ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, PADDED),
+}
+
+
+def make(kind: str, fields: dict) -> torch.nn.Module:
+    torch.manual_seed(0)
+    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    return auto.from_config(CONFIG_MAPPING[kind](**SMALL | fields)).train()
+
+
+def outcome(model: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
+    """Loss and gradients, one behind the other."""
+    model.zero_grad()
+    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=ids, **inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+    loss.backward()
+    return torch.cat([loss.detach().reshape(1), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_sdpa(case):
+    kind, fields, inputs = CASES[case]
+    model = make(kind, fields)
+    exact, rough = outcome(model, inputs, False), outcome(model, inputs, True)
+    prefer_float32(model)
+    assert model.config._attn_implementation == FLOAT32
+    torch.testing.assert_close(outcome(model, inputs, False), exact, rtol=0, atol=1e-7)
+    ours = outcome(model, inputs, True)
+    assert not torch.equal(ours, rough)
+    assert (ours - exact).norm() < 2 * (rough - exact).norm()  # attention is one of many places that round
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_the_kernel_sees_float32_up_to_a_length(monkeypatch, stored):
+    """And what it gives back has the type of the computation."""
+    monkeypatch.setattr(attention, "FLOAT32_LENGTH", 12)
+    model = make("llama", {}).to(stored)
+    prefer_float32(model)
+    seen, kernel, last = [], torch.nn.functional.scaled_dot_product_attention, model.model.layers[-1].self_attn.o_proj
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, *rest, **options: seen.append(q.dtype) or kernel(q, *rest, **options))
+    got = []
+    last.register_forward_pre_hook(lambda _, args: got.append(args[0].dtype))
+    for length in (12, 13):
+        with torch.autocast("cpu", torch.bfloat16, enabled=stored == torch.float32):
+            model(input_ids=torch.arange(length).unsqueeze(0))
+    assert seen[:2] == [torch.float32] * 2 and got == [torch.bfloat16] * 2
+    assert seen[2:] == [stored] * 2  # autocast, where it is on, comes behind this
+
+
+def test_other_implementations_are_left_alone():
+    model = make("llama", {})
+    model.set_attn_implementation("eager")
+    prefer_float32(model)
+    assert model.config._attn_implementation == "eager"

@@ -1,0 +1,146 @@
+"""LoRA layers in one step of autograd compute what PEFT's own forward does."""
+
+import copy
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lmmods.modules import fused_lora
+from lmmods.modules.cpu_kernels import work_around_cpu_kernels
+from lmmods.modules.fused_lora import fuse_adapters
+
+
+class Network(nn.Module):
+    """Two layers, one with a bias."""
+
+    def __init__(self, quantised: bool):
+        super().__init__()
+        kind = dict(compute_dtype=torch.float32, quant_type="nf4") if quantised else {}
+        linear = Linear4bit if quantised else nn.Linear
+        self.up, self.down = linear(64, 128, bias=False, **kind), linear(128, 64, **kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def adapted(quantised: bool = False, **fields) -> nn.Module:
+    torch.manual_seed(0)
+    model = get_peft_model(Network(quantised).to("cpu"), LoraConfig(
+        r=4, lora_alpha=12, target_modules=["up", "down"], init_lora_weights=False, **fields))
+    work_around_cpu_kernels(model)
+    return model.train()
+
+
+def outcome(model: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
+    """The output, the input's gradient and the adapter's."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 64, requires_grad=True)
+    weights = torch.randn(3, 5, 64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x)
+    model.zero_grad()
+    (y.float() * weights).sum().backward()
+    return [y.detach().float(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal up to the order of float32 sums."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-6 * theirs.abs().max().item())
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """How often the fused step runs."""
+    calls = []
+    apply = fused_lora._AdaptedProduct.apply
+    monkeypatch.setattr(fused_lora._AdaptedProduct, "apply", lambda *args: calls.append(True) or apply(*args))
+    return calls
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_results_and_gradients_are_pefts(used, quantised, dropout):
+    model = adapted(quantised, lora_dropout=dropout)
+    plain = outcome(model)
+    assert not used
+    fuse_adapters(model)
+    for ours, theirs in zip(outcome(model), plain, strict=True):
+        assert_near(ours, theirs)
+    assert len(used) == 2
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_under_autocast_it_is_as_near_to_float32_as_peft(used, quantised):
+    model = adapted(quantised)
+    exact = outcome(model)
+
+    def errors():
+        return [((rough - best).norm() / best.norm()).item()
+                for rough, best in zip(outcome(model, autocast=True), exact, strict=True)]
+
+    theirs = errors()
+    fuse_adapters(model)
+    for mine, other in zip(errors(), theirs, strict=True):
+        assert 0 < mine < 0.01 and mine < 1.3 * other
+    assert len(used) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.base_model.model.up(torch.randn(3, 5, 64)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_recomputed_in_the_backward_pass(used, quantised):
+    model = adapted(quantised)
+    plain = outcome(model)
+    fuse_adapters(model)
+    forward = model.base_model.model.forward
+    model.base_model.model.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+    for ours, theirs in zip(outcome(model), plain, strict=True):
+        assert_near(ours, theirs)
+    assert len(used) == 4
+
+
+def add_another(model: nn.Module) -> None:
+    model.add_adapter("more", LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "more"])
+
+
+def watch(model: nn.Module) -> None:
+    layers = model.base_model.model
+    for part in (layers.up.lora_A.default, layers.down.base_layer):
+        part.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(("fields", "change", "num_fused"), [
+    pytest.param({"use_dora": True}, None, 0, id="DoRA"),
+    pytest.param({"lora_bias": True}, None, 0, id="a bias of the adapter"),
+    pytest.param({"bias": "all"}, None, 1, id="a bias of the base that trains"),  # `up` has none
+    pytest.param({}, lambda model: model.merge_adapter(), 0, id="merged"),
+    pytest.param({}, lambda model: model.base_model.disable_adapter_layers(), 0, id="switched off"),
+    pytest.param({}, add_another, 0, id="two adapters"),
+    pytest.param({}, watch, 0, id="hooks"),
+])
+def test_what_is_more_goes_pefts_way(used, fields, change, num_fused):
+    model = adapted(**fields)
+    if change:
+        change(model)
+    plain = outcome(copy.deepcopy(model))
+    fuse_adapters(model)
+    for ours, theirs in zip(outcome(model), plain, strict=True):
+        assert_near(ours, theirs)
+    assert len(used) == num_fused
+
+
+def test_decoding_and_other_layers_go_pefts_way(used):
+    model = adapted()
+    fuse_adapters(model)
+    model(torch.randn(3, 1, 64))
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=61, bos_token_id=0, eos_token_id=0))
+    gpt2 = get_peft_model(gpt2, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    fuse_adapters(gpt2)
+    gpt2(torch.arange(6).unsqueeze(0))
+    assert not used
