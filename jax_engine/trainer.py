@@ -241,7 +241,8 @@ class Trainer:
         if self.precision == "auto":
             self.precision, reason = machines.choose_precision()
             say(f"precision {self.precision}: {reason}. Another one is set with trainer.precision.")
-            self.recipe.setdefault("trainer", {})["precision"] = self.precision
+            if self.recipe:
+                self.recipe["trainer"]["precision"] = self.precision
         self.bar = Bar(self.enable_progress_bar and self._is_first, machines.peak_memory)
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule
