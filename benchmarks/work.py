@@ -40,7 +40,7 @@ class Work:
         batch_size: Rows of a step.
         method: What trains.
         rows: Instructions to train on instead of generated ones (`--rows`).
-        tokenizer: Tokenizer (`--tokenizer`); one is trained on the text if there is none, or has more tokens than the model.
+        tokenizer: Tokenizer (`--tokenizer`); one is trained on the text where it is null or too large for the model.
         num_rows: Rows to generate.
     """
 
