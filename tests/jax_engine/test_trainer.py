@@ -73,7 +73,7 @@ def stop_at(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "stops"), [
-    ({}, (1, 4, 8, 11)),
+    ({}, (1, 4, 5, 8, 11, 15)),
     ({**FULL, "data__init_args__group_by_length": True, "trainer__val_check_interval": 1.0, "trainer__max_epochs": 2,
       "trainer__max_steps": -1}, (2, 8)),
     ({"data__init_args__packing": True, "trainer__limit_val_batches": 0}, (2,)),
@@ -133,13 +133,13 @@ def with_two(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe):
-    """Under fsdp; test_mmlu trains with ddp in two processes."""
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, strategy):
     common = {"data__init_args__batch_size": 3, "trainer__max_steps": 6, "checkpoint": {"every_n_steps": 3,
               "keep_last": 9}}
     one, arguments = jax_recipe("one", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=12)
     assert main(["fit", *arguments]) == 0
-    two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy="fsdp",
+    two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                               trainer__val_check_interval=6, trainer__devices=1)
     said = with_two(["fit", *for_two])
     assert sum("Parameters:" in text for text in said) == 1
@@ -150,7 +150,7 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe):
     assert main(["fit", *for_one, "--ckpt_path", "3", "--overwrite", "true"]) == 0
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
-    _, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy="fsdp",
+    _, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                             trainer__val_check_interval=6, trainer__devices=1)
     with_two(["fit", *for_two, "--ckpt_path", "3", "--overwrite", "true"])
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
