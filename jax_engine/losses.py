@@ -48,7 +48,7 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
-               count_correct: bool = False) -> LossSums:
+               count_correct: bool = False, plain: bool = False) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     The time it takes grows with the number of labelled positions, which need not be known when compiling.
@@ -59,7 +59,12 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         head: Maps [..., D] to float32 logits [..., V]; arrays it closes over get their gradient.
         vocab_size: V, which decides the chunk length.
         count_correct: Also count argmax hits.
+        plain: Make the logits of all positions at once.
     """
+    if plain:
+        total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
+                                        targets.reshape(-1))
+        return LossSums(total, (targets != IGNORED).sum(), correct if count_correct else None)
     # Each device works on its own share of the rows, with positions in one line and the labelled ones in front.
     hidden = _own_share(hidden.reshape(num_shares_here(), -1, hidden.shape[-1]))
     targets = _own_share(targets.reshape(num_shares_here(), -1))

@@ -51,7 +51,8 @@ class Task(ABC):
             attention in blocks on a CPU; eager takes the plain one.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: Cutting of micro-batches is torch's: only null and 0 here.
-        fast_kernels: False takes eager attention and, on a CPU, plain gradients of matrices and a loop over layers.
+        fast_kernels: False takes eager attention, logits of all positions at once and, on a CPU, plain gradients of
+            matrices and a loop over layers.
         compile: Everything is compiled here, whatever this says.
     """
 

@@ -36,7 +36,7 @@ class CausalTask(Task):
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, row_keys)
         return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
-                          self.network.config.vocab_size, count_correct)
+                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
         """Logits [N, K] in float32 of `choice_ids` behind the last token of each row, padded on the right."""

@@ -33,7 +33,7 @@ class MLM(Task):
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, row_keys)
         return token_loss(hidden, rows["labels"], lambda x: self.network.logits(params, x),
-                          self.network.config.vocab_size, count_correct)
+                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Candidates [N, T, K], the likeliest first, and their probabilities, for every position."""

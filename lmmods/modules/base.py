@@ -49,9 +49,10 @@ class TaskModule(L.LightningModule, ABC):
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
             it whole. null is 2^18 / hidden size (at least 512) on one CPU and 0 elsewhere.
-        fast_kernels: Take faster kernels of the same function where there are some: oneDNN for float32 products on CPUs
-            (after a trial), short rows attending in float32 under bfloat16 there, fused GELU, adapters computed with
-            their layers, and on GPUs attention that knows packed rows.
+        fast_kernels: Take faster forms of the same function where there are some: logits of labelled positions only, a
+            chunk at a time; oneDNN for float32 products on CPUs (after a trial), short rows attending in float32 under
+            bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed
+            rows. False needs the memory of all logits.
         compile: Compile the layers (torch.compile): slower to start, faster on GPUs.
     """
 

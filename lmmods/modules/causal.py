@@ -15,11 +15,11 @@ class CausalHead:
 
     Args:
         model: Any causal LM of transformers, also wrapped by PEFT.
-        by_hand: Let a head that is one matrix be differentiated without autograd.
+        plain: Let it see all positions, and autograd differentiate it.
     """
 
-    def __init__(self, model: nn.Module, by_hand: bool = True):
-        self.by_hand = by_hand
+    def __init__(self, model: nn.Module, plain: bool = False):
+        self.plain = plain
         config = model.config.get_text_config()
         self.layer = model.get_output_embeddings()
         self.vocab_size = config.vocab_size
@@ -42,18 +42,18 @@ class CausalHead:
         layer = self.layer
         alone = (type(layer) is nn.Linear and layer.bias is None and self.scale == 1 and self.softcap is None
                  and type(layer.weight.data) is Tensor and not layer._forward_pre_hooks and not layer._forward_hooks)
-        return layer if alone and self.by_hand else None
+        return layer if alone else None
 
     def params(self) -> list[Tensor]:
         """The head's trainable parameters."""
         return [p for p in self.layer.parameters() if p.requires_grad]
 
     @classmethod
-    def of(cls, model: nn.Module, by_hand: bool = True) -> "CausalHead | None":
+    def of(cls, model: nn.Module, plain: bool = False) -> "CausalHead | None":
         """The head of `model`, or None where it does something to its logits that is not known here."""
         if model.get_output_embeddings() is None:
             return None
-        head = cls(model, by_hand)
+        head = cls(model, plain)
         if head._matches(model):
             return head
         say("The output head of this architecture cannot be taken apart; its full logits are computed.")
@@ -88,7 +88,7 @@ def causal_loss(model: nn.Module, head: CausalHead | None, batch: dict[str, Tens
         return token_loss(logits, targets, lambda x: x, [], logits.shape[-1], count_correct)
     with _capture(head.layer) as captured:
         model(**inputs)
-    return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct)
+    return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct, head.plain)
 
 
 def choice_logits(model: nn.Module, head: CausalHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:

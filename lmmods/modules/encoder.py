@@ -17,10 +17,11 @@ class TokenHead:
 
     Args:
         model: A masked LM of transformers, also wrapped by PEFT.
+        plain: Let it see all positions, and autograd differentiate it.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, plain: bool = False):
+        self.model, self.plain = model, plain
         network = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.encoder = network.base_model
         self.vocab_size = network.config.vocab_size
@@ -53,7 +54,7 @@ def masked_loss(head: TokenHead, batch: dict[str, Tensor], count_correct: bool =
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
     hidden = head.encoder(**inputs).last_hidden_state
-    return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct)
+    return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class CausalModule(TaskModule):
         self.head: CausalHead | None = None
 
     def on_model_ready(self) -> None:
-        self.head = CausalHead.of(self.model, by_hand=self.fast_kernels)
+        self.head = CausalHead.of(self.model, plain=not self.fast_kernels)
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
             prefer_varlen(self.model)
         if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):

@@ -48,6 +48,7 @@ def token_loss(
     params: list[Tensor],
     vocab_size: int,
     count_correct: bool = False,
+    plain: bool = False,
 ) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
@@ -58,7 +59,10 @@ def token_loss(
         params: The head's trainable parameters.
         vocab_size: V, which decides the chunk length.
         count_correct: Also count argmax hits (one more pass over the logits).
+        plain: Make the logits of all positions at once and leave the gradient to autograd; `params` is then not used.
     """
+    if plain:
+        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct)
     scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
     hidden = hidden.flatten(0, 1).index_select(0, scored)
     targets = targets.flatten().index_select(0, scored)
@@ -66,6 +70,12 @@ def token_loss(
     total, correct = _ChunkedCrossEntropy.apply(hidden, targets, head, chunk, count_correct, torch.is_grad_enabled(),
                                                 *params)
     return LossSums(total, total.new_tensor(len(targets)), correct if count_correct else None)
+
+
+def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool) -> LossSums:
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    correct = (logits.argmax(-1) == targets).sum().float() if count_correct else None
+    return LossSums(total, (targets != IGNORED).sum().float(), correct)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

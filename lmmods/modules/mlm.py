@@ -24,7 +24,7 @@ class MLM(TaskModule):
         self.head: TokenHead | None = None
 
     def on_model_ready(self) -> None:
-        self.head = TokenHead(self.model)
+        self.head = TokenHead(self.model, plain=not self.fast_kernels)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         return masked_loss(self.head, batch, count_correct)

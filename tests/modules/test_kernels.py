@@ -103,14 +103,15 @@ def test_a_head_by_hand_is_the_head_by_autograd(monkeypatch, dtype, trains):
     hidden, targets = torch.randn(2, 9, 16), torch.randint(0, 61, (2, 9))
     targets[0, :4] = IGNORED
 
-    def run(head):
+    def run(head, plain=False):
         x = hidden.clone().requires_grad_()
         params = [layer.weight] if trains else []
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            sums = token_loss(x, targets, head, params, 61, count_correct=True)
+            sums = token_loss(x, targets, head, params, 61, count_correct=True, plain=plain)
         return [sums.total, sums.correct, *torch.autograd.grad(sums.total / 8, [x, *params])]
 
     by_hand = SimpleNamespace(linear=layer)
     exact = dtype == torch.float32
-    for ours, plain in zip(run(by_hand), run(lambda x: layer(x)), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)
+    for ours, other, plain in zip(run(by_hand), run(lambda x: layer(x)), run(layer, plain=True), strict=True):
+        for theirs in (other, plain):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)
