@@ -13,7 +13,6 @@ class Plan:
 
     Args:
         rounds_per_epoch: Rounds of an epoch of training.
-        rounds_per_step: Rounds of an optimiser step; the last of an epoch may have fewer.
         num_steps: Optimiser steps of the run.
         num_val_rounds: Rounds of a validation; 0 where there is nothing to validate on.
         rounds_per_validation: Rounds from one validation to the next, counted anew in each epoch or over the run.
@@ -22,7 +21,6 @@ class Plan:
     """
 
     rounds_per_epoch: int
-    rounds_per_step: int
     num_steps: int
     num_val_rounds: int
     rounds_per_validation: int
@@ -49,6 +47,7 @@ def make_plan(*, rounds_per_epoch: int, rounds_per_step: int, num_val_rounds: in
     """The plan that the trainer's keys ask for.
 
     Args:
+        rounds_per_step: Rounds of an optimiser step; the last of an epoch may have fewer.
         max_epochs: Epochs, a fraction allowed; None or -1 leave it to `max_steps`.
         max_steps: Optimiser steps; -1 leaves it to `max_epochs`.
         val_check_interval: Rounds over the whole run, or share of an epoch; None is a whole epoch.
@@ -68,7 +67,7 @@ def make_plan(*, rounds_per_epoch: int, rounds_per_step: int, num_val_rounds: in
         raise UserError(f"trainer.val_check_interval is {val_check_interval}, but must be a share from 0.0 to 1.0, or "
                         "a whole number of micro-batches.")
     interval = max(int(rounds_per_epoch * val_check_interval), 1) if is_share else val_check_interval
-    return Plan(rounds_per_epoch, rounds_per_step, int(num_steps), num_val_rounds, interval or rounds_per_epoch,
+    return Plan(rounds_per_epoch, int(num_steps), num_val_rounds, interval or rounds_per_epoch,
                 isinstance(val_check_interval, int), val_epochs)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lmmods.console import say
 
-NAME, FLOAT32 = "varlen", "sdpa_float32"
+VARLEN, FLOAT32 = "varlen", "sdpa_float32"
 # Forward and backward pass of torch 2.13 with 6 heads of 64 on two Zen 4 cores: float32 takes a third to a half of the
 # time of bfloat16 at 112 to 168 tokens, as much at 320 to 512, and half again as much from 1,024 on.
 FLOAT32_LENGTH = 384
@@ -38,10 +38,10 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
 
     problem = _unfit(model)
     if problem is None:
-        AttentionInterface.register(NAME, _Varlen(kernel or varlen_attn))
-        AttentionMaskInterface.register(NAME, _mask)
+        AttentionInterface.register(VARLEN, _Varlen(kernel or varlen_attn))
+        AttentionMaskInterface.register(VARLEN, _mask)
         before = _packed_logits(model)
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(VARLEN)
         problem = _disagreement(model, before)
         if problem is not None:
             model.set_attn_implementation("sdpa")

@@ -326,7 +326,7 @@ class TaskModule(L.LightningModule, ABC):
 
     def on_train_start(self) -> None:
         self._follow_recipe()
-        self.window.put_gradients(self.trainable(), self.trainer.world_size)
+        self.window.put_gradients(self.trainable(), self.trainer.world_size, self.trainer.global_rank == 0)
 
     def _follow_recipe(self) -> None:
         """A checkpoint brings the optimiser's state; its settings and the length of the schedule are the recipe's."""

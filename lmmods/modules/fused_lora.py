@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+KINDS = ("Linear", "Linear4bit")
+
 
 def fuse_adapters(model: nn.Module) -> None:
     """Compute the LoRA layers of a PEFT model in one step each; same function, rounding apart.
@@ -23,7 +25,8 @@ def fuse_adapters(model: nn.Module) -> None:
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
-        if isinstance(module, LoraLayer) and _is_linear(module.base_layer):
+        # By name: Linear4bit is there only with bitsandbytes, and other layers of PEFT wrap linear ones too.
+        if isinstance(module, LoraLayer) and type(module).__name__ in KINDS and _is_linear(module.base_layer):
             module.forward = partial(_forward, module)
 
 

@@ -27,7 +27,6 @@ class Window:
         self._counts: Tensor | None = None
         self._lr = 0.0
         self._gradients: dict[str, Tensor] = {}  # of an unpacked window, for parameters that are not there yet
-        self._is_first = True
 
     @property
     def is_open(self) -> bool:
@@ -114,15 +113,14 @@ class Window:
             self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
             factor = state["divisor"] / divisor
             self._gradients = {name: grad * factor for name, grad in state["gradients"].items()}
-        self._is_first = is_first
 
-    def put_gradients(self, params: dict[str, nn.Parameter], world_size: int) -> None:
-        """Give the parameters the gradients of an unpacked window."""
+    def put_gradients(self, params: dict[str, nn.Parameter], world_size: int, is_first: bool) -> None:
+        """Give the parameters the gradients of an unpacked window; arguments as in `unpack`."""
         for name, grad in self._gradients.items():
             param = params[name]
             if isinstance(param, DTensor):
                 param.grad = sharding.placed_like(grad, param) / world_size
-            elif self._is_first:
+            elif is_first:
                 param.grad = sharding.placed_like(grad, param)
         self._gradients = {}
 

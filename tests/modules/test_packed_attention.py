@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lmmods.modules import attention
-from lmmods.modules.attention import NAME, prefer_varlen
+from lmmods.modules.attention import VARLEN, prefer_varlen
 from lmmods.modules.causal import CausalHead, causal_loss, keeps_packed_apart
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
@@ -57,7 +57,7 @@ def test_loss_and_gradients_are_those_of_sdpa(kind, adapted, capsys, monkeypatch
 
     expected = run()
     prefer_varlen(model, loop)
-    assert "which agrees with sdpa" in capsys.readouterr().out and model.config._attn_implementation == NAME
+    assert "which agrees with sdpa" in capsys.readouterr().out and model.config._attn_implementation == VARLEN
     calls.clear()
     found = run()
     assert [call.tolist() for call in calls[-2:]] == [[0, 5, 7, 10, 11, 12, 24]] * 2 and calls[-1] is calls[-2]
@@ -102,7 +102,7 @@ def test_under_autocast_the_kernel_computes_in_half():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         prefer_varlen(model, watched)
         causal_loss(model, CausalHead.of(model), batch).total.backward()
-    assert model.config._attn_implementation == NAME and all(each == {torch.bfloat16} for each in types)
+    assert model.config._attn_implementation == VARLEN and all(each == {torch.bfloat16} for each in types)
 
 
 def test_a_kernel_that_leaks_or_fails_is_not_taken(capsys):
