@@ -25,7 +25,7 @@ from jax_engine.optim import step_scalars
 from jax_engine.state import SUMS, Tree
 from lmmods import treefile
 from lmmods.errors import UserError
-from lmmods.run import commit_folder, write_json
+from lmmods.runs.folder import commit_folder, write_json
 from lmmods.settings import Optimizer
 
 FILES = {"state_dict": "model.safetensors", "optimizer_states": "optimizer.safetensors"}

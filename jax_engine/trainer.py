@@ -33,7 +33,7 @@ from lmmods.loggers import Logger, MetricsCSV, log_checkpoint
 from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
-from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_json
+from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_json
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
 from lmmods.wandb_runs import log_predictions

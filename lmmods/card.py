@@ -11,7 +11,7 @@ import yaml
 from lmmods.data.readers import READERS, file_type
 from lmmods.data.report import render_table
 from lmmods.data.sources import NAMED_SETS
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 # transformers' class -> the hub's name of the task
 PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from lmmods.errors import UserError
 from lmmods.finished import FinishedRun
-from lmmods.run import write_json
+from lmmods.runs.folder import write_json
 
 
 def evaluate(

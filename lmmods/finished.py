@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lmmods.errors import UserError
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 
 @dataclass

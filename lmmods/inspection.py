@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from lmmods.run import as_yaml
+from lmmods.runs.folder import as_yaml
 
 SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmmods.errors import UserError
-from lmmods.run import RunFolder, checkpoint_position
+from lmmods.runs.folder import RunFolder, checkpoint_position
 from lmmods.settings import require
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lmmods.run import write_text
+from lmmods.runs.folder import write_text
 
 
 class MetricsCSV(Logger):

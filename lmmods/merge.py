@@ -10,7 +10,7 @@ import yaml
 from lmmods.card import hub_id
 from lmmods.errors import UserError
 from lmmods.finished import FinishedRun, copy_dequantized
-from lmmods.run import commit_folder
+from lmmods.runs.folder import commit_folder
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 

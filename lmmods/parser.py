@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lmmods.cli import ENGINES, import_all
 from lmmods.commands import COMMANDS, command_parser
 from lmmods.errors import UserError
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 from lmmods.settings import Generation, LoRA, Optimizer
 from lmmods.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
 

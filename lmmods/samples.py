@@ -5,7 +5,7 @@ from typing import Any
 
 from lmmods.console import say, warn
 from lmmods.errors import UserError
-from lmmods.run import RunFolder, write_text
+from lmmods.runs.folder import RunFolder, write_text
 from lmmods.settings import Generation, require
 
 PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters of a line on the console

@@ -22,7 +22,7 @@ from lmmods.inspection import show
 from lmmods.interruption import Interruption
 from lmmods.loggers import MetricsCSV
 from lmmods.precision import choose_precision
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 from lmmods.strategies import chosen
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.errors import UserError
-from lmmods.run import write_json
+from lmmods.runs.folder import write_json
 
 MANIFEST = "manifest.json"
 

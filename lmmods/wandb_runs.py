@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 TABLE_ROWS = 1000
 

@@ -4,7 +4,7 @@ import csv
 
 from safetensors.numpy import load_file
 
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 
 def seconds_of_steps(run: RunFolder) -> list[float]:

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 from lmmods.card import hub_id, model_card
 from lmmods.cli import main
-from lmmods.run import RunFolder, write_json, write_text
+from lmmods.runs.folder import RunFolder, write_json, write_text
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 

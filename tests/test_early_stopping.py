@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 
 @pytest.fixture

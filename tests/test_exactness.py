@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 PLAIN = {"trainer__max_steps": 3, "trainer__limit_val_batches": 0, "trainer__gradient_clip_val": 0.5,
          "model__init_args__quantize": None, "model__init_args__lora": None, "data__init_args__val_size": 0,

@@ -10,7 +10,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.loggers import MetricsCSV
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 WANDB = [{"class_path": "WandbLogger", "init_args": {"project": "test"}}]
 

@@ -24,7 +24,7 @@ from lmmods.errors import UserError
 from lmmods.metrics import choice_scores
 from lmmods.mmlu import Questionnaire, choice_tokens
 from lmmods.modules.causal import CausalHead, choice_logits
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.runs import assert_same_checkpoint, seconds_of_steps

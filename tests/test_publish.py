@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from lmmods.callbacks.publish import Publish
 from lmmods.cli import main
 from lmmods.errors import UserError
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 TOKEN = "hf_secretOfThisTest"
 

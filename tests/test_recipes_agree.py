@@ -11,7 +11,7 @@ import transformers
 import yaml
 
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 TIMED = {"train/tokens_per_second"}
 ROOT = Path(__file__).parent.parent

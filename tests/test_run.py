@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lmmods.errors import UserError
-from lmmods.run import RunFolder, checkpoint_name, commit_folder, write_text
+from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_text
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from lmmods.data.clm import CLMData
 from lmmods.data.sft import SFTData
 from lmmods.errors import UserError
 from lmmods.modules import decoding
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 from lmmods.samples import SampleWriter
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

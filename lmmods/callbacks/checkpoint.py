@@ -17,7 +17,7 @@ from lmmods.interruption import stop
 from lmmods.keep import KeepRules
 from lmmods.loggers import log_checkpoint
 from lmmods.position import recount
-from lmmods.run import checkpoint_name, commit_folder, write_json
+from lmmods.runs.folder import checkpoint_name, commit_folder, write_json
 from lmmods.strategies import DeepSpeed
 
 

@@ -9,7 +9,7 @@ from lmmods.card import model_card
 from lmmods.console import say
 from lmmods.curves import draw_curves
 from lmmods.loggers import log_checkpoint
-from lmmods.run import commit_folder
+from lmmods.runs.folder import commit_folder
 
 
 class Export(L.Callback):

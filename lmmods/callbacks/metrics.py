@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lmmods.run import write_json
+from lmmods.runs.folder import write_json
 from lmmods.throughput import Stopwatch, peak_flops
 
 

@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 from lmmods.errors import UserError
 from lmmods.report.page import GENERATOR, render
 from lmmods.report.reading import read_runs
-from lmmods.run import write_text
+from lmmods.runs.folder import write_text
 
 
 def report_parser() -> ArgumentParser:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from lmmods.errors import UserError
-from lmmods.run import RunFolder, checkpoint_position
+from lmmods.runs.folder import RunFolder, checkpoint_position
 
 
 @dataclass

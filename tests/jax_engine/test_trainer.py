@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from jax_engine.trainer import Trainer
 from lmmods.cli import main
-from lmmods.run import RunFolder
+from lmmods.runs.folder import RunFolder
 
 TIMED = {"train/tokens_per_second"}
 ROOT = Path(__file__).parent.parent.parent
