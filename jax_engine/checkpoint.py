@@ -229,7 +229,8 @@ def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.
     found = {}
     for name, array in wanted.items():
         entry = by_name.get(PREFIX + name, {}) if by_name else {slot: np.zeros(array.shape)}
-        if slot not in entry or entry[slot].shape != array.shape:
+        in_8_bits = slot in entry and entry[slot].dtype == np.uint8  # codes of bitsandbytes, not the values
+        if slot not in entry or in_8_bits or entry[slot].shape != array.shape:
             raise UserError(f"This checkpoint holds no {slot} of {name}: it is of another optimizer. Resume with the "
                             "optimizer.name that the run was started with (config.yaml in its folder).")
         found[name] = entry[slot].astype(array.dtype)

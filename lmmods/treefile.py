@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,13 @@ from lmmods.runs.folder import write_json
 MANIFEST = "manifest.json"
 
 
-def split(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
-    """Take the arrays out of a tree.
+def split(tree: Any, is_array: Callable[[Any], bool],
+          memory_of: Callable[[Any], Hashable] = id) -> tuple[Any, dict[str, Any]]:
+    """Take the arrays out of a tree. One that stands in several places is taken once, under the first of its paths.
+
+    Args:
+        is_array: Whether a node is one.
+        memory_of: What is equal for arrays that are the same memory read in the same way.
 
     Returns:
         The tree as JSON can hold it, and the arrays by their path in it.
@@ -22,10 +27,12 @@ def split(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str, An
         TypeError: Something in the tree is neither plain data nor an array.
     """
     arrays: dict[str, Any] = {}
+    paths: dict[Hashable, str] = {}
 
     def walk(node: Any, path: str) -> Any:
         if is_array(node):
-            arrays[path] = node
+            path = paths.setdefault(memory_of(node), path)
+            arrays.setdefault(path, node)
             return {"$array": path}
         if isinstance(node, dict):
             if all(isinstance(key, str) and not key.startswith("$") for key in node):

@@ -1,9 +1,10 @@
 """Checkpoints: when they are written, which are kept, and how they lie on disk."""
 
+import collections
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class FolderCheckpointIO(CheckpointIO):
             barrier: Waits for all processes.
         """
         temporary = path.with_name(f".{path.name}")
-        tree, tensors = treefile.split(checkpoint, torch.is_tensor)
+        tree, tensors = treefile.split(checkpoint, torch.is_tensor, _memory_of)
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -89,11 +90,22 @@ class FolderCheckpointIO(CheckpointIO):
         shutil.rmtree(path)
 
 
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """Optimisers let the state of several parameters share a tensor: bitsandbytes' 8-bit ones their code books."""
+    if not tensor.numel():
+        return id(tensor)  # empty ones have no memory
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path,
-              metadata={"format": "pt"})
+    stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    uses = collections.Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
+    for name, tensor in stored.items():  # safetensors refuses parts of one memory that overlap
+        if uses[tensor.untyped_storage().data_ptr()] > 1:
+            stored[name] = tensor.clone()
+    save_file(stored, path, metadata={"format": "pt"})
 
 
 def _load(folder: Path, file: str) -> dict[str, torch.Tensor]:

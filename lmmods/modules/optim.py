@@ -1,6 +1,7 @@
 """Optimisers and schedules of the torch engine, by the names in `lmmods.settings`."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
         from transformers.optimization import Adafactor
 
         # The settings of transformers' Trainer: the learning rate is the recipe's, not Adafactor's own.
-        return Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False)
+        return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
 
 
@@ -54,6 +55,22 @@ def _can_fuse(params: list[nn.Parameter]) -> bool:
     """torch fuses AdamW on these devices, for floating-point parameters that are plain tensors."""
     return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and type(p.data) is torch.Tensor
                for p in params)
+
+
+def _keeping_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let `load_state_dict` keep the dtypes of what was saved: torch casts it to those of the parameters, but the state
+    of bfloat16 parameters may be float32."""
+    loaded: dict[str, Any] = {}
+
+    def put_back(_: torch.optim.Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, values in loaded.pop("state").items():
+            optimizer.state[params[index]] |= {key: value.to(params[index].device, copy=True)
+                                               for key, value in values.items() if torch.is_tensor(value)}
+
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: loaded.update(state=saved["state"]))
+    optimizer.register_load_state_dict_post_hook(put_back)
+    return optimizer
 
 
 def _bitsandbytes(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
