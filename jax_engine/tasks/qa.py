@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_engine.devices import gather
 from jax_engine.feed import Group
 from jax_engine.losses import IGNORED, LossSums, span_loss
 from jax_engine.state import Tree
@@ -24,8 +25,9 @@ class QA(Task):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self._logits: dict[int, tuple] = {}  # window -> start and end logits of the evaluation under way
-        self._total = self._weight = 0.0
+        # Of the evaluation under way, by window and of this process's shares: start and end logits; losses.
+        self._logits: dict[int, tuple] = {}
+        self._losses: dict[int, float] = {}
 
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         return span_loss(self._spans(params, rows, row_keys), rows)
@@ -46,16 +48,15 @@ class QA(Task):
 
     def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
         found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
-        scored = group.host["start_positions"] != IGNORED
-        self._total += float(found["loss"].astype("float64").sum())
-        self._weight += float(scored.sum())
+        scored = (group.host["index"] >= 0) & (group.host["start_positions"] != IGNORED)
+        self._losses |= dict(zip(group.host["index"][scored].tolist(), found["loss"][scored].tolist()))
         self._logits |= _by_window(group, found["logits"])
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Loss, exact match and F1, and the answers' files."""
-        loss = self._total / self._weight if self._weight else math.nan
-        logits, self._logits = self._logits, {}
-        self._total = self._weight = 0.0
+        """Loss, exact match and F1 over all processes, and the answers' files."""
+        losses, logits = gather(self._losses), gather(self._logits)
+        self._losses, self._logits = {}, {}
+        loss = math.fsum(losses.values()) / len(losses) if losses else math.nan
         found = datamodule.answer(role, logits)
         return {"loss": loss, **found.scores}, found.files
 

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.numpy import load_file
+from two_processes import with_two
 
 from jax_engine.trainer import Trainer
 from lmmods.cli import main
@@ -114,22 +113,6 @@ def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strateg
     for name, weight in load_file(many.resolve("last") / "model.safetensors").items():
         wanted = load_file(one.resolve("last") / "model.safetensors")[name]
         torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted), rtol=1e-3, atol=2e-5)
-
-
-def with_two(arguments: list[str]) -> list[str]:
-    """Run a command in two processes joined on this machine; what each said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                   "XLA_FLAGS": flags}
-    processes = [subprocess.Popen([sys.executable, "train.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, text=True, env={**environment, "RANK": str(rank)})
-                 for rank in range(2)]
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    return said
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Question answering on JAX: the same scores whoever computed which windows."""
+
+import csv
+import json
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, AutoTokenizer
+from two_processes import with_two
+
+from lmmods.architectures import tells_token_types
+from lmmods.cli import main
+from lmmods.runs.folder import RunFolder
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import squad
+
+BERT = {"model_type": "bert", "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 64}
+# Prints what this process has measured in each validation.
+PROGRAM = """
+import json, sys
+from jax_engine.trainer import Trainer
+from lmmods.cli import main
+
+evaluate = Trainer._evaluate
+def told(self, *args, **kwargs):
+    found = evaluate(self, *args, **kwargs)
+    print("measured " + json.dumps(found, sort_keys=True), flush=True)
+    return found
+Trainer._evaluate = told
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def qa(recipe, bert_folder, tmp_path):  # noqa: F811
+    """A function that writes a recipe of 51 windows, 17 micro-batches, into a run folder of its own."""
+    def write(folder: str, **changes) -> tuple[RunFolder, list[str]]:
+        source = squad(tmp_path)
+        run = RunFolder(tmp_path / folder)
+        return run, recipe(f"{folder}.yaml", **{
+            "engine": "jax", "trainer__max_steps": 4, "trainer__default_root_dir": str(run.root),
+            "model": {"class_path": "QA", "init_args": {"config": BERT, "optimizer": {"lr": 3e-3}}},
+            "data": {"class_path": "QAData", "init_args": {
+                "tokenizer": str(bert_folder), "source": source, "val_source": source, "max_length": 64, "stride": 16,
+                "question_max_length": 16, "batch_size": 3}}, **changes})
+
+    return write
+
+
+@pytest.mark.slow
+def test_two_processes_score_all_windows_and_agree(qa):
+    stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 1,
+                                                              "min_delta": 100.0}}]
+    one, arguments = qa("one", trainer__accumulate_grad_batches=2, trainer__val_check_interval=2,
+                        trainer__callbacks=stopping)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = qa("two", trainer__val_check_interval=1, trainer__callbacks=stopping)
+    said = with_two(["fit", *arguments], ("-c", PROGRAM))
+    seen = [[json.loads(line[9:]) for line in text.splitlines() if line.startswith("measured ")] for text in said]
+    assert len(seen[0]) == 2 and seen[0] == seen[1]
+    metrics = [json.loads(run.metrics_json.read_text()) for run in (one, two)]
+    for name in ("val/loss", "val/exact_match", "val/f1"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-5)
+        assert metrics[1][name] == seen[0][-1][name]
+    chosen = [json.loads((run.root / "predictions.json").read_text()) for run in (one, two)]
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 4
+
+
+NO_TYPES = {
+    "distilbert": {"dim": 24, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64,
+                   "dropout": 0.0, "attention_dropout": 0.0, "qa_dropout": 0.0},
+    "roberta": {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "max_position_embeddings": 72, "type_vocab_size": 1, "pad_token_id": 0, "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0},
+    "gpt2": {"n_embd": 24, "n_layer": 1, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0},
+}
+
+
+@pytest.mark.parametrize("model_type", NO_TYPES)
+def test_models_without_token_types_take_a_tokenizer_that_offers_them(qa, bert_folder, tmp_path, model_type):  # noqa: F811
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    assert tokenizer.backend_tokenizer.encode("a", "b").type_ids == [0, 0, 0, 1, 1]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**NO_TYPES[model_type], vocab_size=len(tokenizer) + 8)
+    network = AutoModelForQuestionAnswering.from_config(config)
+    network.save_pretrained(tmp_path / "model")
+    losses = []
+    for engine in ("torch", "jax"):
+        run, arguments = qa(engine, engine=engine, model__init_args={"pretrained": str(tmp_path / "model"),
+                                                                     "optimizer": {"lr": 1e-3}})
+        assert main(["fit", *arguments]) == 0
+        with open(run.metrics_csv, newline="") as file:
+            losses.append([float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 4
+
+
+@pytest.mark.parametrize(("fields", "tells"), [
+    ({"model_type": "bert"}, True), ({"model_type": "albert"}, True), ({"model_type": "electra"}, True),
+    ({"model_type": "roberta", "type_vocab_size": 1}, False), ({"model_type": "distilbert"}, False),
+    ({"model_type": "distilbert", "type_vocab_size": 2}, False), ({"model_type": "gpt2"}, False),
+    ({"model_type": "deberta-v2"}, False), ({"model_type": "deberta-v2", "type_vocab_size": 2}, True),
+    ({"model_type": "code of its own"}, True),
+])
+def test_what_a_configuration_says_of_token_types(fields, tells):
+    assert tells_token_types(fields) is tells
