@@ -4,6 +4,8 @@ from typing import Any
 
 from lmmods.errors import UserError
 
+# Fields of a configuration that the functions below read.
+FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
 # In RoBERTa and its kin the first token's position is the one after the padding token's id.
 COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
 
@@ -14,6 +16,23 @@ def position_limit(fields: dict[str, Any]) -> int | None:
     if positions and any(kin in fields.get("model_type", "") for kin in COUNT_FROM_PADDING):
         return positions - (1 if fields.get("pad_token_id") is None else fields["pad_token_id"]) - 1
     return positions
+
+
+def tells_token_types(fields: dict[str, Any]) -> bool:
+    """Whether a network of this configuration tells kinds of token apart (`token_type_ids`), question from context say.
+
+    DistilBERT and decoders do not, whatever their tokenizer offers; RoBERTa knows one kind alone.
+
+    Args:
+        fields: `model_type` and what is set; others have the type's default.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.get("model_type")
+    if model_type not in CONFIG_MAPPING or model_type == "xlnet":  # code of its own; kinds without a table
+        return True
+    default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may hold a stray field
+    return default is not None and fields.get("type_vocab_size", default) > 1
 
 
 def saved_quantization(config: Any) -> str | None:

@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from lmmods.architectures import position_limit, tells_token_types
 from lmmods.cli import ENGINES, import_all
 from lmmods.commands import COMMANDS, command_parser
 from lmmods.errors import UserError
@@ -187,12 +188,14 @@ class EngineCLI(LightningCLI):
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
                 made.checkpoint, made.samples, made.mmlu, made.publish)
         self.trainer.recipe = recipe
+        fields = self.model.config_fields()
         self.datamodule.connect(
             pretrained=self.model.pretrained,
             revision=self.model.revision,
             trust_remote_code=self.model.trust_remote_code,
             seed=self.recipe.seed_everything,
-            max_positions=self.model.max_positions(),
+            max_positions=position_limit(fields),
+            token_types=tells_token_types(fields),
         )
 
     def _make_engine_neutral(self, recipe: dict[str, Any]) -> None:

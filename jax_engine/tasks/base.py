@@ -21,7 +21,7 @@ from jax_engine.quant import Quantized
 from jax_engine.state import Tree, flatten, split, unflatten
 from jax_engine.steps import Steps
 from jax_engine.weights import Weights
-from lmmods.architectures import check_saved_quantization, position_limit, saved_quantization
+from lmmods.architectures import FIELDS, check_saved_quantization, position_limit, saved_quantization
 from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.settings import LoRA, Optimizer, check_start, quantised_in_full
@@ -100,11 +100,14 @@ class Task(ABC):
 
     def max_positions(self) -> int | None:
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        return position_limit(self.config_fields())
+
+    def config_fields(self) -> dict[str, Any]:
+        """`architectures.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
         if isinstance(self.config, dict):
-            return position_limit({**self.config, **self.config_overrides})
+            return {**self.config, **self.config_overrides}
         config = hub.load_config(self.pretrained or self.config, self.config_overrides, self.revision)
-        names = ("model_type", "max_position_embeddings", "pad_token_id")
-        return position_limit({name: getattr(config, name, None) for name in names})
+        return {field: getattr(config, field) for field in FIELDS if hasattr(config, field)}
 
     # The network -----------------------------------------------------------------------------------------------------
 

@@ -146,6 +146,7 @@ class DataModule(lightning.LightningDataModule, ABC):
             "add_tokens": add_tokens,
         }
         self._pretrained: dict[str, Any] = {}
+        self.token_types = True  # settled by connect
         self._repaired: RepairedTokenizer | None = None
         self._sets: dict[Role, RowSet] = {}
         self._arranged: dict[Role, Any] = {}
@@ -211,6 +212,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         trust_remote_code: bool = False,
         seed: int | None = None,
         max_positions: int | None = None,
+        token_types: bool = True,
     ) -> None:
         """Fill in what the user left unset with what the model and the run know.
 
@@ -220,6 +222,7 @@ class DataModule(lightning.LightningDataModule, ABC):
             trust_remote_code: Whether code of the repository may run.
             seed: Seed of the run.
             max_positions: Longest row the model can take.
+            token_types: Whether the model tells kinds of token apart.
 
         Raises:
             UserError: `max_length` is more than the model can take.
@@ -230,6 +233,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         self._pretrained["trust_remote_code"] = trust_remote_code
         if self._seed is None:
             self._seed = seed
+        self.token_types = token_types
         if max_positions is not None and (self.max_length or 0) > max_positions:
             raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")
         if self.max_length is None:

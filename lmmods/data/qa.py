@@ -198,10 +198,11 @@ class QAData(DataModule):
         return (*self._prompt_keys(), "start_positions", "end_positions")
 
     def _prompt_keys(self) -> tuple[str, ...]:
-        return ("input_ids", *(("token_type_ids",) if self._has_token_types() else ()), "index")
+        types = ("token_type_ids",) if self.token_types and self._tokenizer_has_types() else ()
+        return ("input_ids", *types, "index")
 
-    def _has_token_types(self) -> bool:
-        """Whether the model tells question from context: as the tokenizer's configuration says, else as it encodes."""
+    def _tokenizer_has_types(self) -> bool:
+        """Whether the tokenizer tells question from context: as its configuration says, else as it encodes."""
         tokenizer = self.tokenizer
         if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
             return "token_type_ids" in tokenizer.model_input_names

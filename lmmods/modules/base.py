@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lmmods.architectures import position_limit
+from lmmods.architectures import FIELDS, position_limit
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
 from lmmods.modules.attention import prefer_float32
@@ -100,14 +100,16 @@ class TaskModule(L.LightningModule, ABC):
 
     def max_positions(self) -> int | None:
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        return position_limit(self.config_fields())
+
+    def config_fields(self) -> dict[str, Any]:
+        """`architectures.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
         name = self.pretrained or (self.config if isinstance(self.config, str) else None)
         if name is None:
-            fields = {**self.config, **self.config_overrides}
-        else:
-            config = loading.load_config(name, self.revision, self.trust_remote_code, self.config_overrides)
-            names = ("model_type", "max_position_embeddings", "pad_token_id")
-            fields = {field: getattr(config.get_text_config(), field, None) for field in names}
-        return position_limit(fields)
+            return {**self.config, **self.config_overrides}
+        config = loading.load_config(name, self.revision, self.trust_remote_code, self.config_overrides)
+        text = config.get_text_config()
+        return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
 
     # The network -----------------------------------------------------------------------------------------------------
 
