@@ -22,13 +22,14 @@ from lmmods.data.rows import PromptSet, RowSet, split, weighted
 from lmmods.data.sampler import BatchOrder, evaluation_order, training_order
 from lmmods.data.sources import Source, SourceReader, as_sources
 from lmmods.data.store import Store
-from lmmods.data.stream import StreamLoader, StreamSource, encode_window, mixed_windows
+from lmmods.data.stream import StreamLoader, StreamSource, draw_number, first_usable_window
 from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
 from lmmods.errors import UserError
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024
 FIRST_WINDOW = 1000  # rows of a stream that the report looks at
+STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is told as it comes"
 STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -45,7 +46,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
             revision, columns, limit, weight, format}, or a list of these.
         val_source: The same for validation.
-        val_size: Rows of `source` to set aside for validation: a share (0.05) or a number of rows (200).
+        val_size: Usable rows of `source` to set aside for validation: a share (0.05) or a number of rows (200).
         test_source: The same for test.
         predict_source: The same for predict; null takes the test set, else the validation set.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
@@ -183,7 +184,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         return {"input_ids": row["input_ids"], "index": row["index"]}
 
     def _draws_by_epoch(self) -> bool:
-        """Whether item number + epoch * len is a row drawn anew in each epoch."""
+        """Whether item number + draw * len is a row drawn anew, in each epoch and in each window of a stream."""
         return False
 
     def _prompts(self, rows: RowSet) -> Any:
@@ -351,18 +352,17 @@ class DataModule(lightning.LightningDataModule, ABC):
         return self._streams
 
     def _stream_source(self, source: Source) -> StreamSource:
-        reader = self._reader(source)
+        reader = self._reader(source, streaming=True)
         _, encoder, info = self._prepared(reader, prompts_only=False)
+        info["notes"] = [*info.get("notes", []), STREAM_NOTE]
         return StreamSource(lambda: iter(self._regrouped(reader, info)), encoder, source.weight, info)
 
     def _first_window(self) -> RowSet:
-        """The beginning of a stream: what the report and inspection show of it."""
-        sources = self._stream_sources()
-        window = next(mixed_windows(sources, min(self.stream_window, FIRST_WINDOW), self.seed, 0))
-        return encode_window(sources, window)
+        """The beginning of a stream: what the report and inspection show of it. Raises UserError for a useless one."""
+        return first_usable_window(self._stream_sources(), min(self.stream_window, FIRST_WINDOW), self.seed)
 
-    def _reader(self, source: Source) -> SourceReader:
-        return SourceReader(source, streaming=self.streaming)
+    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
+        return SourceReader(source, streaming=streaming)
 
     # Loaders
 
@@ -398,7 +398,7 @@ class DataModule(lightning.LightningDataModule, ABC):
             order = training_order(
                 lengths, self.batch_size, [self.seed, epoch, window], self.shuffle, self.group_by_length
             )
-            return order.shifted(epoch * len(lengths)) if self._draws_by_epoch() else order
+            return order.shifted(draw_number(epoch, window) * len(lengths)) if self._draws_by_epoch() else order
 
         settings = {"batch_size": self.batch_size, "window_size": self.stream_window, "seed": self.seed}
         return StreamLoader(

@@ -160,7 +160,6 @@ class _Writer:
         self._encoded: pa.RecordBatchStreamWriter | None = None
         self._rows: pa.RecordBatchStreamWriter | None = None
         self._files: dict[str, int] = {}
-        self._num_rows = self._num_kept = 0
         self.tally = Tally()
 
     def __enter__(self) -> "_Writer":
@@ -186,11 +185,9 @@ class _Writer:
             },
         )
         columns = {name: arrow_column(column) for name, column in encoded.columns.items()}
-        columns["index"] = pa.array(encoded.positions.astype(np.int64) + self._num_rows)
+        columns["index"] = pa.array(encoded.positions.astype(np.int64) + self.tally.num_rows)
         self._encoded = self._write(self._encoded, "encoded.arrow", columns)
         self.tally.add(batch, encoded)
-        self._num_rows += len(batch)
-        self._num_kept += len(encoded.positions)
 
     def _write(self, writer, name: str, columns: dict):  # noqa: ANN001, ANN202 - pyarrow's writer
         table = pa.record_batch(columns)
@@ -200,9 +197,4 @@ class _Writer:
 
     def summary(self) -> dict[str, Any]:
         """Counts of all batches, plain JSON."""
-        return {
-            "files": list(self._files),
-            "rows_read": self._num_rows,
-            "rows_kept": self._num_kept,
-            **self.tally.summary(),
-        }
+        return {"files": list(self._files), **self.tally.summary()}

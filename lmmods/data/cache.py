@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.data.building import build_store, fingerprint
-from lmmods.data.encoded import Encoder
+from lmmods.data.encoded import Encoder, describe_dropped
 from lmmods.data.readers import Row
 from lmmods.data.sources import SourceReader
 from lmmods.data.store import Store
@@ -59,11 +59,7 @@ class Cache:
         self._built.add(folder)
         store = Store(folder)
         if not len(store):
-            reasons = "; ".join(
-                f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
-                for reason, entry in store.info["dropped"].items()
-            )
-            raise UserError(f"{reader.source.path}: no usable row among {store.info['rows_read']} read: {reasons}")
+            raise UserError(f"{reader.source.path}: no usable row among {describe_dropped(store.info)}")
         return store
 
     def _path(self) -> Path:

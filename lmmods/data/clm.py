@@ -53,8 +53,8 @@ class CLMData(DataModule):
         """Ids before each document."""
         return [self.tokenizer.bos_token_id] if text.uses_bos else []
 
-    def _reader(self, source: Source) -> SourceReader:
-        return SourceReader(source, self.documents, self.streaming)
+    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
+        return SourceReader(source, self.documents, streaming)
 
     def _encoding_settings(self) -> dict[str, Any]:
         return {"text_column": self.text_column, "max_length": self.max_length}

@@ -54,11 +54,14 @@ class Tally:
     """Adds up what encoders counted and dropped."""
 
     def __init__(self) -> None:
+        self.num_rows = self.num_kept = 0
         self._counts: Counter = Counter()
         self._dropped: dict[str, dict[str, Any]] = {}
 
     def add(self, batch: list[Row], encoded: Encoded) -> None:
         """Count one batch."""
+        self.num_rows += len(batch)
+        self.num_kept += len(encoded.positions)
         for place, reason in encoded.dropped:
             entry = self._dropped.setdefault(reason, {"rows": 0, "first": []})
             entry["rows"] += 1
@@ -68,7 +71,16 @@ class Tally:
 
     def summary(self) -> dict[str, Any]:
         """Counts, and for each reason to drop a row their number and the first places; plain JSON."""
-        return {"dropped": self._dropped, "counts": dict(self._counts)}
+        return {"rows_read": self.num_rows, "rows_kept": self.num_kept, "dropped": self._dropped,
+                "counts": dict(self._counts)}
+
+
+def describe_dropped(info: dict[str, Any]) -> str:
+    """How many rows were read and why they were dropped, in words, from `Tally.summary` and `rows_read`."""
+    reasons = "; ".join(
+        f"{reason} ({entry['rows']} rows, first {entry['first'][0]})" for reason, entry in info["dropped"].items()
+    )
+    return f"{info['rows_read']} read: {reasons}"
 
 
 def arrow_column(column: Ragged | np.ndarray) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Masked-language-model rows: special tokens around a block, and masks drawn from (seed, epoch, row)."""
+"""Masked-language-model rows: special tokens around a block, and masks drawn from (seed, draw, row)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +55,8 @@ class Masker:
 class MaskedSet(Dataset):
     """Blocks with special tokens around them and masks. Item -1 is None, a padding row.
 
-    Item number + epoch * len(self) is the block `number` with the masks of that epoch, so that masks depend neither on
-    batches nor on workers and a resumed run draws the same.
+    Item number + draw * len(self) is the block `number` with the masks of that draw (an epoch, or a window of a
+    stream), so that masks depend neither on batches nor on workers and a resumed run draws the same.
 
     Args:
         blocks: Data set of {input_ids, index} with `lengths`.
@@ -84,10 +84,10 @@ class MaskedSet(Dataset):
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         if number < 0:
             return None
-        epoch, place = divmod(number, len(self))
+        draw, place = divmod(number, len(self))
         block = self.blocks[place]
         ids = np.concatenate([self.around[0], block["input_ids"], self.around[1]]).astype(np.int64)
-        masked, labels = self.masker(ids, np.random.default_rng([self.seed, epoch, place]))
+        masked, labels = self.masker(ids, np.random.default_rng([self.seed, draw, place]))
         return {"input_ids": masked, "labels": labels, "index": block["index"]}
 
 

@@ -55,8 +55,8 @@ class MLMData(DataModule):
         self.mlm_probability = mlm_probability
         self.whole_word_masking = whole_word_masking
 
-    def _reader(self, source: Source) -> SourceReader:
-        return SourceReader(source, self.documents, self.streaming)
+    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
+        return SourceReader(source, self.documents, streaming)
 
     def _encoding_settings(self) -> dict[str, Any]:
         return {"text_column": self.text_column, "join": self.join, "max_length": self.max_length}

@@ -85,30 +85,32 @@ class RowSet(Dataset):
 def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSet]:
     """Training and validation rows: disjoint, together complete, the same for the same rows read and seed.
 
-    The draw is over rows as read, so settings that drop or cut rows do not move others across.
+    The draw is over rows as read and passes over those that were dropped, so that settings that drop or cut rows move
+    as few others across as can be.
 
     Args:
-        rows: All kept rows.
-        val_size: Share of the rows (float) or number of rows (int) for validation.
+        rows: All kept rows. What was made of one row as read (the windows of a question) stays together.
+        val_size: Share of the usable rows (float) or number of them (int) for validation.
         seed: Seed of the draw.
 
     Raises:
         UserError: Nothing is left on one side.
     """
     total = sum(store.info["rows_read"] for store in rows.stores)
-    count = val_size if isinstance(val_size, int) else max(round(val_size * total), int(val_size > 0))
-    if not 0 <= count < total or val_size < 0:
+    index = rows.index
+    usable = np.zeros(total, bool)
+    usable[index] = True
+    num_usable = int(usable.sum())
+    count = val_size if isinstance(val_size, int) else max(round(val_size * num_usable), int(val_size > 0))
+    if not 0 <= count < num_usable or val_size < 0:
         raise UserError(
-            f"data.val_size is {val_size}, but the source has {total} rows; give a share below 1.0 or fewer rows"
+            f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; give a share below "
+            "1.0 or fewer rows"
         )
+    drawn = np.random.default_rng([seed, total]).permutation(total)
     held_out = np.zeros(total, bool)
-    held_out[np.random.default_rng([seed, total]).permutation(total)[:count]] = True
-    in_validation = held_out[rows.index]
-    if count and (in_validation.all() or not in_validation.any()):
-        raise UserError(
-            f"data.val_size {val_size} leaves no row for {'training' if in_validation.all() else 'validation'}; "
-            f"the source has {len(rows)} usable rows"
-        )
+    held_out[drawn[usable[drawn]][:count]] = True
+    in_validation = held_out[index]
     return rows.subset(np.flatnonzero(~in_validation)), rows.subset(np.flatnonzero(in_validation))
 
 

@@ -89,7 +89,7 @@ class MemoryStore:
         tally = Tally()
         for batch, encoded in parts:
             tally.add(batch, encoded)
-        self.info = {**info, "rows_read": len(self._rows), "rows_kept": len(self._columns["index"]), **tally.summary()}
+        self.info = {**info, **tally.summary()}
 
     def __len__(self) -> int:
         return self.info["rows_kept"]

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.console import say
 from lmmods.data.building import encode_batches
-from lmmods.data.encoded import Encoded, Encoder
+from lmmods.data.encoded import Encoded, Encoder, Tally, describe_dropped
 from lmmods.data.loader import Batch, Share
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
@@ -66,14 +67,43 @@ def mixed_windows(sources: list[StreamSource], size: int, seed: int, epoch: int)
         yield window
 
 
-def encode_window(sources: list[StreamSource], window: list[list[Row]], num_proc: int = 1) -> RowSet:
-    """Rows of a window as a set in memory."""
+def draw_number(epoch: int, window: int) -> int:
+    """A number for each window of each epoch, no two the same (Cantor's pairing)."""
+    return (epoch + window) * (epoch + window + 1) // 2 + window
+
+
+def encode_window(sources: list[StreamSource], window: list[list[Row]], tallies: list[Tally], num_proc: int = 1
+                  ) -> RowSet:
+    """Rows of a window as a set in memory, counted in the `tallies` of their sources."""
     stores = []
-    for source, rows in zip(sources, window, strict=True):
-        if rows:
-            parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
-            stores.append(MemoryStore(parts, source.info))
+    for source, rows, tally in zip(sources, window, tallies, strict=True):
+        parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
+        for batch, encoded in parts:
+            tally.add(batch, encoded)
+        stores.append(MemoryStore(parts or [([], source.encoder([]))], source.info))
     return RowSet(stores)
+
+
+def first_usable_window(sources: list[StreamSource], size: int, seed: int) -> RowSet:
+    """The first window with a row that can be used; the counts of its stores go back to the stream's beginning.
+
+    Raises:
+        UserError: There is no such row in the whole stream.
+    """
+    tallies = [Tally() for _ in sources]
+    for window in mixed_windows(sources, size, seed, 0):
+        rows = encode_window(sources, window, tallies)
+        if len(rows):
+            for store, tally in zip(rows.stores, tallies, strict=True):
+                store.info |= tally.summary()
+            return rows
+    raise _useless(sources, tallies)
+
+
+def _useless(sources: list[StreamSource], tallies: list[Tally]) -> UserError:
+    counts = "; ".join(f"{source.info['path']}: {describe_dropped(tally.summary())}"
+                       for source, tally in zip(sources, tallies, strict=True))
+    return UserError(f"data.source: the whole stream holds no usable row ({counts})")
 
 
 class StreamLoader:
@@ -103,6 +133,7 @@ class StreamLoader:
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
         self._share, self._settings, self._num_proc = share, settings, num_proc
         self._epoch = self._window = self._handed_out = 0
+        self._told: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return ENDLESS
@@ -121,19 +152,35 @@ class StreamLoader:
         """(epoch, window, data set) from the position on, without end."""
         start = self._window
         for epoch in count(self._epoch):
-            found = False
+            tallies = [Tally() for _ in self._sources]
+            useful = start > 0  # what lies before the position was
             for number, window in enumerate(
                 mixed_windows(self._sources, self._settings["window_size"], self._settings["seed"], epoch)
             ):
-                found = True
                 if number < start:
                     continue
-                rows = encode_window(self._sources, window, self._num_proc)
-                if len(rows):
-                    yield epoch, number, self._arrange(rows)
-            if not found:
-                raise UserError("the stream is empty: no row was found in data.source")
+                rows = encode_window(self._sources, window, tallies, self._num_proc)
+                self._tell_new_reasons(tallies)
+                items = self._arrange(rows) if len(rows) else []
+                if len(items):
+                    useful = True
+                    yield epoch, number, items
+            if not useful:
+                raise _useless(self._sources, tallies)
+            self._tell_dropped(epoch, tallies)
             start = 0
+
+    def _tell_new_reasons(self, tallies: list[Tally]) -> None:
+        for source, tally in zip(self._sources, tallies, strict=True):
+            for reason, entry in tally.summary()["dropped"].items():
+                if (source.info["path"], reason) not in self._told:
+                    self._told.add((source.info["path"], reason))
+                    say(f"The stream {source.info['path']} drops rows: {reason} (first {entry['first'][0]}).")
+
+    def _tell_dropped(self, epoch: int, tallies: list[Tally]) -> None:
+        for source, tally in zip(self._sources, tallies, strict=True):
+            if tally.num_kept < tally.num_rows:
+                say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(tally.summary())}.")
 
     def _batches(self, items: Any) -> Iterator[Batch]:
         order = self._order_of(items.lengths, self._epoch, self._window)

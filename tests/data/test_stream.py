@@ -3,11 +3,15 @@
 import itertools
 import types
 
+import datasets
 import pytest
 
 from lmmods.data.clm import CLMData
+from lmmods.data.mlm import MLMData
 from lmmods.data.sft import SFTData
+from lmmods.data.stream import draw_number
 from lmmods.errors import UserError
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
 
 def build(path, folder, rank=0, world_size=1, **fields):
@@ -97,3 +101,93 @@ def test_what_streaming_cannot_do_is_told(spm_folder, write_jsonl, alpaca_rows):
     other.load_state_dict(state.state_dict())
     with pytest.raises(UserError, match="batch_size 3, now it is 2"):
         other.train_dataloader()
+
+
+def empty_rows(count):
+    return [{"instruction": f"ask {n}", "output": ""} for n in range(count)]
+
+
+def test_a_hub_set_beside_a_stream_is_read_whole(spm_folder, alpaca_rows, monkeypatch):
+    """Stand-in for the hub: what `load_dataset` gives with and without streaming."""
+    def load(path, name, split, streaming, **_):
+        rows = datasets.Dataset.from_list(alpaca_rows if split == "train" else alpaca_rows[:7])
+        return rows.to_iterable_dataset() if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = build("org/set", spm_folder, val_source={"path": "org/set", "split": "test"}, eval_batch_size=4)
+    assert sum(int((batch["attention_mask"].sum(1) > 1).sum()) for batch in data.val_dataloader()) == 7
+    assert len(take(data, 5)) == 5
+
+
+def test_a_stream_whose_beginning_is_dropped_goes_on_and_counts(spm_folder, write_jsonl, alpaca_rows, capsys):
+    path = write_jsonl(empty_rows(2500) + alpaca_rows)
+    data = build(path, spm_folder, stream_window=1000)
+    source = data.report["sources"][path]
+    assert (source["rows_read"], source["rows_kept"]) == (2540, 40)
+    assert source["dropped"]["empty response"]["rows"] == 2500
+    assert any(note.startswith("a stream") for note in source["notes"])
+    whole = SFTData(path, tokenizer=spm_folder, max_length=512)
+    whole.setup("fit")
+    batches = take(data, 28)  # two passes of 14 batches
+    seen = [[token for token in row if token != data.tokenizer.pad_token_id] for batch in batches for row in batch]
+    assert sorted(seen) == sorted([row["input_ids"] for row in whole.rows_for_inspection(99)] * 2)
+    said = capsys.readouterr().out
+    assert said.count(f"drops rows: empty response (first {path}:1)") == 1
+    assert f"Pass 1 of the stream {path}: 2540 read: empty response (2500 rows, first {path}:1)." in said
+
+
+def test_resume_behind_a_dropped_beginning(spm_folder, write_jsonl, alpaca_rows):
+    path = write_jsonl(empty_rows(40) + alpaca_rows + empty_rows(40))
+    whole = take(build(path, spm_folder), 40)
+    for stop in (3, 16, 20):
+        first = build(path, spm_folder)
+        take(first, stop)
+        second = build(path, spm_folder)
+        second.load_state_dict(first.state_dict())
+        assert take(second, 40 - stop) == whole[stop:]
+
+
+def test_a_stream_without_a_usable_row_ends_with_its_counts(spm_folder, write_jsonl, alpaca_rows):
+    path = write_jsonl(empty_rows(50))
+    with pytest.raises(UserError, match=r"no usable row .*rows.jsonl: 50 read: empty response \(50 rows, first .*:1\)"):
+        build(path, spm_folder)
+    path = write_jsonl(alpaca_rows)
+    data = build(path, spm_folder)
+    write_jsonl(empty_rows(50))  # while the run is under way
+    with pytest.raises(UserError, match="the whole stream holds no usable row"):
+        take(data, 99)
+
+
+def test_a_source_that_ends_unused_is_counted_too(spm_folder, write_jsonl, alpaca_rows):
+    useless, useful = write_jsonl(empty_rows(30), "a.jsonl"), write_jsonl(alpaca_rows, "b.jsonl")
+    data = build([{"path": useless, "weight": 99.0}, {"path": useful, "weight": 1.0}], spm_folder, stream_window=15)
+    sources = data.report["sources"]
+    assert sources[useless]["rows_kept"] == 0 and sources[useless]["rows_dropped"] >= 15
+    assert sources[useful]["rows_kept"] > 0
+
+
+def test_masks_are_new_in_each_window_and_epoch(bert_folder, tmp_path):  # noqa: F811
+    """The same line again and again: all that differs between rows is the draw."""
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog again.\n" * 24)
+
+    def stream():
+        data = MLMData(str(tmp_path / "a.txt"), tokenizer=bert_folder, documents="line", join=False, streaming=True,
+                       stream_window=8, max_length=64, batch_size=8, shuffle=False, mlm_probability=0.3,
+                       val_source=str(tmp_path / "a.txt"))
+        data.setup("fit")
+        return data
+
+    data = stream()
+    loader = data.train_dataloader()
+    windows = [tuple((batch["labels"] != -100).flatten().tolist()) for batch in itertools.islice(iter(loader), 6)]
+    assert len(set(windows)) == 6  # three windows in each of two epochs
+    again = stream()
+    again.load_state_dict({**loader.state_dict(), "epoch": 1, "window": 0, "batches": 0})
+    resumed = itertools.islice(iter(again.train_dataloader()), 3)
+    assert [tuple((batch["labels"] != -100).flatten().tolist()) for batch in resumed] == windows[3:]
+    first, second = ([batch["input_ids"].tolist() for batch in data.val_dataloader()] for _ in range(2))
+    assert first == second
+
+
+def test_draws_have_numbers_of_their_own():
+    assert len({draw_number(epoch, window) for epoch in range(50) for window in range(50)}) == 2500
