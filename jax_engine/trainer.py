@@ -29,7 +29,7 @@ from lmmods.curves import draw_curves
 from lmmods.errors import UserError
 from lmmods.interruption import Interruption, stop
 from lmmods.keep import KeepRules
-from lmmods.loggers import Logger, MetricsCSV, log_checkpoint
+from lmmods.loggers import Logger, MetricsCSV, log_checkpoint, log_recipe
 from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
@@ -322,8 +322,7 @@ class Trainer:
         self.loggers = self.metrics.loggers = self.run_loggers if self._is_first else []
         if resumed and self.loggers:
             self.loggers[0].rewind(self.position.step)
-        for logger in self.loggers[1:]:
-            logger.log_hyperparams({"recipe": self.recipe, "data_report": self.datamodule.report})
+        log_recipe(self.loggers[1:], self.recipe, self.datamodule.report)
         say(self.datamodule.report_table())
         say(self._description)
         if resumed:

@@ -6,12 +6,14 @@ import os
 import pkgutil
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lmmods.errors import UserError, user_error_in
+from lmmods.redaction import redact
 
 # Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -30,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes them from the command line.
     """
+    if argv is None:  # a program of its own
+        sys.excepthook = show_bug
     arguments = sys.argv[1:] if argv is None else argv
     try:
         if arguments[:1] == ["report"]:  # reads files only, so it starts without the libraries
@@ -130,6 +134,11 @@ def import_all(package: str) -> None:
         importlib.import_module(f"{package}.{module.name}")
 
 
+def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A traceback as Python shows it, without passwords and tokens."""
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+
+
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(redact(f"error: {message}"), file=sys.stderr, flush=True)
     return 2

@@ -6,23 +6,25 @@ import warnings
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lmmods.redaction import redact
+
 
 @rank_zero_only
 def say(text: str) -> None:
     """Print a line."""
-    print(text, flush=True)
+    print(redact(text), flush=True)
 
 
 @rank_zero_only
 def warn(text: str) -> None:
     """Print a line that asks for attention."""
-    print(f"warning: {text}", flush=True)
+    print(redact(f"warning: {text}"), flush=True)
 
 
 @rank_zero_only
 def tell(text: str) -> None:
     """Print a line beside what the command puts out."""
-    print(text, file=sys.stderr, flush=True)
+    print(redact(text), file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:

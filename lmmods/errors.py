@@ -1,11 +1,17 @@
 """What the user did wrong, told in one message. The CLI prints it without a traceback and exits with status 2."""
 
+from lmmods.redaction import redact
+
 
 class UserError(Exception):
     """A mistake in the recipe, the data or the environment.
 
-    The message says what is wrong, where (file and line, row, or key) and what to do about it.
+    The message says what is wrong, where (file and line, row, or key) and what to do about it. Passwords and tokens
+    are taken out of it.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 def user_error_in(error: BaseException) -> UserError | None:

@@ -2,13 +2,16 @@
 
 import csv
 import io
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lmmods.redaction import redact
 from lmmods.runs.folder import write_text
 
 
@@ -68,6 +71,23 @@ class MetricsCSV(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The recipe is in config.yaml."""
+
+
+def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any], report: dict[str, Any]) -> None:
+    """Tell what a run is made of: recipe and data report."""
+    with hidden_arguments():
+        for logger in loggers:
+            logger.log_hyperparams({"recipe": recipe, "data_report": report})
+
+
+@contextmanager
+def hidden_arguments() -> Iterator[None]:
+    """While a logger opens its run: W&B keeps the command line, whose passwords and tokens it is not to see."""
+    arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def log_checkpoint(loggers: Iterable[Logger], checkpoint: Path | None, ends: bool = False) -> None:

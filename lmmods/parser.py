@@ -16,6 +16,7 @@ from lmmods.architectures import position_limit, tells_token_types
 from lmmods.cli import ENGINES, import_all
 from lmmods.commands import COMMANDS, command_parser
 from lmmods.errors import UserError
+from lmmods.redaction import left_out, redact, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.settings import Generation, LoRA, Optimizer
 from lmmods.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
@@ -61,8 +62,12 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         """Tell what is wrong and leave with status 2."""
-        sys.stderr.write(f"error: {_tidy(message)}{self._suggestion(message)}\n")
+        sys.stderr.write(redact(f"error: {_tidy(message)}{self._suggestion(message)}\n"))
         sys.exit(2)
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens."""
+        return redact(super().dump(*args, **kwargs))
 
     def add_subcommands(self, **kwargs: Any):
         from lmmods.report.command import report_parser
@@ -116,6 +121,14 @@ def _known_names(parser: LightningArgumentParser) -> set[str]:
         names |= {name for base in kind.__mro__ if base.__module__.startswith("lmmods")
                   for name in inspect.signature(base.__init__).parameters}
     return names - {"self", "kwargs", "args", "common"}
+
+
+def _check_complete(recipe: dict[str, Any]) -> None:
+    """Refuse what a run's config.yaml has left out. Raises UserError."""
+    if key := next(left_out(recipe), None):
+        short = key.replace(".init_args.", ".")
+        raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
+                        f"value again, on the command line (--{short} …) or in a recipe behind it (--config).")
 
 
 def _tidy(message: str) -> str:
@@ -173,12 +186,13 @@ class EngineCLI(LightningCLI):
             self.recipe.trainer.logger = wandb_loggers(self.recipe.trainer.logger) or None
         elif self.subcommand != "fit":
             self.recipe.trainer.logger = None  # the other commands log nowhere but metrics.json
+        _check_complete(self.recipe.as_dict())
         for logger in wandb_loggers(self.recipe.trainer.logger):
             settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
 
     def after_instantiate_classes(self) -> None:
         dump = self._parser(self.subcommand).dump(self.recipe, skip_none=False)
-        recipe = yaml.safe_load(dump)
+        recipe = redacted(yaml.safe_load(dump))
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
         self._make_engine_neutral(recipe)

@@ -8,6 +8,7 @@ from typing import Literal
 from lmmods.card import HUB_ID
 from lmmods.console import say, warn
 from lmmods.errors import UserError
+from lmmods.redaction import redact
 from lmmods.settings import require
 
 
@@ -94,5 +95,4 @@ def _told(error: Exception) -> str:
     from huggingface_hub import get_token
 
     line = next(iter(str(error).strip().splitlines()), "")
-    token = get_token()
-    return f"{type(error).__name__}: {line.replace(token, '***') if token else line}"
+    return f"{type(error).__name__}: {redact(line, get_token())}"

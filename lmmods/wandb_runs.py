@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from lmmods.loggers import hidden_arguments
+from lmmods.redaction import redacted
 from lmmods.runs.folder import RunFolder
 
 TABLE_ROWS = 1000
@@ -21,7 +23,13 @@ def wandb_loggers(loggers: Any) -> list[Any]:
 
 
 def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
-    """Write into the run folder, go on with the run's id, and stay offline without a key, never asking for one."""
+    """Write into the run folder, go on with the run's id, and stay offline without a key, never asking for one.
+
+    Its notes, tags and names are kept in files and sent away, so they hold no password or token.
+    """
+    for key, value in vars(options).items():
+        if isinstance(value, str | list):
+            options[key] = redacted(value)
     options.save_dir = str(folder.root) if options.get("save_dir") in (None, ".") else options.save_dir
     options.project = options.get("project") or "lmmods"
     options.name = options.get("name") or folder.root.name
@@ -63,5 +71,6 @@ def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
              for value in (row.get(name) for name in rows[0])] for row in rows[:TABLE_ROWS]]
     for logger in loggers:
         if hasattr(logger, "log_table"):
-            logger.log_table("predictions", columns=list(rows[0]), data=data)
+            with hidden_arguments():
+                logger.log_table("predictions", columns=list(rows[0]), data=data)
             logger.finalize("success")

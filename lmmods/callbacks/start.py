@@ -4,6 +4,7 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.console import say, warn
+from lmmods.loggers import log_recipe
 from lmmods.modules.summary import available_bytes
 
 
@@ -22,8 +23,7 @@ class StartReport(L.Callback):
         trainer.loggers = trainer.run_loggers
         if trainer.resumed_from:
             trainer.loggers[0].rewind(trainer.global_step)
-        for logger in trainer.loggers[1:]:
-            logger.log_hyperparams({"recipe": trainer.recipe, "data_report": trainer.datamodule.report})
+        log_recipe(trainer.loggers[1:], trainer.recipe, trainer.datamodule.report)
         self._tell(trainer, module)
 
     @rank_zero_only

@@ -25,6 +25,7 @@ from lmmods.data.store import Store
 from lmmods.data.stream import StreamLoader, StreamSource, draw_number, first_usable_window
 from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
 from lmmods.errors import UserError
+from lmmods.redaction import redact
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024
@@ -344,7 +345,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         if first is None:
             raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
         encoder, found = self._encoder(reader.source, first, prompts_only)
-        return self._regrouped(reader, found), encoder, {"path": reader.source.path, **found}
+        return self._regrouped(reader, found), encoder, {"path": redact(reader.source.path), **found}
 
     def _stream_sources(self) -> list[StreamSource]:
         if self._streams is None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from lmmods.errors import UserError
+from lmmods.redaction import redact
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -36,7 +37,7 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
     """Rows of one file, by its extension.
 
     Args:
-        path: Local path or fsspec URL.
+        path: Local path or fsspec URL; passwords and tokens of a URL are left out of what the rows are known by.
         documents: What a document of a .txt file is: the `file`, each `paragraph` (blank lines part them) or `line`.
 
     Raises:
@@ -46,8 +47,8 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
     if reader is None:
         raise UserError(f"{path}: unknown file type; readable are {', '.join(sorted(READERS))} and .gz of these")
     try:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            yield from reader(file, path, documents)
+        with fsspec.open(path, "rb", compression=fsspec.utils.infer_compression(_without_query(path))) as file:
+            yield from reader(file, redact(path), documents)
     except DAMAGED_ARCHIVE as error:
         raise UserError(f"{path}: the compressed file is damaged or cut off ({error}); fetch it again") from error
     except OSError as error:
@@ -56,10 +57,15 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
 
 def file_type(path: str) -> str:
     """Extension that decides how `path` is read, without that of a compression: `a.jsonl.gz` gives `.jsonl`."""
-    name = path.lower().rsplit("/", 1)[-1]
+    name = _without_query(path).lower().rsplit("/", 1)[-1]
     for compression in COMPRESSIONS:
         name = name.removesuffix(compression)
     return "." + name.rsplit(".", 1)[-1] if "." in name else ""
+
+
+def _without_query(path: str) -> str:
+    """A signed URL has its signature behind the file's name."""
+    return path.split("?", 1)[0] if path.startswith(("http://", "https://")) else path
 
 
 def _decoded_lines(file: BinaryIO, path: str) -> Iterator[str]:

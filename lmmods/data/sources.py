@@ -12,6 +12,7 @@ import fsspec
 
 from lmmods.data.readers import COMPRESSIONS, READERS, Row, file_type, read_file
 from lmmods.errors import UserError
+from lmmods.redaction import redact, redacted
 
 NAMED_SETS = {
     "alpaca": "tatsu-lab/alpaca",
@@ -138,10 +139,13 @@ class SourceReader:
         return sum(os.path.getsize(path) for path in self.files if "://" not in path)
 
     def fingerprint(self) -> str:
-        """Changes when a row could change: contents and paths of files, or the hub's own fingerprint; all settings."""
-        digest = hashlib.blake2b(repr((asdict(self.source), self.documents)).encode())
+        """Changes when a row could change: contents and paths of files, or the hub's own fingerprint; all settings.
+
+        It is the same under another password or token.
+        """
+        digest = hashlib.blake2b(repr((redacted(asdict(self.source)), self.documents)).encode())
         for path in self.files:
-            digest.update(path.encode())
+            digest.update(redact(path).encode())
             digest.update(_content_key(path))
         if self._hub_rows is not None:
             digest.update(self._hub_rows._fingerprint.encode())
@@ -206,7 +210,8 @@ def _find_remote(path: str) -> list[str]:
 def _content_key(path: str) -> bytes:
     if "://" in path:
         filesystem, name = fsspec.core.url_to_fs(path)
-        return str(filesystem.ukey(name)).encode()
+        by_name = "http" in filesystem.protocol  # its key is a hash of the name alone, which nobody has to look up
+        return str(filesystem.ukey(redact(name) if by_name else name)).encode()
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "blake2b").digest()
@@ -231,7 +236,7 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
     except Exception as error:  # datasets raises many kinds, all of them about this path
         raise UserError(
             f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
-            f"loaded ({type(error).__name__}: {str(error)[:300]})"
+            f"loaded ({type(error).__name__}: {redact(str(error))[:300]})"
         ) from error
 
 

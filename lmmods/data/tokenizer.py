@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken
 
 from lmmods.errors import UserError
+from lmmods.redaction import redact
 
 # Known names of each role, tried in order against the vocabulary.
 KNOWN_NAMES = {
@@ -70,7 +71,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them about this path
         raise UserError(
-            f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {str(error)[:300]}); "
+            f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {redact(str(error))[:300]}); "
             "set data.tokenizer to a folder or hub id that has one"
         ) from error
     if not getattr(tokenizer, "is_fast", False):

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from lmmods.errors import UserError
+from lmmods.redaction import redacted
 from lmmods.runs.folder import RunFolder, checkpoint_position
 
 
@@ -107,10 +108,10 @@ def _read(folder: RunFolder, label: str) -> Run:
     times = [file.stat().st_mtime for file in files if file.is_file()] or [folder.root.stat().st_mtime]
     return Run(
         label=label,
-        recipe=_read_mapping(folder.config),
+        recipe=redacted(_read_mapping(folder.config)),
         curves=curves,
         final={**last, **_read_mapping(folder.metrics_json)},
-        data=_read_mapping(folder.data_report),
+        data=redacted(_read_mapping(folder.data_report)),
         samples=read_samples(folder.samples),
         step=max(logged, saved),
         completed=folder.completed.exists(),

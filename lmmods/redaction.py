@@ -1,0 +1,81 @@
+"""Passwords and tokens out of what leaves the process: files of the run, the console, error messages, loggers, the hub.
+
+Recipes name data by URL, and URLs hold secrets: `https://user:password@host/rows.jsonl`, `…?X-Amz-Signature=…`. What is
+left of one here is `***`, so that the rest still says where the data came from. Pure functions of text: the same secret
+hidden twice, or another secret in its place, gives the same result, so that runs can be compared by what is left.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+HIDDEN = "***"
+
+# `user:password@`; the second form is for passwords with a slash, which URLs do not allow and people write.
+_PASSWORD = re.compile(r"(?<=://)(?:[^/\s?#<>]*:[^/\s?#<>]*@|[^/\s?#@:\[\"']*:(?!:|\d*(?:[/?#\s\"']|$))[^\s\"'<>]*@)")
+# A name alone may be a token (https://TOKEN@host); it is none in abfs://container@account or ssh://user@host.
+_LONE_TOKEN = re.compile(r"((?:https?|wss?|ftps?|git)://)[^/\s?#@:\"'<>]+@", re.IGNORECASE)
+_SECRET_NAME = (r"(?:[\w.%-]{0,40}(?:token|secret|passw|pwd|signature|credential|auth|jwt|session)[\w.%-]{0,40}"
+                r"|[\w.%-]{0,40}key(?:[-_]?id)?|sig|sas|pass|code)")
+_QUERY = re.compile(rf"([?&;#]{_SECRET_NAME}=)[^&#;\s\"'<>]+", re.IGNORECASE)
+_SCHEME = r"(?:bearer|basic|digest|token|negotiate)\b"
+_HEADER = re.compile(rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+)?(?!{_SCHEME})|\bbearer\s+(?=\S{{8}}))"
+                     r"[\w.~+/=-]+", re.IGNORECASE)
+# Tokens that tell themselves by how they begin: Hugging Face, GitHub, GitLab, AWS, Slack.
+_BEGINNINGS = r"(?<![A-Za-z0-9])(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-)"
+_TOKEN = re.compile(rf"{_BEGINNINGS}[A-Za-z0-9_-]{{16,}}")
+_LEFT_OUT = re.compile(rf"://\*\*\*@|[?&;#]{_SECRET_NAME}=\*\*\*|{_BEGINNINGS}\*\*\*", re.IGNORECASE)
+
+# Keys whose whole value is a secret, in options of loggers and the like. `pad_token` and `max_new_tokens` are none.
+_SECRET_KEY = re.compile(r"(?:.*_)?(?:api_?key|passw(?:or)?d|secret|secret_key|access_key|private_key|credentials?"
+                         r"|(?:auth|access|refresh|session|security|hf|hub|api|bearer|use_auth)_token)|token|authorization",
+                         re.IGNORECASE)
+_NAMES_OF_DATA = ("columns", "roles")  # mappings whose keys are the user's own words
+
+
+def redact(text: str, *known: str | None) -> str:
+    """A text without the passwords and tokens in it.
+
+    Args:
+        known: Secrets that are known by themselves, such as the hub's token, whatever they look like.
+    """
+    for secret in known:
+        text = text.replace(secret, HIDDEN) if secret else text
+    if "://" in text:
+        text = _LONE_TOKEN.sub(rf"\g<1>{HIDDEN}@", _PASSWORD.sub(f"{HIDDEN}@", text))
+    if "=" in text:
+        text = _QUERY.sub(rf"\g<1>{HIDDEN}", text)
+    return _TOKEN.sub(rf"\g<1>{HIDDEN}", _HEADER.sub(rf"\g<1>{HIDDEN}", text))
+
+
+def redacted(value: Any, names_of_data: bool = False) -> Any:
+    """A copy of nested mappings and lists, such as a recipe, without the passwords and tokens in it.
+
+    Args:
+        names_of_data: The keys of this mapping are the user's own words and say nothing about the values.
+    """
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    if isinstance(value, dict):
+        return {redacted(key): HIDDEN if not names_of_data and _is_secret(key, item) else
+                redacted(item, key in _NAMES_OF_DATA) for key, item in value.items()}
+    return value
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    return isinstance(key, str) and isinstance(value, str) and bool(value) and bool(_SECRET_KEY.fullmatch(key))
+
+
+def left_out(value: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys of a recipe whose value lacks the password or token that `redacted` has taken out."""
+    if isinstance(value, str) and (value == HIDDEN and _SECRET_KEY.fullmatch(key.rsplit(".", 1)[-1])
+                                   or _LEFT_OUT.search(value)):
+        yield key
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from left_out(item, key)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from left_out(item, f"{key}.{name}" if key else str(name))

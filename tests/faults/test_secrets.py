@@ -1,0 +1,185 @@
+"""Passwords and tokens of a recipe: in no file of the run or the cache, in no line, and the run can still be used."""
+
+import gzip
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmmods.cli import main
+from lmmods.data.sources import Source, SourceReader
+from lmmods.errors import UserError
+from lmmods.redaction import HIDDEN, left_out, redact, redacted
+from lmmods.runs.folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+PASSWORD, SIGNATURE, KEY = "pass-w0rd-planted", "s1gnature-planted", "logger-k3y-planted"
+
+
+@pytest.fixture
+def server(instructions):
+    """URL of a server that gives the rows to whoever asks, packed where the name ends in .gz; `refuses` gives none."""
+    rows = instructions.read_bytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.split("?")[0]
+            body = gzip.compress(rows) if name.endswith(".gz") else rows
+            self.send_response(403 if name.startswith("/refused") else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def bytes_below(folder: Path) -> bytes:
+    """Contents and names of all files."""
+    return b"".join(path.read_bytes() + path.name.encode() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def secrets_in(content: bytes | str) -> list[str]:
+    content = content.encode() if isinstance(content, str) else content
+    return [secret for secret in (PASSWORD, SIGNATURE, KEY) if secret.encode() in content]
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_no_secret_of_a_recipe_leaves_the_process(engine, recipe, server, tmp_path, monkeypatch, capfd):
+    import wandb
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
+    folder = RunFolder(tmp_path / "run")
+    secret = f"http://someone:{PASSWORD}@{server}/rows.jsonl"
+    signed = f"http://{server}/signed.jsonl.gz?X-Amz-Expires=60&X-Amz-Signature={SIGNATURE}"
+    loggers = [{"class_path": "WandbLogger", "init_args": {"project": "test", "notes": secret}},
+               {"class_path": "TensorBoardLogger", "init_args": {
+                   "save_dir": str(folder.root), "name": "", "version": "tensorboard", "comment": signed}}]
+    sources = {"source": [secret, {"path": signed, "limit": 20}], "val_source": signed, "val_size": 0.0,
+               "test_source": {"path": secret}, "predict_source": {"path": signed, "limit": 3}}
+    arguments = ["fit", *recipe(engine=engine, trainer__logger=loggers, trainer__max_steps=2,
+                                **{f"data__init_args__{key}": value for key, value in sources.items()})]
+    arguments.append(f"--data.val_source={secret}")
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    assert main(arguments) == 0
+    wandb.finish()
+    assert sys.argv[1:] == arguments  # what starts further processes reads them
+    assert main(["predict", *arguments[1:], "--ckpt_path", "last"]) == 0
+    wandb.finish()
+    assert main(["inspect", *arguments[1:]]) == 0
+    assert main(["fit", *arguments[1:], "--print_config"]) == 0
+    assert main(["fit", *arguments[1:]]) == 2  # the folder is taken
+    assert main(["report", str(folder.root), "--out", str(folder.root / "report.html")]) == 0
+    said = capfd.readouterr()
+    assert not secrets_in(said.out + said.err)
+    assert f"http://{HIDDEN}@{server}/rows.jsonl" in said.out and f"X-Amz-Signature={HIDDEN}" in said.out
+    files = [path for path in folder.root.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files) and any("tfevents" in path.name for path in files)
+    assert not secrets_in(bytes_below(folder.root)) and not secrets_in(bytes_below(tmp_path / "cache"))
+    kept = yaml.safe_load(folder.config.read_text())
+    assert kept["data"]["init_args"]["source"][0] == f"http://{HIDDEN}@{server}/rows.jsonl"
+    assert f"http://{HIDDEN}@{server}/rows.jsonl" in (folder.model / "README.md").read_text()
+
+    # config.yaml says which key lacks its secret, and is whole with it
+    source = f"--data.source={json.dumps(sources['source'])}"
+    again = ["validate", "--config", str(folder.config), "--ckpt_path", "last"]
+    assert main(again) == 2
+    assert "data.init_args.source has ***" in capfd.readouterr().err
+    assert main([*again, source, f"--data.val_source={secret}", f"--data.test_source={secret}",
+                 f"--data.predict_source={signed}"]) == 0
+
+
+def test_another_token_is_the_same_data(server, instructions):
+    def key(token: str) -> str:
+        return SourceReader(Source(f"http://u:{token}@{server}/rows.jsonl?token={token}")).fingerprint()
+
+    assert key("one") == key("two")
+    reader = SourceReader(Source(f"http://{server}/rows.jsonl.gz?token={SIGNATURE}"))
+    rows = [row.values for row in reader]
+    assert rows == [json.loads(line) for line in instructions.read_text().splitlines()]
+    assert not secrets_in(next(iter(reader)).file)
+
+
+def test_messages_name_the_place_and_not_the_secret(recipe, server, capsys):
+    for source in (f"http://u:{PASSWORD}@{server}/refused.jsonl?token={SIGNATURE}",
+                   f"http://u:{PASSWORD}@{server}/rows.unknown?token={SIGNATURE}",
+                   f"nonsense://u:{PASSWORD}@{server}/rows.jsonl?token={SIGNATURE}", f"hf_{'a' * 20}/data/x.jsonl"):
+        assert main(["fit", *recipe(data__init_args__source=source)]) == 2
+        said = capsys.readouterr()
+        assert not secrets_in(said.out + said.err) and "a" * 20 not in said.err and HIDDEN in said.err, said.err
+    # what the parser refuses, it does not repeat
+    assert main(["fit", *recipe(data__init_args__no_such_key=f"https://u:{PASSWORD}@host/")]) == 2
+    assert main(["fit", *recipe(), f"--data.batch_size=http://u:{PASSWORD}@host/?sig={SIGNATURE}"]) == 2
+    said = capsys.readouterr()
+    assert not secrets_in(said.out + said.err) and HIDDEN in said.err
+    assert main(["merge", "--run", f"http://u:{PASSWORD}@host/"]) == 2
+    assert not secrets_in(capsys.readouterr().err)
+
+
+def test_a_traceback_of_ours_holds_no_secret():
+    code = ("import sys; from lmmods import cli\n"
+            "def broken(*_): raise KeyError(sys.argv[1])\n"
+            "cli.run_interruptible = broken; cli.main()")
+    done = subprocess.run([sys.executable, "-c", code, f"https://u:{PASSWORD}@host/?sig={SIGNATURE}"], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "KeyError: 'https://***@host/?sig=***'" in done.stderr
+    assert not secrets_in(done.stderr)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("http://user:word@host/x", "http://***@host/x"), ("https://token@host/x", "https://***@host/x"),
+    ("FTP://a:b@h", "FTP://***@h"), ("http://a:b@c@h/x@y", "http://***@h/x@y"), ("http://a:b/c@h/x", "http://***@h/x"),
+    ("zip://rows.jsonl::https://a:b@h/x.zip", "zip://rows.jsonl::https://***@h/x.zip"),
+    ("a http://a:b@h, 'http://c:d@i'", "a http://***@h, 'http://***@i'"),
+    ("https://h/x?a=1&token=t&b=2", "https://h/x?a=1&token=***&b=2"), ("https://h/?sv=1&sig=a%2Fb", "https://h/?sv=1&sig=***"),
+    ("https://h/x?AWSAccessKeyId=a&Signature=b", "https://h/x?AWSAccessKeyId=***&Signature=***"),
+    ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+    ("{'authorization': 'abc'}", "{'authorization': '***'}"),
+    (f"hf_{'x' * 34} and ghp_{'y' * 36}", "hf_*** and ghp_***"),
+    # no secrets
+    ("http://host:8080/a@b", "http://host:8080/a@b"), ("abfs://box@account/x", "abfs://box@account/x"),
+    ("ssh://me@host/x", "ssh://me@host/x"), ("hf://datasets/a/b@main/x", "hf://datasets/a/b@main/x"),
+    ("https://h/x?download=true", "https://h/x?download=true"), ("key=value; token=x", "key=value; token=x"),
+    ("file:///C:/a@b", "file:///C:/a@b"), ("data/**/x_[0-9].jsonl", "data/**/x_[0-9].jsonl"),
+])
+def test_what_is_a_secret(text, wanted):
+    assert redact(text) == wanted == redact(wanted)
+    assert bool(list(left_out({"k": wanted}))) == (HIDDEN in wanted and "uthorization" not in wanted)
+
+
+def test_options_of_loggers_and_the_users_own_words():
+    recipe = {"logger": {"init_args": {"api_key": KEY, "password": None, "project": "p"}}, "pad_token": "<pad>",
+              "columns": {"secret": "instruction"}, "generation": {"max_new_tokens": 8}}
+    clean = redacted(recipe)
+    assert clean == {**recipe, "logger": {"init_args": {"api_key": HIDDEN, "password": None, "project": "p"}}}
+    assert list(left_out(clean)) == ["logger.init_args.api_key"] and not list(left_out(recipe))
+    assert str(UserError(f"see http://u:{PASSWORD}@h")) == "see http://***@h"
+
+
+WORD = st.text(st.characters(exclude_characters="/\\?#@:&;\"'<>%=[] ", min_codepoint=33, max_codepoint=126), min_size=8)
+
+
+@given(name=WORD, word=WORD, key=st.sampled_from(["token", "access_key", "X-Goog-Signature", "sig", "api-key"]),
+       around=st.tuples(st.text(), st.text()))
+def test_any_password_is_hidden_once_and_for_all(name, word, key, around):
+    url = f"https://{name}:{word}@host/rows.jsonl?{key}={word[::-1]}"
+    hidden = redact(url)
+    assert hidden == f"https://***@host/rows.jsonl?{key}=***"
+    text = f"{around[0]} {url} {around[1]}"
+    assert hidden in redact(text) and redact(redact(text)) == redact(text)
