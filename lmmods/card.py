@@ -11,7 +11,9 @@ import yaml
 from lmmods.data.readers import READERS, file_type
 from lmmods.data.report import render_table
 from lmmods.data.sources import NAMED_SETS
-from lmmods.runs.folder import RunFolder
+from lmmods.redaction import redact, redacted
+from lmmods.runs.folder import RunFolder, as_yaml
+from lmmods.runs.local_paths import shown_path, shown_paths
 
 # transformers' class -> the hub's name of the task
 PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",
@@ -22,31 +24,34 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str) -> str:
     """Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics, recipe.
 
+    It is published, so it holds no password, no token, and no absolute path of this machine.
+
     Args:
         folder: The run, its other files written. Metrics are those of metrics.json, where there is one already.
         base: Model it started from, if any.
         is_adapter: Whether model/ is an adapter of `base`.
         auto_class: transformers' class that loads it.
     """
-    text = folder.config.read_text(encoding="utf-8").strip() if folder.config.exists() else ""
+    text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
     recipe = yaml.safe_load(text) or {}
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
     metrics = json.loads(folder.metrics_json.read_text(encoding="utf-8")) if folder.metrics_json.exists() else {}
     header = _header(folder.root.name, recipe, metrics, base, is_adapter, auto_class)
+    shown_base = base and shown_path(base, folder.root)
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---",
         f"# {folder.root.name}",
-        f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{base}`." if base else "Trained from scratch.",
-        "## Load\n\n```python\n" + _how_to_load(recipe, base, is_adapter, auto_class) + "\n```",
+        f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{shown_base}`." if base else "Trained from scratch.",
+        "## Load\n\n```python\n" + _how_to_load(recipe, shown_base, is_adapter, auto_class) + "\n```",
     ]
     if metrics:
         parts.append("## Metrics\n\n" + _table(metrics))
     if folder.metrics_csv.exists():
         parts.append("![Training and validation loss](loss.png)")
-    parts.append(f"## Data\n\n```text\n{render_table(report)}\n```")
-    if text:
-        parts.append(f"## Recipe\n\n```yaml\n{text}\n```")
-    return "\n\n".join(parts) + "\n"
+    parts.append(f"## Data\n\n```text\n{render_table(shown_paths(report, folder.root))}\n```")
+    if recipe:
+        parts.append(f"## Recipe\n\n```yaml\n{as_yaml(shown_paths(redacted(recipe), folder.root)).strip()}\n```")
+    return redact("\n\n".join(parts) + "\n")
 
 
 def hub_id(name: str | None) -> str | None:

@@ -1,7 +1,12 @@
 """Upload of the model to a Hugging Face hub repository, at the end or at each checkpoint, from either engine."""
 
+import json
+import os
 import shutil
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +14,8 @@ from lmmods.card import HUB_ID
 from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.redaction import redact
+from lmmods.runs.folder import write_json
+from lmmods.runs.local_paths import is_local_path
 from lmmods.settings import require
 
 
@@ -87,7 +94,30 @@ class Publisher:
     def _send(self, folder: Path, message: str) -> None:
         from huggingface_hub import HfApi
 
-        HfApi().upload_folder(repo_id=self.repo, folder_path=folder, commit_message=message)
+        with _publishable(folder) as content:
+            HfApi().upload_folder(repo_id=self.repo, folder_path=content, commit_message=message)
+
+
+@contextmanager
+def _publishable(folder: Path) -> Iterator[Path]:
+    """The model folder as others may read it: an adapter does not name a base that only this machine has."""
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not is_local_path(config.get("base_model_name_or_path") or ""):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix=".upload-", dir=folder.parent) as temporary:
+        copy = Path(temporary) / folder.name
+        shutil.copytree(folder, copy, copy_function=_link)
+        write_json(copy / file.name, {**config, "base_model_name_or_path": None})  # a new file: the linked one stays
+        yield copy
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 def _told(error: Exception) -> str:

@@ -37,6 +37,7 @@ class Hub:
             self.gate.wait(20)
         number = len(self.uploads)
         card = (Path(folder_path) / "README.md").read_text()
+        self.content = b"".join(path.read_bytes() for path in Path(folder_path).iterdir())
         self.uploads.append((repo_id, commit_message, {path.name for path in Path(folder_path).iterdir()}, card))
         if number in self.broken:
             raise OSError(f"the connection broke\nBearer {TOKEN}" if number else f"illegal header Bearer {TOKEN}")
@@ -72,7 +73,7 @@ def block(**changes) -> dict:
     return {"publish": {"repo": "someone/tiny", **changes}}
 
 
-def test_the_finished_model_is_uploaded_with_its_card(recipe, folder, hub, capsys):
+def test_the_finished_model_is_uploaded_with_its_card(recipe, folder, hub, llama_folder, capsys):
     assert main(["fit", *recipe(**block(license="mit"))]) == 0
     assert hub.created == [("someone/tiny", True, True)]
     [(repo, message, files, card)] = hub.uploads
@@ -84,6 +85,11 @@ def test_the_finished_model_is_uploaded_with_its_card(recipe, folder, hub, capsy
     assert {result.metric_name: result.metric_value for result in told.eval_results} == {
         name: value for name, value in metrics.items() if name.startswith("val/")}
     assert 'name = "someone/tiny"' in card
+    # nothing that is uploaded names a place on this machine, and the folder that stays still finds its base
+    assert str(llama_folder).encode() not in hub.content and str(folder.root).encode() not in hub.content
+    kept = json.loads((folder.model / "adapter_config.json").read_text())
+    assert kept["base_model_name_or_path"] == str(llama_folder)
+    assert not list(folder.root.glob(".upload-*"))
     assert "Uploaded" in capsys.readouterr().out
 
 

@@ -1,0 +1,49 @@
+"""Paths of this machine in what others read: relative to the run folder, or their last part."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+_ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
+
+
+def is_local_path(text: str) -> bool:
+    """Whether a text is an absolute path of this machine (`file://` and what fsspec chains by `::` included)."""
+    return "\n" not in text and any(_ABSOLUTE.match(part) for part in text.split("::"))
+
+
+def shown_path(text: str, root: Path) -> str:
+    """A path as others may read it; other texts stay.
+
+    Args:
+        root: The run folder.
+    """
+    if not is_local_path(text):
+        return text
+    return "::".join(_shown(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))
+
+
+def shown_paths(value: Any, root: Path) -> Any:
+    """A copy of nested mappings and lists with `shown_path` of each text; keys that become the same are numbered."""
+    if isinstance(value, str):
+        return shown_path(value, root)
+    if isinstance(value, list):
+        return [shown_paths(item, root) for item in value]
+    if not isinstance(value, dict):
+        return value
+    shown: dict[Any, Any] = {}
+    for key, item in value.items():
+        name, number = shown_paths(key, root), 2
+        while name in shown:
+            name, number = f"{shown_paths(key, root)} ({number})", number + 1
+        shown[name] = item if key == "prompts" else shown_paths(item, root)  # of `samples`: the user's own words
+    return shown
+
+
+def _shown(path: str, root: Path) -> str:
+    path = os.path.expanduser(re.sub(r"^(?:file|local)://", "", path))
+    inside = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    if inside.split(os.sep)[0] != "..":
+        return inside
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
