@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from lmmods.data.encoding import NOT_SCORED, Run, TextEncoder
 from lmmods.data.formats import Roles, RowProblem, check_unicode, find_format
 from lmmods.data.templates import Renderer
 
-Overflow = Literal["error", "skip", "truncate_prompt", "truncate"]
+Overflow = Literal["error", "skip", "truncate_prompt", "truncate", "truncate_ends"]
 
 
 @dataclass
@@ -22,6 +22,14 @@ class Limits:
     source_max_length: int | None
     target_max_length: int | None
     on_overflow: Overflow
+
+
+class Cuts(NamedTuple):
+    """Tokens to cut: from the beginning of a prompt, from its end, and from the end of its answer."""
+
+    left: int = 0
+    right: int = 0
+    answer: int = 0
 
 
 @dataclass
@@ -59,7 +67,8 @@ class SFTEncoder:
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
         kept, ids, labels, prompts, cuts = [], [], [], [], []
-        for place, (row_ids, response) in zip(places, self.text.encode_rows(runs), strict=True):
+        encoded = self.text.encode_rows(runs, self.renderer.apart)
+        for place, (row_ids, response) in zip(places, encoded, strict=True):
             try:
                 row_ids, row_labels, prompt, cut = self._fit(row_ids, response, place, counts)
             except RowProblem as problem:
@@ -105,34 +114,35 @@ class SFTEncoder:
         """Apply the length policy and make the labels of one row. Raises RowProblem when the row is dropped."""
         last = response.max(initial=-1)
         prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
-        left, right = self._cuts(prompt, len(ids) - prompt, place)
-        if left or right:
+        cuts = self._cuts(prompt, len(ids) - prompt, place)
+        if any(cuts):
             counts["rows_cut"] += 1
-            counts["tokens_cut"] += left + right
-            ids, response = self._shortened(ids, response, left, right)
+            counts["tokens_cut"] += sum(cuts)
+            ids, response = self._shortened(ids, response, prompt, cuts)
         scored = response == last if self.train_on_last else response >= 0
         labels = ids if self.train_on_prompt and not self.prompts_only else np.where(scored, ids, NOT_SCORED)
         if not self.prompts_only and not (labels[1:] != NOT_SCORED).any():
             raise RowProblem("nothing left to learn after cutting")
-        counts["responses_complete"] += int(not right and not self.prompts_only)
-        return ids, labels, prompt - left, left + right
+        counts["responses_complete"] += int(not cuts.answer and not self.prompts_only)
+        return ids, labels, prompt - cuts.left - cuts.right, sum(cuts)
 
-    def _shortened(self, ids: np.ndarray, response: np.ndarray, left: int, right: int) -> tuple[np.ndarray, np.ndarray]:
-        """Without `left` tokens behind the begin token, and without the last `right`."""
-        first = int(ids[0] == self.text.bos_id)
+    def _shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, cuts: "Cuts"
+                   ) -> tuple[np.ndarray, np.ndarray]:
+        """Without what is cut; the begin token stays."""
+        first, left = int(ids[0] == self.text.bos_id), cuts.left
         if left and response[first + left] == response[first + left - 1]:
             response = np.where(response == response[first + left], -1, response)  # its beginning is gone
-        keep = np.r_[:first, first + left : len(ids) - right]
+        keep = np.r_[:first, first + left : prompt - cuts.right, prompt : len(ids) - cuts.answer]
         return ids[keep], response[keep]
 
-    def _cuts(self, prompt: int, answer: int, place: int) -> tuple[int, int]:
-        """Tokens to cut from the left of a prompt and from the right of its answer."""
+    def _cuts(self, prompt: int, answer: int, place: int) -> "Cuts":
+        """Tokens to cut from a prompt and its answer. Raises RowProblem when the row is dropped."""
         limits = self.limits
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
         total = max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
         if not source + target + total:
-            return 0, 0
+            return Cuts()
         if limits.on_overflow == "error":
             raise RowError(
                 place,
@@ -142,11 +152,13 @@ class SFTEncoder:
             )
         if limits.on_overflow == "skip":
             raise RowProblem("longer than the limits")
+        if limits.on_overflow == "truncate_ends":
+            return Cuts(right=source + total) if self.prompts_only else Cuts(right=source, answer=target + total)
         if limits.on_overflow == "truncate" and not self.prompts_only:
-            return source, target + total
+            return Cuts(left=source, answer=target + total)
         if target or source + total >= prompt - 1:
             raise RowProblem("response longer than the limits")
-        return source + total, 0
+        return Cuts(left=source + total)
 
     def _count(self, columns: dict[str, Any], counts: Counter) -> None:
         labels = columns["labels"].values

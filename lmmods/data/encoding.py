@@ -108,8 +108,12 @@ class TextEncoder:
                     joined = response
         return [*runs, Run("".join(texts), joined)] if texts else runs
 
-    def encode_rows(self, rows: list[list[Run]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids and response numbers (int32, one pair per row) of rows of runs."""
+    def encode_rows(self, rows: list[list[Run]], apart: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids and response numbers (int32, one pair per row) of rows of runs.
+
+        Args:
+            apart: A response begins as a text of its own, with the tokenizer's own leading space.
+        """
         texts: list[str] = []
         inner: list[bool] = []
         for runs in rows:
@@ -117,7 +121,8 @@ class TextEncoder:
             for run in runs:
                 if isinstance(run.content, str):
                     texts.append(run.content)
-                    inner.append(self._continues(before))
+                    begins = apart and before is not None and run.response not in (-1, before.response)
+                    inner.append(not begins and self._continues(before))
                 before = run
         encoded = iter(self._encode(texts, inner))
         return [self._join(runs, encoded) for runs in rows]

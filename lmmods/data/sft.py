@@ -21,8 +21,8 @@ class SFTData(DataModule):
     Args:
         source: Where the training rows come from: file, folder, glob, URL, hub id, a set of qlora's by name, a mapping
             {path, name, split, revision, columns, limit, weight, format}, or a list of these.
-        template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr or
-            plain. null takes the tokenizer's chat template if it has one, else alpaca.
+        template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr, plain,
+            qlora-alpaca or qlora-plain. null takes the tokenizer's chat template if it has one, else alpaca.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
         roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
         train_on_prompt: Score every token, not only responses.
@@ -31,7 +31,8 @@ class SFTData(DataModule):
         target_max_length: Longest last response in tokens.
         on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_prompt` cuts the
             oldest part of the prompt and drops rows whose response alone is too long; `truncate` cuts the end of the
-            response, which then has no end token. All of it is counted in the report.
+            response, which then has no end token, and the oldest part of a prompt over `source_max_length`;
+            `truncate_ends` cuts the ends of both. All of it is counted in the report.
         **common: Fields of every data module.
     """
 

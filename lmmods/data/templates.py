@@ -5,7 +5,7 @@ A renderer gives segments. In a `template` segment special tokens are recognised
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from lmmods.data.encoding import TextEncoder
@@ -22,7 +22,13 @@ class Segment(NamedTuple):
 
 
 class Renderer(Protocol):
-    """Messages to segments. With `open_response`, the row ends where the model is to answer."""
+    """Messages to segments. With `open_response`, the row ends where the model is to answer.
+
+    Args:
+        apart: Whether responses are encoded as texts of their own.
+    """
+
+    apart: bool
 
     def render(self, messages: list[Message], open_response: bool = False) -> list[Segment]: ...
 
@@ -42,6 +48,8 @@ class Template:
         tool: A tool's answer; None makes it a user turn.
         default_system: Rendered in front when the conversation has no system turn.
         default_system_with_input: The same when the first user turn has an input; None means the same text.
+        apart: The begin token stands in front with any tokenizer that has one, and a response is encoded as a text of
+            its own, before which some tokenizers put a space.
     """
 
     user: str
@@ -54,6 +62,7 @@ class Template:
     tool: str | None = None
     default_system: str | None = None
     default_system_with_input: str | None = None
+    apart: bool = False
 
 
 ALPACA_START = "Below is an instruction that describes a task"
@@ -110,6 +119,9 @@ TEMPLATES: dict[str, Template] = {
     ),
     "plain": Template(system="{content}", user="{content}", response=""),
 }
+# As qlora.py writes its rows (Dettmers et al. 2023): alpaca's prompt ends in a space, other sets have none of their own.
+TEMPLATES["qlora-alpaca"] = replace(TEMPLATES["alpaca"], response="### Response: ", apart=True)
+TEMPLATES["qlora-plain"] = replace(TEMPLATES["plain"], apart=True)
 PLACEHOLDER = re.compile(r"\{(content|input|system)\}")
 
 
@@ -130,7 +142,8 @@ class TemplateRenderer:
         if name not in TEMPLATES:
             raise UserError(f"data.template {name!r} is unknown; known are {', '.join(TEMPLATES)}")
         self.template = TEMPLATES[name]
-        self._bos = bos_token if encoder.uses_bos else None
+        self.apart = self.template.apart
+        self._bos = bos_token if encoder.uses_bos or self.apart else None
         self._eos = eos_token
         end = self.template.end.replace("{eos}", eos_token)
         self.notes: list[str] = []
@@ -215,6 +228,8 @@ class ChatTemplateRenderer:
         encoder: Knows the control tokens.
         eos_token: Terminator for templates that write none.
     """
+
+    apart = False
 
     def __init__(self, tokenizer, encoder: TextEncoder, eos_token: str) -> None:
         self._tokenizer = tokenizer
