@@ -36,6 +36,7 @@ from lmmods.publishing import Publisher
 from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_json
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
+from lmmods.treefile import read_plain
 from lmmods.wandb_runs import log_predictions
 
 
@@ -152,7 +153,7 @@ class Trainer:
             self.run_folder.check_can_start(overwrite)
         if self.publish.repo is not None and (problem := self.publish.problem()):
             raise UserError(problem)
-        self._prepare("fit", model, datamodule)
+        self._prepare("fit", model, datamodule, resumed)
         loader = datamodule.train_dataloader()
         self._make_plan(loader)
         self._compile(build(model.optimizer_settings, self._decays))
@@ -194,9 +195,10 @@ class Trainer:
         Args:
             ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        self._prepare("predict", model, datamodule)
+        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+        self._prepare("predict", model, datamodule, checkpoint)
         self._compile(None)
-        self._load_weights(ckpt_path)
+        self._load_weights(checkpoint)
         loader = datamodule.predict_dataloader()
         outputs: dict[int, Any] = {}
         self.bar.open("predict", self._num_rounds(loader, "predict"))
@@ -234,8 +236,8 @@ class Trainer:
 
     # Start -----------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, command: str, model: Task, datamodule: Any) -> None:
-        """Devices, data, network, first parameters on the devices."""
+    def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None = None) -> None:
+        """Devices, data, network, first parameters on the devices; shaped as `checkpoint` needs them."""
         self.parallel: Parallel = machines.start(*self._machine)
         self._is_first = jax.process_index() == 0
         if self.precision == "auto":
@@ -247,6 +249,8 @@ class Trainer:
         self.state.fn = SimpleNamespace(value=command)
         self.task, self.datamodule = model, datamodule
         datamodule.trainer = self
+        if checkpoint:
+            datamodule.go_on_from(read_plain(checkpoint))
         self._seed = datamodule.seed
         datamodule.prepare_data()
         datamodule.setup(command)
@@ -301,12 +305,12 @@ class Trainer:
                 callback.load_state_dict(content["callbacks"][callback.state_key])
         self.datamodule.load_state_dict(content[key])
 
-    def _load_weights(self, ckpt_path: str | None) -> None:
+    def _load_weights(self, checkpoint: Path | None) -> None:
         """Parameters of a checkpoint instead of the first ones."""
-        if ckpt_path is None:
+        if checkpoint is None:
             return
         network = self.task.network
-        content = checkpoints.read(self.run_folder.resolve(ckpt_path))
+        content = checkpoints.read(checkpoint)
         like = self.parallel.shapes(self.weights.trainable)
         trainable = checkpoints.unpack_trainable(content, like, network.to_torch, network.from_torch)
         self.weights = Weights(self.parallel, self.parallel.put_state(trainable), self.weights.frozen)
@@ -415,9 +419,10 @@ class Trainer:
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def _evaluate_only(self, command: str, role: str, model: Task, datamodule: Any, ckpt_path: str | None) -> None:
-        self._prepare(command, model, datamodule)
+        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+        self._prepare(command, model, datamodule, checkpoint)
         self._compile(None)
-        self._load_weights(ckpt_path)
+        self._load_weights(checkpoint)
         self.bar.open(command, 0)
         metrics = self._evaluate(role)
         self.bar.close()

@@ -35,6 +35,18 @@ def tells_token_types(fields: dict[str, Any]) -> bool:
     return default is not None and fields.get("type_vocab_size", default) > 1
 
 
+def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
+    """What a configuration says of the tokens that begin, end and pad a text.
+
+    A token that pads a causal model beside another office is not named: torch never trains the row of the embedding
+    that a configuration names as padding.
+    """
+    ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    if is_causal and ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"], tokenizer.unk_token_id):
+        ids["pad_token_id"] = None
+    return ids
+
+
 def saved_quantization(config: Any) -> str | None:
     """How a folder keeps its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None.
 

@@ -24,6 +24,7 @@ from lmmods.loggers import MetricsCSV
 from lmmods.precision import choose_precision
 from lmmods.runs.folder import RunFolder
 from lmmods.strategies import chosen
+from lmmods.treefile import read_plain
 
 
 class Trainer(L.Trainer):
@@ -121,6 +122,8 @@ class Trainer(L.Trainer):
         else:
             self.run_folder.check_can_start(overwrite)
         self.resumed_from = checkpoint
+        if checkpoint:
+            datamodule.go_on_from(read_plain(checkpoint))
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
@@ -129,7 +132,8 @@ class Trainer(L.Trainer):
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        found = super().validate(model, dataloaders, self._checkpoint(ckpt_path), verbose=False, datamodule=datamodule)
+        checkpoint = self._checkpoint(ckpt_path, datamodule)
+        found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
         if not found:
             raise UserError("There is no validation set: set data.val_source or data.val_size.")
         return found
@@ -140,7 +144,8 @@ class Trainer(L.Trainer):
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        return super().test(model, dataloaders, self._checkpoint(ckpt_path), verbose=False, datamodule=datamodule)
+        checkpoint = self._checkpoint(ckpt_path, datamodule)
+        return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
 
     def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Write predictions.jsonl.
@@ -149,7 +154,7 @@ class Trainer(L.Trainer):
             ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
         """
         super().predict(model, dataloaders, datamodule, return_predictions=False,
-                        ckpt_path=self._checkpoint(ckpt_path))
+                        ckpt_path=self._checkpoint(ckpt_path, datamodule))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
@@ -168,8 +173,12 @@ class Trainer(L.Trainer):
             model.configure_model()
         show(self, model, datamodule, rows, which)
 
-    def _checkpoint(self, ckpt_path: str | None) -> Path | None:
-        return self.run_folder.resolve(ckpt_path) if ckpt_path else None
+    def _checkpoint(self, ckpt_path: str | None, datamodule: Any) -> Path | None:
+        if ckpt_path is None:
+            return None
+        checkpoint = self.run_folder.resolve(ckpt_path)
+        datamodule.go_on_from(read_plain(checkpoint))
+        return checkpoint
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 

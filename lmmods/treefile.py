@@ -10,6 +10,7 @@ from lmmods.errors import UserError
 from lmmods.runs.folder import write_json
 
 MANIFEST = "manifest.json"
+PLAIN = "state.json"
 
 
 def split(tree: Any, is_array: Callable[[Any], bool],
@@ -80,6 +81,14 @@ def check_manifest(folder: Path) -> None:
         if not (folder / name).is_file() or _stamp(folder / name) != stamp:
             raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another "
                             f"one, for example --ckpt_path {folder.parent}/step=N.")
+
+
+def read_plain(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside arrays. Raises UserError where that cannot be read."""
+    try:
+        return json.loads((folder / PLAIN).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
 
 
 def _stamp(path: Path) -> list[int]:

@@ -21,7 +21,7 @@ from jax_engine.quant import Quantized
 from jax_engine.state import Tree, flatten, split, unflatten
 from jax_engine.steps import Steps
 from jax_engine.weights import Weights
-from lmmods.architectures import FIELDS, check_saved_quantization, position_limit, saved_quantization
+from lmmods.architectures import FIELDS, check_saved_quantization, position_limit, saved_quantization, special_ids
 from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.settings import LoRA, Optimizer, check_start, quantised_in_full
@@ -126,7 +126,9 @@ class Task(ABC):
         else:
             params = jax.tree.map(lambda x: np.asarray(x).astype(stored), bare.init(jax.random.key(seed)))
         bare, params = self._with_room_for(bare, params, len(tokenizer), options)
-        _fit_tokenizer(bare.config, tokenizer)
+        for name, token in special_ids(tokenizer, self.head == "causal").items():
+            if token is not None:
+                setattr(bare.config, name, token)
         if self.trains_adapter:
             params = self._add_adapter(bare, params, precision, datamodule, seed, options)
         else:
@@ -137,8 +139,8 @@ class Task(ABC):
         if self.config is None:
             return hub.load_config(self.pretrained, self.config_overrides, self.revision)
         if isinstance(self.config, dict):
-            special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            return hub.load_config({"vocab_size": len(tokenizer), **special, **self.config}, self.config_overrides)
+            fields = {"vocab_size": len(tokenizer), **special_ids(tokenizer, self.head == "causal"), **self.config}
+            return hub.load_config(fields, self.config_overrides)
         return hub.load_config(self.config, self.config_overrides, self.revision)
 
     def _with_room_for(self, network: Network, params: Tree, num_tokens: int, options: dict[str, Any]
@@ -252,11 +254,3 @@ def _refuse(name: str, value: Any, *supported: Any) -> None:
     if value not in supported:
         raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
                         f"(it takes {', '.join(json.dumps(each) for each in supported)}). Use engine: torch.")
-
-
-def _fit_tokenizer(config: Any, tokenizer: Any) -> None:
-    """Tell the configuration which tokens begin, end and pad a text."""
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        token = getattr(tokenizer, name)
-        if token is not None:
-            setattr(config, name, token)

@@ -29,6 +29,7 @@ from lmmods.redaction import redact
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024
+NEW_PADDING = "new_padding"  # in a checkpoint: whether a missing padding token was added
 FIRST_WINDOW = 1000  # rows of a stream that the report looks at
 STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is told as it comes"
 STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
@@ -51,7 +52,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         test_source: The same for test.
         predict_source: The same for predict; null takes the test set, else the validation set.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
-        pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's own or adds [PAD].
+        pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's
+            own; where it has none, causal models take another token it has, others add [PAD].
         bos_token: Token that begins a text, where the tokenizer names none.
         eos_token: Token that ends a text, where the tokenizer names none.
         add_tokens: Special tokens to add to the vocabulary; their embeddings are trained.
@@ -160,6 +162,8 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     # What a task supplies
 
+    _adds_padding = True  # whether a tokenizer without padding token gets a new one, and the network a row for it
+
     @abstractmethod
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         """Encoder of a source whose first row is given, and what was found out about the source, for the report."""
@@ -241,6 +245,15 @@ class DataModule(lightning.LightningDataModule, ABC):
         if self.max_length is None:
             self.max_length = min(DEFAULT_MAX_LENGTH, max_positions or DEFAULT_MAX_LENGTH)
 
+    def go_on_from(self, checkpoint: dict[str, Any]) -> None:
+        """Pad as the run of a checkpoint does, whose network has a row for [PAD] or has none.
+
+        Args:
+            checkpoint: What it holds beside arrays. Where it does not say, [PAD] was added to any vocabulary.
+        """
+        self._adds_padding = checkpoint.get(type(self).__qualname__, {}).get(NEW_PADDING, True)
+        self._repaired = None
+
     @property
     def seed(self) -> int:
         """Seed of splits and orders."""
@@ -267,7 +280,8 @@ class DataModule(lightning.LightningDataModule, ABC):
                 raise UserError(
                     "no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one"
                 )
-            self._repaired = load_tokenizer(self._tokenizer_path, **self._pretrained, **self._tokenizer_options)
+            self._repaired = load_tokenizer(self._tokenizer_path, **self._pretrained, **self._tokenizer_options,
+                                            new_padding=self._adds_padding)
         return self._repaired
 
     def prepare_data(self) -> None:
@@ -470,8 +484,8 @@ class DataModule(lightning.LightningDataModule, ABC):
     # Position, report, single rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the training loader, plain JSON."""
-        return self._loader.state_dict() if self._loader is not None else {}
+        """Position of the training loader, and how vocabularies without padding token are mended; plain JSON."""
+        return {**self._loader.state_dict(), NEW_PADDING: self._adds_padding} if self._loader is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue training at a saved position. Raises UserError when it belongs to other data."""

@@ -28,6 +28,8 @@ class CLMData(DataModule):
         **common: Fields of every data module.
     """
 
+    _adds_padding = False  # a row more in the output head changes every probability
+
     def __init__(
         self,
         source: str | Source | list[str | Source],

@@ -45,6 +45,7 @@ def load_tokenizer(
     bos_token: str | None = None,
     eos_token: str | None = None,
     add_tokens: list[str] | None = None,
+    new_padding: bool = True,
 ) -> RepairedTokenizer:
     """Load the fast tokenizer of a folder or hub id and repair it.
 
@@ -52,10 +53,11 @@ def load_tokenizer(
         path: Folder or hub id.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code of the repository to run.
-        pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds or adds one.
+        pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds one.
         bos_token: Begins a text; an existing or new token.
         eos_token: Ends a text; an existing or new token.
         add_tokens: Special tokens to add, whose embeddings are to be trained.
+        new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
 
     Raises:
         UserError: No tokenizer there, or none that is fast.
@@ -77,16 +79,19 @@ def load_tokenizer(
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
     roles = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token}
-    return repair(tokenizer, {role: name for role, name in roles.items() if name is not None}, add_tokens or [])
+    chosen = {role: name for role, name in roles.items() if name is not None}
+    return repair(tokenizer, chosen, add_tokens or [], new_padding)
 
 
-def repair(tokenizer, roles: dict[str, str], add_tokens: list[str]) -> RepairedTokenizer:  # noqa: ANN001
+def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding: bool = True  # noqa: ANN001
+           ) -> RepairedTokenizer:
     """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token.
 
     Args:
         tokenizer: transformers tokenizer, changed in place.
         roles: Roles that the user gives to tokens, for example {"pad_token": "<unk>"}.
         add_tokens: Special tokens to add.
+        new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
     """
     result = RepairedTokenizer(tokenizer)
     size, vocabulary = len(tokenizer), tokenizer.get_vocab()
@@ -97,9 +102,13 @@ def repair(tokenizer, roles: dict[str, str], add_tokens: list[str]) -> RepairedT
             tokenizer.add_special_tokens({role: known})
             result.notes.append(f"{role} was missing: set to {known}")
     if tokenizer.pad_token is None:
-        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-        result.notes.append("pad_token was missing: added [PAD]")
+        shared = None if new_padding else _padding_among(tokenizer)
+        tokenizer.add_special_tokens({"pad_token": shared or "[PAD]"})
+        if shared:
+            result.notes.append(f"pad_token was missing: {shared} pads, masked out and never scored")
     padding_is_new = tokenizer.pad_token_id >= size
+    if padding_is_new:
+        result.notes.append(f"pad_token {tokenizer.pad_token} is new: the vocabulary grows from {size} to {size + 1}")
     if add_tokens:
         tokenizer.add_tokens(
             [AddedToken(name, special=True, normalized=False) for name in add_tokens], special_tokens=True
@@ -109,3 +118,13 @@ def repair(tokenizer, roles: dict[str, str], add_tokens: list[str]) -> RepairedT
         token for token in result.new_tokens if not (padding_is_new and token == tokenizer.pad_token_id)
     ]
     return result
+
+
+def _padding_among(tokenizer) -> str | None:  # noqa: ANN001
+    """A token to pad with where what it means elsewhere does not matter: the unknown token, else the end token.
+
+    The unknown one comes first, as other programs leave the padding token unscored wherever it stands, and a model must
+    learn to end.
+    """
+    ends = (tokenizer.eos_token, tokenizer.bos_token)
+    return tokenizer.unk_token if tokenizer.unk_token not in (None, *ends) else ends[0] or ends[1]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lmmods.architectures import FIELDS, position_limit
+from lmmods.architectures import FIELDS, position_limit, special_ids
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
 from lmmods.modules.attention import prefer_float32
@@ -114,6 +114,10 @@ class TaskModule(L.LightningModule, ABC):
     # The network -----------------------------------------------------------------------------------------------------
 
     @property
+    def is_causal(self) -> bool:
+        return self.auto_class == "AutoModelForCausalLM"
+
+    @property
     def trains_adapter(self) -> bool:
         return self.lora is not None or self.adapter is not None
 
@@ -158,7 +162,7 @@ class TaskModule(L.LightningModule, ABC):
 
         if self.config is not None:
             config = loading.scratch_config(self.config, self.config_overrides, self.trainer.datamodule.tokenizer,
-                                            self.revision, self.trust_remote_code)
+                                            self.revision, self.trust_remote_code, self.is_causal)
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
             return getattr(transformers, self.auto_class).from_config(
                 config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)
@@ -180,10 +184,11 @@ class TaskModule(L.LightningModule, ABC):
 
     def fit_tokenizer(self, model: nn.Module, tokenizer) -> None:
         """Tell the configuration which tokens begin, end and pad a text."""
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            token = getattr(tokenizer, name)
+        for name, token in special_ids(tokenizer, self.is_causal).items():
             if token is not None:
                 setattr(model.config, name, token)
+        if model.can_generate():
+            model.generation_config.pad_token_id = tokenizer.pad_token_id
 
     def on_model_ready(self) -> None:
         """Called once the network stands."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lmmods.architectures import check_saved_quantization, saved_quantization
+from lmmods.architectures import check_saved_quantization, saved_quantization, special_ids
 from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.fresh import fresh_lora_A, fresh_weight
@@ -117,13 +117,14 @@ def load_config(pretrained: str, revision: str | None, trust_remote_code: bool,
 
 
 def scratch_config(config: str | dict[str, Any], overrides: dict[str, Any], tokenizer: Any, revision: str | None,
-                   trust_remote_code: bool) -> Any:
+                   trust_remote_code: bool, is_causal: bool = False) -> Any:
     """Configuration of a model with random weights.
 
     Args:
         config: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id of a configuration.
         overrides: Fields changed in it.
         tokenizer: Gives the vocabulary size and special tokens that a mapping leaves out.
+        is_causal: Whether it is that of a causal LM.
 
     Raises:
         UserError: Unknown type or field.
@@ -132,8 +133,7 @@ def scratch_config(config: str | dict[str, Any], overrides: dict[str, Any], toke
 
     if isinstance(config, str):
         return load_config(config, revision, trust_remote_code, overrides)
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    fields = {"vocab_size": len(tokenizer), **special, **config, **overrides}
+    fields = {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal), **config, **overrides}
     model_type = fields.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "

@@ -113,3 +113,11 @@ def test_gap_in_predict_and_typed_specials_elsewhere(bert_folder, tmp_path):
 def test_a_tokenizer_without_mask_is_refused(spm_folder, tmp_path):
     with pytest.raises(UserError, match="no mask token"):
         build(spm_folder, tmp_path)
+
+
+def test_a_missing_padding_token_is_added_and_told(byte_level_folder):
+    data = MLMData("x", tokenizer=byte_level_folder)
+    size = len(data.tokenizer)
+    assert data.tokenizer.pad_token == "[PAD]" and data.new_tokens == [size - 1] and not data.trainable_new_tokens
+    assert data._load_tokenizer().notes == [
+        f"pad_token [PAD] is new: the vocabulary grows from {size - 1} to {size}"]

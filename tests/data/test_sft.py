@@ -119,11 +119,24 @@ def test_train_on_prompt_scores_everything(spm_folder, write_jsonl, alpaca_rows)
     assert row["labels"] == row["input_ids"]
 
 
-def test_padding_token_is_added_and_needs_no_training(spm_folder, write_jsonl, alpaca_rows):
-    data = build(write_jsonl(alpaca_rows), spm_folder, add_tokens=["<think>"])
+def test_a_token_at_hand_pads(spm_folder, byte_level_folder, chat_folder, write_jsonl, alpaca_rows):
+    """No new row where a causal model's tokenizer names no padding token; a new one only where the recipe names it."""
+    path = write_jsonl(alpaca_rows)
+    for folder, padding, notes in ((spm_folder, "<unk>", 1), (byte_level_folder, "<|endoftext|>", 1),
+                                   (chat_folder, "<pad>", 0)):
+        data = build(path, folder, add_tokens=["<think>"], template="alpaca", batch_size=8)
+        assert data.tokenizer.pad_token == padding and data.new_tokens == [len(data.tokenizer) - 1]
+        assert data.trainable_new_tokens == [data.tokenizer.convert_tokens_to_ids("<think>")]
+        assert sum("pads, masked out" in note for note in data.report["tokenizer"]) == notes
+        rows = {tuple(row["input_ids"]): row["labels"] for row in data.rows_for_inspection(99)}
+        for batch in data.train_dataloader():
+            for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]):
+                assert rows[tuple(ids[mask].tolist())] == labels[mask].tolist()  # its own tokens all attend and score
+                assert (ids[~mask] == data.tokenizer.pad_token_id).all() and (labels[~mask] == -100).all()
+    data = build(path, spm_folder, pad_token="[PAD]", add_tokens=["<think>"])
     size = len(data.tokenizer)
-    assert data.new_tokens == [size - 2, size - 1]
-    assert data.trainable_new_tokens == [data.tokenizer.convert_tokens_to_ids("<think>")] == [size - 1]
+    assert data.new_tokens == [size - 2, size - 1] and data.trainable_new_tokens == [size - 1]
+    assert f"pad_token [PAD] is new: the vocabulary grows from {size - 2} to {size - 1}" in data.report["tokenizer"]
 
 
 class TestLimits:
