@@ -119,7 +119,7 @@ TEMPLATES: dict[str, Template] = {
     ),
     "plain": Template(system="{content}", user="{content}", response=""),
 }
-# As qlora.py writes its rows (Dettmers et al. 2023): alpaca's prompt ends in a space, other sets have none of their own.
+# As qlora.py writes its rows (Dettmers et al. 2023): alpaca's prompt ends in a space, other sets have none.
 TEMPLATES["qlora-alpaca"] = replace(TEMPLATES["alpaca"], response="### Response: ", apart=True)
 TEMPLATES["qlora-plain"] = replace(TEMPLATES["plain"], apart=True)
 PLACEHOLDER = re.compile(r"\{(content|input|system)\}")
