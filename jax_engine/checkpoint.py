@@ -26,6 +26,7 @@ from jax_engine.state import SUMS, Tree
 from lmmods import treefile
 from lmmods.errors import UserError
 from lmmods.runs.folder import commit_folder, write_json
+from lmmods.runs.saving import saving
 from lmmods.settings import Optimizer
 
 FILES = {"state_dict": "model.safetensors", "optimizer_states": "optimizer.safetensors"}
@@ -69,6 +70,10 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything has by now; waits for nothing."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -85,6 +90,11 @@ def write(folder: Path, content: dict[str, Any]) -> None:
     """Write a tree of plain data and numpy arrays."""
     tree, arrays = treefile.split(content, lambda node: isinstance(node, np.ndarray))
     temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
+    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
+        _write(tree, arrays, folder, temporary)
+
+
+def _write(tree: Any, arrays: dict[str, np.ndarray], folder: Path, temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     by_file: dict[str, dict[str, np.ndarray]] = {}

@@ -28,7 +28,7 @@ from lmmods.console import say
 from lmmods.curves import draw_curves
 from lmmods.errors import UserError
 from lmmods.interruption import Interruption, stop
-from lmmods.keep import KeepRules
+from lmmods.keep import KeepRules, Kept
 from lmmods.loggers import Logger, MetricsCSV, log_checkpoint, log_recipe
 from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
@@ -322,6 +322,8 @@ class Trainer:
             self.run_folder.begin(resumed)
             self.run_folder.write_start(self.recipe, self.datamodule.report)
             self.samples.begin(self.run_folder, self.position.step if resumed else None)
+            if resumed and self.enable_checkpointing:
+                self.checkpoint.take_up(self.run_folder, resumed)
         machines.barrier("run folder")
         self.loggers = self.metrics.loggers = self.run_loggers if self._is_first else []
         if resumed and self.loggers:
@@ -386,6 +388,7 @@ class Trainer:
 
     def _after_round(self, step_done: bool) -> None:
         """Sample, ask, validate and save when it is time."""
+        self._writer.check()
         position, ends = self.position, self._is_done()
         if step_done and self.samples.is_due(position.step, ends):
             self.metrics.fetch()
@@ -497,8 +500,9 @@ class Trainer:
         if self.enable_checkpointing:
             with self.stopwatch.paused():
                 content = self._content()
+                kept = self.checkpoint.kept_with(path.name)
                 if self._is_first:
-                    self._writer.save(path, content, lambda: self._settle(path))
+                    self._writer.save(path, content, lambda: self._settle(path, kept))
         if machines.any_of(self.interruption.requested):
             self._writer.wait()
             machines.barrier("checkpoint")
@@ -506,9 +510,9 @@ class Trainer:
         if self.publish.repo is not None and self.publish.when == "save":
             self._publish_aside()
 
-    def _settle(self, path: Path) -> None:
+    def _settle(self, path: Path, kept: Kept) -> None:
         """Called when a checkpoint stands, by the thread that wrote it."""
-        self.checkpoint.settle(self.run_folder, path)
+        kept.settle(self.run_folder)
         log_checkpoint(self.loggers, path)
 
     def _publish_aside(self) -> None:

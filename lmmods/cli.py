@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # the parser has spoken
         return int(stop.code or 0)
     except Exception as error:
-        mistake = user_error_in(error)
+        from lmmods.runs.saving import disk_error_in
+
+        mistake = user_error_in(error) or disk_error_in(error)
         if mistake is None:
             raise
         return _fail(str(mistake))

@@ -19,6 +19,7 @@ from lmmods.keep import KeepRules
 from lmmods.loggers import log_checkpoint
 from lmmods.position import recount
 from lmmods.runs.folder import checkpoint_name, commit_folder, write_json
+from lmmods.runs.saving import saving
 from lmmods.strategies import DeepSpeed
 
 
@@ -49,6 +50,11 @@ class FolderCheckpointIO(CheckpointIO):
         """
         temporary = path.with_name(f".{path.name}")
         tree, tensors = treefile.split(checkpoint, torch.is_tensor, _memory_of)
+        with saving(path, temporary, sum(tensor.nbytes for tensor in tensors.values())):
+            self._write_part(tree, tensors, path, temporary, rank, world_size, barrier)
+
+    def _write_part(self, tree: Any, tensors: dict[str, torch.Tensor], path: Path, temporary: Path, rank: int,
+                    world_size: int, barrier: Callable[[], None]) -> None:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -122,6 +128,11 @@ class Checkpoint(KeepRules, L.Callback):
 
     _inside_epoch = True
 
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """After StartReport has made the run folder ready."""
+        if trainer.resumed_from and trainer.is_global_zero:
+            self.take_up(trainer.run_folder, trainer.resumed_from)
+
     # When ------------------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
@@ -180,7 +191,7 @@ class Checkpoint(KeepRules, L.Callback):
         with trainer.stopwatch.paused():
             trainer.save_checkpoint(path)
             if trainer.is_global_zero:
-                self.settle(trainer.run_folder, path)
+                self.kept_with(path.name).settle(trainer.run_folder)
                 log_checkpoint(trainer.loggers, path)
         trainer.strategy.barrier("checkpoint")
         if trainer.interrupt_requested():

@@ -5,6 +5,7 @@ Both engines write the same folder. No torch, no jax.
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from lmmods.errors import UserError
 
 CHECKPOINT_PREFIX = "step="
+_CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
 
 
 class RunFolder:
@@ -103,15 +105,17 @@ class RunFolder:
 
     def names(self) -> list[str]:
         """Names of the complete checkpoints, oldest first."""
-        names = [p.name for p in self.checkpoints.glob(f"{CHECKPOINT_PREFIX}*") if p.is_dir()]
-        return sorted(names, key=checkpoint_position)
+        return checkpoint_names(self.checkpoints)
 
     def find(self, alias: str) -> Path | None:
-        """The checkpoint that `last` or `best` stands for."""
+        """The checkpoint that `last` or `best` stands for.
+
+        The newest is the last even where a run died before the link was set on it.
+        """
+        if alias == "last":
+            return self.checkpoint(self.names()[-1]) if self.names() else None
         link = self.checkpoints / alias
-        if link.exists():
-            return link.resolve()
-        return self.checkpoint(self.names()[-1]) if alias == "last" and self.names() else None
+        return link.resolve() if link.exists() else None
 
     def resolve(self, ckpt_path: str) -> Path:
         """The checkpoint folder that `--ckpt_path` names: `last`, `best`, a step number or a path.
@@ -137,6 +141,12 @@ class RunFolder:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, link)
+
+    def drop_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint; at no moment is half of one there under its name."""
+        hidden = self.checkpoint(f".dropped-{name}-{os.getpid()}")
+        os.replace(self.checkpoint(name), hidden)
+        hidden.unlink() if hidden.is_symlink() else shutil.rmtree(hidden)
 
     def _owns(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
@@ -180,6 +190,13 @@ def checkpoint_name(step: int, open_batches: int = 0) -> str:
     return f"{CHECKPOINT_PREFIX}{step}" + (f"+{open_batches}" if open_batches else "")
 
 
+def checkpoint_names(folder: Path) -> list[str]:
+    """Names of the checkpoints in a folder, oldest first; what is called otherwise is none."""
+    names = [path.name for path in folder.glob(f"{CHECKPOINT_PREFIX}*")
+             if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(names, key=checkpoint_position)
+
+
 def checkpoint_position(name: str) -> tuple[int, int]:
     """(optimiser step, micro-batches since) of a checkpoint's name."""
     step, _, open_batches = name.removeprefix(CHECKPOINT_PREFIX).partition("+")
@@ -190,11 +207,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # the disk is full: no half of it stays
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

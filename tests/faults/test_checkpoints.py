@@ -1,5 +1,14 @@
 """Checkpoints under stress: state that tensors share, a disk that fills up, a death between any two steps."""
 
+import errno
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -7,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jax_engine.checkpoint import read
+from jax_engine.checkpoint import Writer, read, write
 from lmmods.callbacks.checkpoint import FolderCheckpointIO
 from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.keep import KeepRules
 from lmmods.modules.optim import build_optimizer
-from lmmods.runs.folder import RunFolder
+from lmmods.runs.folder import RunFolder, checkpoint_name
 from lmmods.settings import Optimizer, OptimizerName
 from tests.runs import assert_same_checkpoint
 
@@ -128,3 +139,213 @@ def test_memory_that_entries_share_is_written_once_and_shared_again(tmp_path):
     (entry,) = found["optimizer_states"]
     assert entry["book"].data_ptr() == entry["again"].data_ptr() == entry["other name"].data_ptr()
     assert list(load_file(tmp_path / "c" / "optimizer.safetensors")) == ["0/book"]
+
+
+# Which stay -------------------------------------------------------------------------------------------------------
+
+WRITERS = {"torch": lambda path, content: FolderCheckpointIO().save_checkpoint(content, path), "jax": write}
+LOSSES = [3.0, math.nan, 2.0, 1.0, 4.0]
+
+
+class Died(BaseException):
+    """The process is gone; nothing catches it."""
+
+
+def save_all(folder: RunFolder, rules: KeepRules, writer) -> None:
+    for step, loss in enumerate(LOSSES):
+        name = checkpoint_name(step)
+        rules.rank({"val/loss": loss}, name)
+        writer(folder.checkpoint(name), {"callbacks": {"Checkpoint": rules.state_dict()}, "global_step": step})
+        rules.kept_with(name).settle(folder)
+
+
+@pytest.fixture
+def dies_at(monkeypatch):
+    """Let the process die before the n-th change of a name in a file system; returns the count of those done."""
+    count = {"left": -1, "done": 0}
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # nobody draws the plug here
+
+    def counted(function):
+        def call(*args, **kwargs):
+            if count["left"] == count["done"]:
+                raise Died
+            count["done"] += 1
+            return function(*args, **kwargs)
+        return call
+
+    for module, name in ((os, "replace"), (os, "symlink"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+
+    def start(left: int) -> dict:
+        count.update(left=left, done=0)
+        return count
+
+    return start
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, engine):
+    writer, rules = WRITERS[engine], {"keep_last": 1, "keep_best": 1}
+    count = dies_at(-1)
+    save_all(RunFolder(tmp_path / "whole"), KeepRules(**rules), writer)
+    total = count["done"]
+    assert total > 30
+    for moment in range(total):
+        folder = RunFolder(tmp_path / str(moment))
+        dies_at(moment)
+        with pytest.raises(Died):
+            save_all(folder, KeepRules(**rules), writer)
+        dies_at(-1)
+        for name in folder.names():
+            read(folder.checkpoint(name))  # whole
+        if not folder.names():
+            continue
+        last = folder.resolve("last")
+        folder.check_can_resume(last, overwrite=False)
+        if folder.checkpoints.joinpath("best").is_symlink():
+            read(folder.resolve("best"))
+        folder.begin(last)
+        again = KeepRules(**rules)
+        again.load_state_dict(read(last)["callbacks"]["Checkpoint"])
+        again.take_up(folder, last)
+        seen = [loss for loss in LOSSES[: read(last)["global_step"] + 1] if math.isfinite(loss)]
+        assert [value for value, _ in again.best] == [min(seen)]
+        assert folder.resolve("best").name == again.best[0][1]
+        assert set(folder.names()) == {last.name, folder.resolve("best").name}
+        assert sorted(path.name for path in folder.checkpoints.iterdir()) == sorted({*folder.names(), "last", "best"})
+
+
+def test_what_stays_is_decided_when_a_checkpoint_is_written(tmp_path):
+    """The thread settles the first checkpoint when the second is ranked already: the old best still stands."""
+    folder, rules = RunFolder(tmp_path), KeepRules(keep_last=1)
+    for step, loss in enumerate([1.0, 5.0]):
+        rules.rank({"val/loss": loss}, f"step={step}")
+        write(folder.checkpoint(f"step={step}"), rules.state_dict())
+        kept = rules.kept_with(f"step={step}")
+    rules.rank({"val/loss": 0.5}, "step=2")  # not yet written
+    kept.settle(folder)
+    assert folder.names() == ["step=0", "step=1"] and folder.resolve("best").name == "step=0"
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_value_that_is_not_finite_is_never_the_best(mode):
+    rules = KeepRules(keep_best=2, mode=mode)
+    for step, value in enumerate([math.nan, math.inf, 2.0, -math.inf, 1.0, 3.0, math.nan]):
+        rules.rank({"val/loss": value}, f"step={step}")
+    assert [value for value, _ in rules.best] == ([1.0, 2.0] if mode == "min" else [3.0, 2.0])
+    older = json.loads('{"best": [[NaN, "step=0"], [Infinity, "step=1"], [2.0, "step=2"]]}')
+    rules.load_state_dict(older)
+    assert rules.best == [(2.0, "step=2")]
+    rules.rank({"val/loss": 1.5}, "step=3")
+    assert rules.best[0][1] == ("step=3" if mode == "min" else "step=2")
+
+
+def test_values_of_another_metric_are_forgotten():
+    before, after = KeepRules(monitor="val/loss"), KeepRules(monitor="val/f1", mode="max")
+    before.rank({"val/loss": 0.5}, "step=1")
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.best == []
+
+
+# A full disk ------------------------------------------------------------------------------------------------------
+
+
+def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
+    assert "error: " in said and f"{wrong} could not be saved" in said and "--ckpt_path last" in said
+    assert "Traceback" not in said
+    assert {path.name for path in folder.checkpoints.iterdir()} <= {*folder.names(), "last", "best"}
+    for name in folder.names():
+        read(folder.checkpoint(name))
+
+
+@pytest.mark.parametrize("engine, number", [("torch", errno.ENOSPC), ("torch", errno.EDQUOT), ("torch", errno.EIO),
+                                            ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
+def test_a_disk_that_fails_while_saving_is_told(recipe, tmp_path, monkeypatch, capfd, engine, number):
+    """Once in the second checkpoint; then there is room again, and the run goes on."""
+    from lmmods import treefile
+
+    folder = RunFolder(tmp_path / "run")
+    arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__limit_val_batches=0,
+                       model__init_args__lora={"rank": 2, "alpha": 4})
+    write_manifest = treefile.write_manifest
+
+    def fails(path: Path) -> None:
+        if "step=4" in path.name:
+            raise OSError(number, os.strerror(number))
+        write_manifest(path)
+
+    monkeypatch.setattr(treefile, "write_manifest", fails)
+    assert main(["fit", *arguments]) == 2
+    said = capfd.readouterr().err
+    assert_refused_and_whole(folder, "step=4", said)
+    assert os.strerror(number) in said and folder.resolve("last").name == "step=2"
+    monkeypatch.undo()
+    monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert folder.names()[-1] == "step=6"
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond so many bytes, as on a disk that is full, for all who write."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_the_disk_itself_says_no(tmp_path, small_files, engine):
+    folder, writer = RunFolder(tmp_path), WRITERS[engine]
+    whole = torch.zeros(100_000) if engine == "torch" else np.zeros(100_000, np.float32)
+    writer(folder.checkpoint("step=1"), {"state_dict": {"x": whole}})
+    small_files(200_000)
+    with pytest.raises(UserError, match="step=2 could not be saved: File too large. It takes 0.4 MiB, and .* MiB are "
+                                        "free there. The checkpoint before it, step=1, is whole"):
+        writer(folder.checkpoint("step=2"), {"state_dict": {"x": whole}})
+    small_files(resource.RLIM_INFINITY)
+    assert os.listdir(folder.checkpoints) == ["step=1"]
+    read(folder.checkpoint("step=1"))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk takes root")
+@pytest.mark.parametrize("engine", WRITERS)
+def test_a_disk_without_room(tmp_path, engine):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        folder, writer = RunFolder(tmp_path / "run"), WRITERS[engine]
+        half = torch.zeros(150_000) if engine == "torch" else np.zeros(150_000, np.float32)
+        writer(folder.checkpoint("step=1"), {"state_dict": {"x": half}})
+        with pytest.raises(UserError, match="step=2 could not be saved: No space left on device"):
+            writer(folder.checkpoint("step=2"), {"state_dict": {"x": half}})
+        assert os.listdir(folder.checkpoints) == ["step=1"]
+        read(folder.checkpoint("step=1"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_files):
+    writer = Writer()
+    small_files(1000)
+    writer.save(tmp_path / "checkpoints" / "step=1", {"x": np.zeros(1000)})
+    writer._thread.join()
+    small_files(resource.RLIM_INFINITY)
+    with pytest.raises(UserError, match="There is none before it"):
+        writer.check()
+    writer.check()  # told once
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_disk_that_fails_elsewhere_is_told(recipe, monkeypatch, capfd, engine):
+    from lmmods.loggers import MetricsCSV
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(MetricsCSV, "_rewrite", full)
+    arguments = recipe(engine=engine, model__init_args__quantize=None, model__init_args__lora={"rank": 2, "alpha": 4})
+    assert main(["fit", *arguments]) == 2
+    assert "The disk cannot be written: No space left on device" in capfd.readouterr().err
