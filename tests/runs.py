@@ -1,10 +1,22 @@
 """What several tests ask of a finished run."""
 
 import csv
+import json
+from pathlib import Path
 
+import numpy as np
 from safetensors.numpy import load_file
 
 from lmmods.runs.folder import RunFolder
+
+TIMED = {"train/tokens_per_second"}
+
+
+def rows(run: RunFolder, without: set[str] = TIMED) -> list[dict[str, float]]:
+    """The logged rows, without what no two runs share."""
+    with open(run.metrics_csv, newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value and key not in without}
+                for row in csv.DictReader(file)]
 
 
 def seconds_of_steps(run: RunFolder) -> list[float]:
@@ -21,3 +33,27 @@ def assert_same_checkpoint(run: RunFolder, other: RunFolder) -> None:
     for name in ("model", "optimizer"):
         left, right = (load_file(each.resolve("last") / f"{name}.safetensors") for each in (run, other))
         assert left.keys() == right.keys() and all((tensor == right[key]).all() for key, tensor in left.items())
+
+
+def assert_same_run(run: RunFolder, other: RunFolder) -> None:
+    """Two runs left the same: rows, last checkpoint to the bit, final numbers, exported weights."""
+    assert rows(run) == rows(other)
+    assert run.names()[-1] == other.names()[-1]
+    assert_same_checkpoint(run, other)
+    states = [json.loads((each.resolve("last") / "state.json").read_text()) for each in (run, other)]
+    for state in states:
+        state["callbacks"]["Metrics"]["latest"].pop("train/tokens_per_second", None)
+    assert states[0] == states[1]
+    left, right = (_final_numbers(each.metrics_json) for each in (run, other))
+    assert left == right
+    left, right = (_weights(each.model) for each in (run, other))
+    assert left.keys() == right.keys() and all((tensor == right[key]).all() for key, tensor in left.items())
+    assert run.completed.exists() == other.completed.exists()
+
+
+def _final_numbers(path: Path) -> dict[str, float]:
+    return {key: value for key, value in json.loads(path.read_text()).items() if key not in TIMED}
+
+
+def _weights(folder: Path) -> dict[str, np.ndarray]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}

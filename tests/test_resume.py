@@ -10,40 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.runs import assert_same_run
 
-TIMED = {"train/tokens_per_second"}
 ROOT = Path(__file__).parent.parent
-
-
-def rows(folder: RunFolder) -> list[dict[str, str]]:
-    with open(folder.metrics_csv, newline="") as file:
-        return [{key: value for key, value in row.items() if key not in TIMED} for row in csv.DictReader(file)]
-
-
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in ("model", "optimizer") for name, tensor in
-            load_file(checkpoint / f"{file}.safetensors").items()}
-
-
-def assert_same_run(a: RunFolder, b: RunFolder) -> None:
-    assert rows(a) == rows(b)
-    assert a.names()[-1] == b.names()[-1]
-    left, right = tensors(a.resolve("last")), tensors(b.resolve("last"))
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
-    states = [json.loads((folder.resolve("last") / "state.json").read_text()) for folder in (a, b)]
-    for state in states:
-        state["callbacks"]["Metrics"]["latest"].pop("train/tokens_per_second", None)
-    assert states[0] == states[1]
-    kept = [{key: value for key, value in json.loads(folder.metrics_json.read_text()).items() if key not in TIMED}
-            for folder in (a, b)]
-    assert kept[0] == kept[1]
 
 
 # 32 training rows: 8 micro-batches an epoch, windows of 3, 3 and 2; validation every 4 micro-batches, so also inside

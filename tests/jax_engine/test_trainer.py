@@ -1,6 +1,5 @@
 """The JAX trainer from the command line: exact resume, any number of devices and processes, files, mistakes."""
 
-import csv
 import json
 import signal
 import subprocess
@@ -15,32 +14,10 @@ from two_processes import with_two
 from jax_engine.trainer import Trainer
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.runs import TIMED, assert_same_run, rows
 
-TIMED = {"train/tokens_per_second"}
 ROOT = Path(__file__).parent.parent.parent
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
-
-
-def rows(run: RunFolder, without: set[str] = TIMED) -> list[dict[str, float]]:
-    with open(run.metrics_csv, newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value and key not in without}
-                for row in csv.DictReader(file)]
-
-
-def tensors(checkpoint: Path) -> dict:
-    return {name: tensor for file in ("model", "optimizer")
-            for name, tensor in load_file(checkpoint / f"{file}.safetensors").items()}
-
-
-def assert_same_run(a: RunFolder, b: RunFolder) -> None:
-    assert rows(a) == rows(b)
-    assert a.names()[-1] == b.names()[-1]
-    left, right = tensors(a.resolve("last")), tensors(b.resolve("last"))
-    assert left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
-    states = [json.loads((run.resolve("last") / "state.json").read_text()) for run in (a, b)]
-    for state in states:
-        state["callbacks"]["Metrics"]["latest"].pop("train/tokens_per_second", None)
-    assert states[0] == states[1]
 
 
 @pytest.fixture
