@@ -318,8 +318,9 @@ def jax_leaks(sizes: Sizes) -> Figures:
     import jax.numpy as jnp
 
     from jax_engine.models import hub
+    from lmmods.architectures import load_config
 
-    network = hub.network(hub.load_config(sizes.clm_config(sizes.row_layers)), "causal", compute_dtype="bfloat16")
+    network = hub.network(load_config(sizes.clm_config(sizes.row_layers)), "causal", compute_dtype="bfloat16")
     params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), network.init(key)))(jax.random.key(0))
     packed, place, positions = documents(sizes)
     run = jax.jit(lambda batch: network.logits(params, network.hidden(params, batch)[0]))

@@ -1,13 +1,78 @@
 """What is known here of transformers' configurations, in both engines."""
 
+from pathlib import Path
 from typing import Any
 
-from lmmods.errors import UserError
+from lmmods.errors import UserError, first_line, one_line
 
 # Fields of a configuration that the functions below read.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
 # In RoBERTa and its kin the first token's position is the one after the padding token's id.
 COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
+
+
+def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None,
+                trust_remote_code: bool = False, defaults: dict[str, Any] | None = None) -> Any:
+    """The configuration of a model, with fields changed.
+
+    Args:
+        source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
+        overrides: Fields changed in it.
+        defaults: Fields that a mapping may leave out (`vocabulary_fields`).
+
+    Raises:
+        UserError: Nothing there, an unknown type or field, or a value that the type does not take.
+    """
+    if isinstance(source, dict):
+        return _new_config({**(defaults or {}), **source, **(overrides or {})})
+    config = _read_config(source, revision, trust_remote_code)
+    _check_fields(config, overrides or {})
+    for name, value in (overrides or {}).items():
+        try:
+            setattr(config, name, value)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
+    return config
+
+
+def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        raise UserError(f"model.pretrained: {name} holds no config.json, so it is not a model folder. "
+                        "Name a folder written by save_pretrained, or a hub id.")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
+                        f"{first_line(error)}") from error
+
+
+def _new_config(fields: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
+                        "Examples: gpt2, llama, bert.")
+    kind = CONFIG_MAPPING[model_type]
+    _check_fields(kind(), fields)
+    try:
+        return kind(**fields)  # not set one by one: sizes of heads follow from the others
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"model.config: {kind.__name__} does not take these fields: {one_line(error)}") from error
+
+
+def _check_fields(config: Any, fields: dict[str, Any]) -> None:
+    for name in fields:
+        if not hasattr(config, str(name)):
+            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
+
+
+def known_fields(config: Any) -> dict[str, Any]:
+    """`FIELDS` of a configuration, as far as it has them."""
+    text = config.get_text_config()
+    return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
 
 
 def position_limit(fields: dict[str, Any]) -> int | None:
@@ -45,6 +110,11 @@ def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
     if is_causal and ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"], tokenizer.unk_token_id):
         ids["pad_token_id"] = None
     return ids
+
+
+def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
+    """What a configuration says of a tokenizer's tokens."""
+    return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
 
 
 def saved_quantization(config: Any) -> str | None:

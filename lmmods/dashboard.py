@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from lmmods.errors import UserError
+from lmmods.errors import UserError, first_line
 from lmmods.wandb_runs import has_wandb_key
 
 # Section -> its panels: title -> metrics, all runs in one panel.
@@ -45,7 +45,7 @@ def dashboard(project: str = "lmmods", entity: str | None = None, name: str = "l
         raise UserError(f"dashboard needs wandb-workspaces ({error}). Install it: pip install -e '.[dashboard]'"
                         ) from error
     except (wandb.errors.Error, OSError, ValueError) as error:
-        raise UserError(f"dashboard: W&B refuses {project!r}: {str(error).strip().splitlines()[0]}. Check project and "
+        raise UserError(f"dashboard: W&B refuses {project!r}: {first_line(error)}. Check project and "
                         "entity; a project exists when a run has been logged to it.") from error
     print(f"Wrote the workspace {name}: {layout.url}")
 

@@ -21,3 +21,13 @@ def user_error_in(error: BaseException) -> UserError | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says is wrong, without the advice that follows; empty where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def one_line(error: BaseException) -> str:
+    """All that another library says is wrong."""
+    return " ".join(str(error).split())

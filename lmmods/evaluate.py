@@ -3,7 +3,7 @@
 import difflib
 from typing import Any, Literal
 
-from lmmods.errors import UserError
+from lmmods.errors import UserError, first_line
 from lmmods.finished import FinishedRun
 from lmmods.runs.folder import write_json
 
@@ -58,7 +58,7 @@ def evaluate(
         found = lm_eval.simple_evaluate(model, tasks=names, limit=limit, num_fewshot=num_fewshot, task_manager=manager,
                                         apply_chat_template=apply_chat_template, log_samples=False)
     except (OSError, ConnectionError) as error:
-        raise UserError(f"evaluate: the data of {tasks} cannot be had: {_first_line(error)}. They come from the hub "
+        raise UserError(f"evaluate: the data of {tasks} cannot be had: {first_line(error)}. They come from the hub "
                         "unless they are in its cache; tasks on local files work offline (--task_folder).") from error
     print(lm_eval.utils.make_table(found))
     scores = {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
@@ -90,7 +90,3 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
     """What JSON can hold of lm-eval's results, without what names this machine."""
     kept = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
     return {name: found[name] for name in kept if name in found}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

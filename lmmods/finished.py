@@ -92,10 +92,9 @@ class FinishedRun:
 
     def saved_quantization(self) -> str | None:
         """How the base itself is saved, if not in plain numbers."""
-        from lmmods.architectures import saved_quantization
-        from lmmods.modules.loading import load_config
+        from lmmods.architectures import load_config, saved_quantization
 
-        return saved_quantization(load_config(self.pretrained, self.revision, self.trust_remote_code)
+        return saved_quantization(load_config(self.pretrained, None, self.revision, self.trust_remote_code)
                                   ) if self.has_adapter else None
 
     def unpack(self):

@@ -12,7 +12,7 @@ from typing import Literal
 
 from lmmods.card import HUB_ID
 from lmmods.console import say, warn
-from lmmods.errors import UserError
+from lmmods.errors import UserError, first_line
 from lmmods.redaction import redact
 from lmmods.runs.folder import write_json
 from lmmods.runs.local_paths import is_local_path
@@ -124,5 +124,4 @@ def _told(error: Exception) -> str:
     """Kind and first line of an error, without the token that some of them quote."""
     from huggingface_hub import get_token
 
-    line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {redact(line, get_token())}"
+    return f"{type(error).__name__}: {redact(first_line(error), get_token())}"

@@ -5,13 +5,13 @@ import importlib
 import json
 import pkgutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from jax_engine import lora as adapters
 from jax_engine.models import families
@@ -23,42 +23,6 @@ from lmmods.errors import UserError
 from lmmods.settings import LoRA
 
 SHARD_BYTES = 5 * 10**9
-
-
-def load_config(name: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None
-                ) -> PreTrainedConfig:
-    """Configuration from a folder, a hub id, or `{model_type: llama, ...}`, with fields changed by `overrides`.
-
-    Raises:
-        UserError: Nothing there, or an unknown type or field.
-    """
-    overrides = overrides or {}
-    if isinstance(name, dict):
-        fields = {**name, **overrides}
-        model_type = fields.pop("model_type", None)
-        if model_type not in CONFIG_MAPPING:
-            raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
-                            f"The JAX engine supports: {', '.join(supported())}.")
-        _check_fields(CONFIG_MAPPING[model_type](), fields)
-        return CONFIG_MAPPING[model_type](**fields)  # not set one by one: sizes of heads follow from the others
-    if Path(name).exists() and not (Path(name) / "config.json").is_file():
-        raise UserError(f"model.pretrained: {name} holds no config.json, so it is not a model folder. "
-                        "Name a folder written by save_pretrained, or a hub id.")
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
-                        f"{str(error).strip().splitlines()[0]}") from error
-    _check_fields(config, overrides)
-    for field, value in overrides.items():
-        setattr(config, field, value)
-    return config
-
-
-def _check_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    for name in fields:
-        if not hasattr(config, name):
-            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
 
 
 def supported() -> list[str]:

@@ -19,7 +19,7 @@ from jax_engine.models.network import Network, Tree
 from jax_engine.state import Path as LeafPath
 from jax_engine.state import flatten, unflatten
 from lmmods.console import say
-from lmmods.errors import UserError
+from lmmods.errors import UserError, first_line
 from lmmods.fresh import fresh_weight
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
@@ -227,5 +227,5 @@ def _local(folder: str, revision: str | None) -> Path:
             path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
     except (OSError, ValueError) as error:
         raise UserError(f"model.pretrained: there is no folder {folder!r}, and as a hub id it cannot be loaded: "
-                        f"{str(error).strip().splitlines()[0]}") from error
+                        f"{first_line(error)}") from error
     return path

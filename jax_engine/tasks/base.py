@@ -21,7 +21,14 @@ from jax_engine.quant import Quantized
 from jax_engine.state import Tree, flatten, split, unflatten
 from jax_engine.steps import Steps
 from jax_engine.weights import Weights
-from lmmods.architectures import FIELDS, check_saved_quantization, position_limit, saved_quantization, special_ids
+from lmmods.architectures import (
+    check_saved_quantization,
+    known_fields,
+    load_config,
+    position_limit,
+    saved_quantization,
+    vocabulary_fields,
+)
 from lmmods.console import say
 from lmmods.errors import UserError
 from lmmods.settings import LoRA, Optimizer, check_start, quantised_in_full
@@ -104,10 +111,7 @@ class Task(ABC):
 
     def config_fields(self) -> dict[str, Any]:
         """`architectures.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
-        if isinstance(self.config, dict):
-            return {**self.config, **self.config_overrides}
-        config = hub.load_config(self.pretrained or self.config, self.config_overrides, self.revision)
-        return {field: getattr(config, field) for field in FIELDS if hasattr(config, field)}
+        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision))
 
     # The network -----------------------------------------------------------------------------------------------------
 
@@ -115,7 +119,8 @@ class Task(ABC):
         """Make the network and its first parameters, as numpy arrays: those that train, and the others."""
         tokenizer = datamodule.tokenizer
         compute = COMPUTE_DTYPES[precision]
-        config = self._configuration(tokenizer)
+        config = load_config(self.pretrained or self.config, self.config_overrides, self.revision,
+                             defaults=vocabulary_fields(tokenizer, self.head == "causal"))
         config._attn_implementation = self.attention
         options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat, "fast_kernels": self.fast_kernels}
         check_saved_quantization(saved_quantization(config), self.pretrained, self.quantize, self.trains_adapter)
@@ -134,14 +139,6 @@ class Task(ABC):
         else:
             self.network = bare
         return split(params, self.network.trainable(params))
-
-    def _configuration(self, tokenizer: Any) -> Any:
-        if self.config is None:
-            return hub.load_config(self.pretrained, self.config_overrides, self.revision)
-        if isinstance(self.config, dict):
-            fields = {"vocab_size": len(tokenizer), **special_ids(tokenizer, self.head == "causal"), **self.config}
-            return hub.load_config(fields, self.config_overrides)
-        return hub.load_config(self.config, self.config_overrides, self.revision)
 
     def _with_room_for(self, network: Network, params: Tree, num_tokens: int, options: dict[str, Any]
                        ) -> tuple[Network, Tree]:

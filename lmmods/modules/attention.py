@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmmods.console import say
+from lmmods.errors import first_line
 
 VARLEN, FLOAT32 = "varlen", "sdpa_float32"
 # Forward and backward pass of torch 2.13 with 6 heads of 64 on two Zen 4 cores: float32 takes a third to a half of the
@@ -92,7 +93,7 @@ def _disagreement(model: nn.Module, before: Tensor) -> str | None:
     try:
         apart = ((_packed_logits(model) - before).norm() / before.norm()).item()
     except (RuntimeError, ValueError, TypeError) as error:  # another GPU or version of torch
-        return f"fails: {str(error).strip().splitlines()[0]}"
+        return f"fails: {first_line(error)}"
     return None if apart <= 0.05 else f"gives logits that differ by {apart:.1%}"
 
 

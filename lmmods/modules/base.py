@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lmmods.architectures import FIELDS, position_limit, special_ids
+from lmmods.architectures import known_fields, load_config, position_limit, special_ids, vocabulary_fields
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
 from lmmods.modules.attention import prefer_float32
@@ -104,12 +104,8 @@ class TaskModule(L.LightningModule, ABC):
 
     def config_fields(self) -> dict[str, Any]:
         """`architectures.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
-        name = self.pretrained or (self.config if isinstance(self.config, str) else None)
-        if name is None:
-            return {**self.config, **self.config_overrides}
-        config = loading.load_config(name, self.revision, self.trust_remote_code, self.config_overrides)
-        text = config.get_text_config()
-        return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
+        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
+                                        self.trust_remote_code))
 
     # The network -----------------------------------------------------------------------------------------------------
 
@@ -161,8 +157,8 @@ class TaskModule(L.LightningModule, ABC):
         import transformers
 
         if self.config is not None:
-            config = loading.scratch_config(self.config, self.config_overrides, self.trainer.datamodule.tokenizer,
-                                            self.revision, self.trust_remote_code, self.is_causal)
+            config = load_config(self.config, self.config_overrides, self.revision, self.trust_remote_code,
+                                 vocabulary_fields(self.trainer.datamodule.tokenizer, self.is_causal))
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
             return getattr(transformers, self.auto_class).from_config(
                 config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)

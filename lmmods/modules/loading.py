@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lmmods.architectures import check_saved_quantization, saved_quantization, special_ids
+from lmmods.architectures import check_saved_quantization, load_config, saved_quantization
 from lmmods.console import say, warn
-from lmmods.errors import UserError
+from lmmods.errors import UserError, first_line
 from lmmods.fresh import fresh_lora_A, fresh_weight
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.settings import LoRA, quantised_in_full
@@ -61,7 +61,7 @@ def load_pretrained(
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     # The span head is new to the model and trains in full; transformers itself spares only vocabulary heads.
     skip = ["qa_outputs"] if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
-    config = load_config(pretrained, revision, trust_remote_code, overrides)
+    config = load_config(pretrained, overrides, revision, trust_remote_code)
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or saved else {}
@@ -72,7 +72,7 @@ def load_pretrained(
                                                  trust_remote_code=trust_remote_code, attn_implementation=attention,
                                                  output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise UserError(f"model.pretrained: cannot load {pretrained!r}: {_first_line(error)}") from error
+        raise UserError(f"model.pretrained: cannot load {pretrained!r}: {first_line(error)}") from error
     _start_missing(model, info["missing_keys"], seed)
     work_around_cpu_kernels(model)
     if saved:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
@@ -94,58 +94,6 @@ def _start_missing(model: nn.Module, names: Iterable[str], seed: int) -> None:
     for name in set(names) & set(params):
         if params[name].is_floating_point() and not ("norm" in name.lower() and name.endswith("weight")):
             params[name].copy_(torch.from_numpy(fresh_weight(seed, name, tuple(params[name].shape), std)))
-
-
-def load_config(pretrained: str, revision: str | None, trust_remote_code: bool,
-                overrides: dict[str, Any] | None = None):
-    """The model's configuration with fields changed; UserError where there is none, or no such field."""
-    from transformers import AutoConfig
-
-    folder = Path(pretrained)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise UserError(f"model.pretrained: {pretrained} holds no config.json, so it is not a model folder. "
-                        "Name a folder written by save_pretrained, or a hub id.")
-    try:
-        config = AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.pretrained: there is no folder {pretrained!r}, and as a hub id it cannot be loaded: "
-                        f"{_first_line(error)}") from error
-    _check_fields(config, overrides or {})
-    for name, value in (overrides or {}).items():
-        setattr(config, name, value)
-    return config
-
-
-def scratch_config(config: str | dict[str, Any], overrides: dict[str, Any], tokenizer: Any, revision: str | None,
-                   trust_remote_code: bool, is_causal: bool = False) -> Any:
-    """Configuration of a model with random weights.
-
-    Args:
-        config: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id of a configuration.
-        overrides: Fields changed in it.
-        tokenizer: Gives the vocabulary size and special tokens that a mapping leaves out.
-        is_causal: Whether it is that of a causal LM.
-
-    Raises:
-        UserError: Unknown type or field.
-    """
-    from transformers import CONFIG_MAPPING
-
-    if isinstance(config, str):
-        return load_config(config, revision, trust_remote_code, overrides)
-    fields = {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal), **config, **overrides}
-    model_type = fields.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
-        raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
-                        "Examples: gpt2, llama, bert.")
-    _check_fields(CONFIG_MAPPING[model_type](), fields)
-    return CONFIG_MAPPING[model_type](**fields)  # not set one by one: sizes of heads follow from the others
-
-
-def _check_fields(config: Any, fields: dict[str, Any]) -> None:
-    for name in fields:
-        if not hasattr(config, name):
-            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
 
 
 def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype,
@@ -239,7 +187,7 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Mo
         wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
-                        f"{_first_line(error)}") from error
+                        f"{first_line(error)}") from error
     return _cast_trainable(wrapped, dtype)
 
 
@@ -302,7 +250,3 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

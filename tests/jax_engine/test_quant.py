@@ -18,6 +18,7 @@ from jax_engine import quant
 from jax_engine.models import hub, loading
 from jax_engine.parallel import MeshSharding
 from jax_engine.state import flatten, merge, split
+from lmmods.architectures import load_config
 from lmmods.errors import UserError
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.settings import LoRA
@@ -112,7 +113,7 @@ def folder_of(tmp_path_factory):
 
 
 def network_and_params(folder, head, **options):
-    network = hub.network(hub.load_config(folder), head)
+    network = hub.network(load_config(folder), head)
     return network, loading.load(network, folder, **options)
 
 
@@ -180,8 +181,8 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
-    network = hub.network(hub.load_config(folder), "causal", lora=settings)
-    bare = hub.network(hub.load_config(folder), "causal")
+    network = hub.network(load_config(folder), "causal", lora=settings)
+    bare = hub.network(load_config(folder), "causal")
     params = adapters.add_fresh(network, loading.load(bare, folder, quantize="nf4"), 0)
     _, frozen = split(params, network.trainable(params))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -206,8 +207,8 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
 def test_the_backward_pass_keeps_no_matrix(folder_of):
     """What autodiff stores between the passes: activations, never a dequantised weight of all layers."""
     folder = folder_of("llama", "causal")
-    network = hub.network(hub.load_config(folder), "causal", lora=LoRA(rank=2))
-    bare = hub.network(hub.load_config(folder), "causal")
+    network = hub.network(load_config(folder), "causal", lora=LoRA(rank=2))
+    bare = hub.network(load_config(folder), "causal")
     params = adapters.add_fresh(network, loading.load(bare, folder, quantize="nf4"), 0)
     trainable, frozen = split(params, network.trainable(params))
     batch = batch_of(network.config.vocab_size)

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from jax_engine.models import hub, loading
+from lmmods.architectures import load_config
 
 VOCAB = 37
 DECODER = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
@@ -51,7 +52,7 @@ class Twin:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
         self.torch.save_pretrained(folder)
         self.folder, self.head, self.config = folder, head, config
-        self.net = hub.network(hub.load_config(str(folder)), head)
+        self.net = hub.network(load_config(str(folder)), head)
         self.params = loading.load(self.net, str(folder))
         self.pad = 0 if config.pad_token_id is None else config.pad_token_id
 

@@ -17,6 +17,7 @@ from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import Fused, choose, trial, tried, unfit
 from jax_engine.parallel import MeshSharding
+from lmmods.architectures import load_config
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = np.array([[1] * 10, [1] * 7 + [0] * 3])
@@ -187,7 +188,7 @@ def test_plain_attention_is_chosen_with_its_reason(twin, gpu, capsys, changes, d
 
 
 def test_a_network_takes_the_choice_of_its_configuration(gpu):
-    config = hub.load_config({"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24,
+    config = load_config({"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24,
                               "num_hidden_layers": 2, "num_attention_heads": 4})
     assert hub.network(config, "causal", compute_dtype="bfloat16").fused.head_dim == 8
     config._attn_implementation = "eager"

@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from jax_engine.models import hub
+from lmmods.architectures import load_config
 from lmmods.errors import UserError
 
 
@@ -25,15 +26,15 @@ def test_saving_in_another_dtype_rounds_once(twin, tmp_path):
 
 
 def test_configurations_by_mapping_and_with_overrides(twin):
-    config = hub.load_config({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6},
+    config = load_config({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6},
                              {"num_hidden_layers": 1})
     assert config.head_dim == 8 and config.num_hidden_layers == 1
-    config = hub.load_config(str(twin("llama", "causal").folder), {"attention_dropout": 0.5})
+    config = load_config(str(twin("llama", "causal").folder), {"attention_dropout": 0.5})
     assert hub.network(config, "causal").arch.attention_dropout == 0.5
     with pytest.raises(UserError, match="no field 'hiden_size'"):
-        hub.load_config({"model_type": "llama", "hiden_size": 48})
+        load_config({"model_type": "llama", "hiden_size": 48})
     with pytest.raises(UserError, match="'lama'.*gpt2, llama"):
-        hub.load_config({"model_type": "lama"})
+        load_config({"model_type": "lama"})
 
 
 @pytest.mark.parametrize(("config", "head", "message"), [

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from jax_engine.models import hub, loading
 from jax_engine.state import flatten
+from lmmods.architectures import load_config
 from lmmods.errors import UserError
 
 
@@ -117,11 +118,11 @@ def test_what_does_not_fit_is_refused_by_name(twin, tmp_path, name, change, mess
 def test_folders_without_weights_or_config(twin, tmp_path):
     tw = twin("llama", "causal")
     with pytest.raises(UserError, match="no config.json"):
-        hub.load_config(str(tmp_path))
+        load_config(str(tmp_path))
     with pytest.raises(UserError, match="no weights"):
         loading.load(tw.net, str(tmp_path))
     with pytest.raises(UserError, match="no folder 'nowhere/at-all'"):
-        hub.load_config("nowhere/at-all")
+        load_config("nowhere/at-all")
     with pytest.raises(UserError, match="no folder 'nowhere/at-all'"):
         loading.load(tw.net, "nowhere/at-all")
     hub.write_shards(tw.net.to_torch(tw.params), tmp_path, limit=20_000)
