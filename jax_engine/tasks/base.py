@@ -27,6 +27,7 @@ from lmmods.architectures import (
     load_config,
     position_limit,
     saved_quantization,
+    special_ids,
     vocabulary_fields,
 )
 from lmmods.console import say
