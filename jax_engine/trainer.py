@@ -547,7 +547,7 @@ class Trainer:
             "lr_schedulers": [checkpoints.schedule_state(
                 self.task.optimizer_settings, len(packed["optimizer_states"][0]["param_groups"]), position.step,
                 self.plan.num_steps)],
-            type(self.datamodule).__qualname__: self._data_position,
+            type(self.datamodule).__qualname__: self.datamodule.state_at(self._data_position),
             "world_size": self.parallel.num_shares,
             "window": window,
         }

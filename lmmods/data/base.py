@@ -484,8 +484,12 @@ class DataModule(lightning.LightningDataModule, ABC):
     # Position, report, single rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the training loader, and how vocabularies without padding token are mended; plain JSON."""
-        return {**self._loader.state_dict(), NEW_PADDING: self._adds_padding} if self._loader is not None else {}
+        """What a checkpoint holds of the data where the training loader stands; plain JSON."""
+        return self.state_at(self._loader.state_dict()) if self._loader is not None else {}
+
+    def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds of the data: a loader's position, and whether a missing padding token was added."""
+        return {**position, NEW_PADDING: self._adds_padding}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue training at a saved position. Raises UserError when it belongs to other data."""
