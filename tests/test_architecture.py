@@ -89,7 +89,8 @@ def test_a_setting_that_nobody_reads_is_found():
         sources[module] = ast.unparse(ast.fix_missing_locations(tree))
     assert len(wanted) > 60 and dead_settings(sources) - before == wanted
     sources = modules()
-    sources["lmmods.data.sft"] = sources["lmmods.data.sft"].replace("self.train_on_last, self.roles", "False, self.roles")
+    text = sources["lmmods.data.sft"]
+    sources["lmmods.data.sft"] = text.replace("self.train_on_last, self.roles", "False, self.roles")
     assert dead_settings(sources) - before == {("lmmods.data.sft.SFTData", "train_on_last")}
 
 
