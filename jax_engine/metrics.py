@@ -1,6 +1,7 @@
 """What is measured while training: one place that feeds every logger, the progress bar and metrics.json."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,7 +9,22 @@ import jax
 from jax_engine.steps import check_finite, window_figures
 from lmmods.loggers import Logger
 from lmmods.progress import Bar, describe
-from lmmods.throughput import Stopwatch
+from lmmods.throughput import Laps, Stopwatch
+
+
+@dataclass
+class Noted:
+    """A step that is under way, or done, but not counted yet.
+
+    Args:
+        figures: Of `Steps.update`, on the devices.
+        done: What the stopwatch showed when the step was first seen to be done.
+    """
+
+    step: int
+    epoch: float
+    figures: dict[str, jax.Array]
+    done: float | None = None
 
 
 class Metrics:
@@ -27,8 +43,8 @@ class Metrics:
         self.num_tokens = self.num_rows = 0
         self._every, self._stopwatch, self._bar = every, stopwatch, bar
         self._lr_at, self._flops_share = lr_at, flops_share
-        self._pending: list[tuple[int, float, dict[str, jax.Array]]] = []
-        self._lap_tokens = 0
+        self._pending: list[Noted] = []
+        self.laps = Laps()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tokens": self.num_tokens, "num_rows": self.num_rows, "latest": dict(self.latest)}
@@ -38,10 +54,20 @@ class Metrics:
 
     def add(self, step: int, epoch: float, figures: dict[str, jax.Array]) -> None:
         """Note a step. Figures of the steps before are fetched while this one runs: the device never waits."""
-        if self._pending and self._pending[-1][0] % self._every == 0:
+        if self._pending and self._pending[-1].step % self._every == 0:
             self.fetch()
-        self._pending.append((step, epoch, figures))
+        self._pending.append(Noted(step, epoch, figures))
+        self.look()
         self._bar.update(step)
+
+    def look(self) -> None:
+        """Note the time if the last step is done by now; waits for nothing.
+
+        Devices may run behind, or, as CPUs do, within the call that starts a step: neither the time of that call nor
+        that of fetching the figures, when the next step has been started, says when a step was done.
+        """
+        if self._pending and self._pending[-1].done is None and self._pending[-1].figures["total"].is_ready():
+            self._pending[-1].done = self._stopwatch.seconds()
 
     def fetch(self) -> None:
         """Count what the noted steps have seen, and log the last if it is its turn. Waits for the device.
@@ -51,18 +77,19 @@ class Metrics:
         """
         if not self._pending:
             return
-        fetched = [(step, epoch, window_figures(figures)) for step, epoch, figures in self._pending]
-        self._pending = []
+        fetched = [(noted.step, int(noted.epoch), window_figures(noted.figures)) for noted in self._pending]
+        self.look()
+        last, self._pending = self._pending[-1], []
         for step, epoch, figures in fetched:
-            check_finite(figures, step, int(epoch))
+            check_finite(figures, step, epoch)
             self.num_tokens += figures["num_tokens"]
             self.num_rows += figures["num_rows"]
-            self._lap_tokens += figures["num_tokens"]
-        if step % self._every == 0:
-            self._log_step(step, epoch, figures)
+            self.laps.add(figures["num_tokens"], last.done)
+        if last.step % self._every == 0:
+            self._log_step(last.step, last.epoch, figures)
 
     def _log_step(self, step: int, epoch: float, figures: dict[str, float]) -> None:
-        speed, self._lap_tokens = self._lap_tokens / self._stopwatch.lap(), 0
+        speed = self.laps.tokens_per_second()
         shown = {"loss": figures["loss"], "lr": self._lr_at(step - 1), "grad_norm": figures["grad_norm"],
                  "epoch": epoch, "tokens": self.num_tokens, "tokens_per_second": speed}
         if self._flops_share is not None:

@@ -1,10 +1,10 @@
 """How long a run is and when it validates, by the rules of Lightning's Trainer."""
 
-import math
 from dataclasses import dataclass
 
 from jax_engine.position import Position
 from lmmods.errors import UserError
+from lmmods.run_length import num_steps
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,13 @@ def make_plan(*, rounds_per_epoch: int, rounds_per_step: int, num_val_rounds: in
     Raises:
         UserError: The run has no end, or the interval is no share.
     """
-    epochs = math.inf if max_epochs in (None, -1) else max_epochs
-    whole, part = (epochs, 0.0) if math.isinf(epochs) else divmod(epochs, 1)
-    steps_per_epoch = -(-rounds_per_epoch // rounds_per_step)
-    num_steps = min(whole * steps_per_epoch + math.ceil(part * rounds_per_epoch / rounds_per_step),
-                    math.inf if max_steps == -1 else max_steps)
-    if math.isinf(num_steps):
-        raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
     is_share = isinstance(val_check_interval, float)
     if is_share and not 0 <= val_check_interval <= 1:
         raise UserError(f"trainer.val_check_interval is {val_check_interval}, but must be a share from 0.0 to 1.0, or "
                         "a whole number of micro-batches.")
     interval = max(int(rounds_per_epoch * val_check_interval), 1) if is_share else val_check_interval
-    return Plan(rounds_per_epoch, int(num_steps), num_val_rounds, interval or rounds_per_epoch,
+    steps = num_steps(rounds_per_epoch, rounds_per_step, max_epochs, max_steps)
+    return Plan(rounds_per_epoch, steps, num_val_rounds, interval or rounds_per_epoch,
                 isinstance(val_check_interval, int), val_epochs)
 
 

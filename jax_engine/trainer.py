@@ -33,6 +33,7 @@ from lmmods.loggers import Logger, MetricsCSV, log_checkpoint, log_recipe
 from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
+from lmmods.run_length import check_length
 from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_json
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
@@ -103,8 +104,7 @@ class Trainer:
         default_root_dir: str = "runs/default",
         detect_anomaly: bool = False,
     ):
-        if max_epochs is None and max_steps == -1:
-            raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        check_length(max_epochs, max_steps)
         for name, value in (("accumulate_grad_batches", accumulate_grad_batches), ("num_nodes", num_nodes)):
             if value < 1:
                 raise UserError(f"trainer.{name} is {value}, but must be 1 or more.")
@@ -297,7 +297,9 @@ class Trainer:
         self._take(self.parallel.put_state(host))
         if content["window"]:
             self.open_batches = content["window"]["num_batches"]
-            self.window = self.parallel.put_sums(checkpoints.unpack_window(content["window"], network.from_torch))
+            window = checkpoints.unpack_window(content["window"], network.from_torch)
+            self.metrics.laps.leave_out(int(window["sums"]["num_tokens"]))
+            self.window = self.parallel.put_sums(window)
         self.metrics.load_state_dict(content["callbacks"]["Metrics"])
         self.checkpoint.load_state_dict(content["callbacks"]["Checkpoint"])
         for callback in self.callbacks:
@@ -357,6 +359,7 @@ class Trainer:
 
     def _train_round(self, group: Group) -> None:
         """One micro-batch on each share, and the step that it may complete."""
+        self.metrics.look()
         position = self.position
         position.rounds, position.total_rounds = position.rounds + 1, position.total_rounds + 1
         self._data_position = group.position
@@ -508,7 +511,8 @@ class Trainer:
             machines.barrier("checkpoint")
             stop(self.position.step, path)
         if self.publish.repo is not None and self.publish.when == "save":
-            self._publish_aside()
+            with self.stopwatch.paused():
+                self._publish_aside()
 
     def _settle(self, path: Path, kept: Kept) -> None:
         """Called when a checkpoint stands, by the thread that wrote it."""

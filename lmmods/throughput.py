@@ -1,7 +1,7 @@
 """Speed of training proper, in both engines: what is counted, against what a device can do."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Peak dense bf16 FLOP/s of one device, from the vendors' data sheets; other devices get no train/mfu.
@@ -12,30 +12,55 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 class Stopwatch:
     """Seconds of training proper: evaluation and saving are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.perf_counter
         self._seconds = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self._since = self._clock()
 
     def stop(self) -> None:
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
+        self._seconds = self.seconds()
+        self._since = None
 
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        self.stop()
-        seconds, self._seconds = self._seconds, 0.0
-        self.start()
-        return seconds
+    def seconds(self) -> float:
+        """What it shows now."""
+        return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         self.stop()
         yield
         self.start()
+
+
+class Laps:
+    """Speed from one logged row to the next: the tokens of exactly those steps whose time was measured."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._begin = self._end = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Count steps.
+
+        Args:
+            num_tokens: Their real tokens.
+            seconds: What the stopwatch showed when the device had done the last of them.
+        """
+        self._num_tokens += num_tokens
+        self._end = seconds
+
+    def leave_out(self, num_tokens: int) -> None:
+        """Of the step under way so many tokens were computed before the stopwatch started, by an earlier process."""
+        self._num_tokens -= num_tokens
+
+    def tokens_per_second(self) -> float:
+        """Of the steps counted since this was last asked."""
+        speed = self._num_tokens / (self._end - self._begin)
+        self._num_tokens, self._begin = 0, self._end
+        return speed
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -1,5 +1,6 @@
 """Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from lmmods.inspection import show
 from lmmods.interruption import Interruption
 from lmmods.loggers import MetricsCSV
 from lmmods.precision import choose_precision
+from lmmods.run_length import check_length, num_steps
 from lmmods.runs.folder import RunFolder
 from lmmods.strategies import chosen
 from lmmods.treefile import read_plain
@@ -40,6 +42,7 @@ class Trainer(L.Trainer):
         default_root_dir: The run folder.
         check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
             whole run, whatever this says.
+        max_epochs: Epochs to train; a fraction is allowed.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Trainer(L.Trainer):
         check_val_every_n_epoch: int | None = 1,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
-        max_epochs: int | None = None,
+        max_epochs: int | float | None = None,
         max_steps: int = -1,
         plugins: Any = None,
         **kwargs: Any,
@@ -63,8 +66,7 @@ class Trainer(L.Trainer):
             precision, reason = choose_precision(kwargs.get("accelerator", "auto"))
             say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
-        if max_epochs is None and max_steps == -1:
-            raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        check_length(max_epochs, max_steps)
         if not any(isinstance(callback, Checkpoint) for callback in callbacks):
             callbacks.append(Checkpoint())
         if not enable_checkpointing:
@@ -92,11 +94,12 @@ class Trainer(L.Trainer):
             enable_model_summary=False,
             enable_autolog_hparams=False,
             use_distributed_sampler=False,
-            max_epochs=max_epochs,
+            max_epochs=None if max_epochs is None else math.ceil(max_epochs),
             max_steps=max_steps,
             plugins=[*plugins, FolderCheckpointIO()],
             **kwargs,
         )
+        self._epochs = max_epochs
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
@@ -196,6 +199,17 @@ class Trainer(L.Trainer):
             return self.interruption.requested
         asked = torch.tensor(float(self.interruption.requested), device=self.strategy.root_device)
         return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
+
+    # Length ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimiser steps of the run. Where max_epochs is a fraction, they end it: Lightning knows whole epochs."""
+        steps = super().estimated_stepping_batches  # loads the data, too
+        if isinstance(self._epochs, float) and math.isfinite(self.num_training_batches):
+            steps = num_steps(self.num_training_batches, self.accumulate_grad_batches, self._epochs, self.max_steps)
+            self.fit_loop.epoch_loop.max_steps = steps
+        return steps
 
     # Position --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import lightning as L
 import torch
 
 from lmmods.runs.folder import write_json
-from lmmods.throughput import Stopwatch, peak_flops
+from lmmods.throughput import Laps, Stopwatch, peak_flops
 
 
 class Metrics(L.Callback):
@@ -16,8 +16,7 @@ class Metrics(L.Callback):
         self.num_tokens = 0
         self.num_rows = 0
         self.latest: dict[str, float] = {}
-        self.stopwatch = Stopwatch()
-        self._lap_tokens = 0
+        self.stopwatch, self.laps = Stopwatch(), Laps()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tokens": self.num_tokens, "num_rows": self.num_rows, "latest": self.latest}
@@ -28,6 +27,8 @@ class Metrics(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if module.window.is_open:
+            self.laps.leave_out(int(module.window.sums()[2]))
         self.stopwatch.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any,
@@ -38,22 +39,21 @@ class Metrics(L.Callback):
             return
         figures = module.window.last()
         self._count(module.window)
-        seconds = self.stopwatch.lap()
         figures["epoch"] = trainer.current_epoch + (batch_idx + 1) / trainer.num_training_batches
         figures["tokens"] = self.num_tokens
-        figures["tokens_per_second"] = self._lap_tokens / seconds
+        figures["tokens_per_second"] = self.laps.tokens_per_second()
         device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
         if (peak := peak_flops(device)) is not None:
             flops = module.flops_per_token() * figures["tokens_per_second"]
             figures["mfu"] = flops / (peak * trainer.world_size)
-        self._lap_tokens = 0
         self._log(trainer, module, {f"train/{name}": value for name, value in figures.items()})
 
     def _count(self, window: Any) -> None:
+        """Count the steps done. Waits for the device."""
         tokens, rows = window.take_counts()
         self.num_tokens += tokens
         self.num_rows += rows
-        self._lap_tokens += tokens
+        self.laps.add(tokens, self.stopwatch.seconds())
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
         """Lightning has taken `state_dict` already; what closed since the last log goes into it here."""
@@ -63,6 +63,7 @@ class Metrics(L.Callback):
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._count(module.window)
         self.stopwatch.stop()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
