@@ -122,6 +122,24 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
     return write
 
 
+class Clock:
+    """Stands in for `time`: a millisecond passes at each look, and what a test says."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """The clock by which both engines measure training."""
+    clock = Clock()
+    monkeypatch.setattr("lmmods.throughput.time", clock)
+    return clock
+
+
 @pytest.fixture
 def stop_at(monkeypatch):
     """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""

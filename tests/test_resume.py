@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -77,29 +76,6 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(recipe, tmp_path):
     arguments = recipe(**constant, trainer__default_root_dir=str(grown.root))
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     assert_same_run(straight, grown)
-
-
-@pytest.mark.slow
-def test_killed_while_running_and_while_saving(recipe, tmp_path):
-    """SIGKILL at arbitrary moments: what is on disk resumes, and ends as if nothing had happened."""
-    straight, killed = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "killed")
-    changes = {**EVERYWHERE, "trainer__max_steps": 30, "checkpoint__every_n_steps": 1, "trainer__limit_val_batches": 0}
-    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
-    command = [sys.executable, "train.py", "fit",
-               *recipe(**changes, trainer__default_root_dir=str(killed.root))]
-    for delay in (0.05, 0.4, 0.7):
-        extra = ["--ckpt_path", "last"] if killed.names() else ["--overwrite", "true"]
-        process = subprocess.Popen([*command, *extra], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        seen = killed.names()[-1:]
-        deadline = time.monotonic() + 120
-        while killed.names()[-1:] == seen and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    assert not killed.completed.exists()
-    assert main([*command[2:], "--ckpt_path", "last"]) == 0
-    assert_same_run(straight, killed)
 
 
 def test_checkpoint_of_an_adapter_holds_no_base_weights(recipe, tmp_path):

@@ -1,7 +1,6 @@
 """Micro-batches of a loader, stacked for the devices: shapes, padding, positions, and the thread that does it."""
 
 import threading
-import time
 
 import jax
 import numpy as np
@@ -106,12 +105,20 @@ def test_places_are_epoch_and_number_also_after_a_resume():
 
 
 def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
-    loader = training_loader()
+    loader, read_ahead = training_loader(), threading.Event()
+    position = loader.state_dict
+
+    def state_dict():
+        state = position()
+        if state["batches"] == 4:
+            read_ahead.set()
+        return state
+
+    loader.state_dict = state_dict
     with Feed(loader, Replicas(jax.devices()[:1]), B, PAD, ahead=3) as feed:
         iterator = iter(feed)
         first = next(iterator)
-        while loader.state_dict()["batches"] < 4:
-            time.sleep(0.01)
+        assert read_ahead.wait(60)
         assert first.position["batches"] == 1 and next(iterator).position["batches"] == 2
 
 
