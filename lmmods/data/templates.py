@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from lmmods.data.chat_template import ChatTemplate
 from lmmods.data.encoding import TextEncoder
 from lmmods.data.formats import Message, RowProblem
 from lmmods.errors import UserError
@@ -227,12 +228,15 @@ class ChatTemplateRenderer:
         tokenizer: transformers tokenizer with a chat template.
         encoder: Knows the control tokens.
         eos_token: Terminator for templates that write none.
+
+    Raises:
+        UserError: The chat template is no Jinja.
     """
 
     apart = False
 
     def __init__(self, tokenizer, encoder: TextEncoder, eos_token: str) -> None:
-        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
         self._encoder = encoder
         self._eos = eos_token
         self.notes: list[str] = []
@@ -257,12 +261,7 @@ class ChatTemplateRenderer:
     def _apply(self, messages: list[Message], open_response: bool) -> str:
         if not messages:
             raise RowProblem("the conversation begins with the assistant")
-        from jinja2 import TemplateError
-
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_response)
-        except TemplateError as error:
-            raise RowProblem(f"the chat template refuses the conversation: {str(error)[:100]}") from error
+        return self._template.render(messages, open_response)
 
     def _hide_control(self, messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
         pattern = self._encoder.control_pattern
