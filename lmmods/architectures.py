@@ -27,15 +27,18 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         return _new_config({**(defaults or {}), **source, **(overrides or {})})
     config = _read_config(source, revision, trust_remote_code)
     _check_fields(config, overrides or {})
+    from huggingface_hub.errors import StrictDataclassError
+
     for name, value in (overrides or {}).items():
         try:
             setattr(config, name, value)
-        except (TypeError, ValueError) as error:
+        except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
     return config
 
 
 def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
@@ -43,12 +46,16 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
                         "Name a folder written by save_pretrained, or a hub id.")
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
+        if Path(name).exists():
+            raise UserError(f"model.pretrained: {Path(name) / 'config.json'} cannot be used: {one_line(error)}"
+                            ) from error
         raise UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
                         f"{first_line(error)}") from error
 
 
 def _new_config(fields: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     model_type = fields.pop("model_type", None)
@@ -59,7 +66,7 @@ def _new_config(fields: dict[str, Any]) -> Any:
     _check_fields(kind(), fields)
     try:
         return kind(**fields)  # not set one by one: sizes of heads follow from the others
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (StrictDataclassError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"model.config: {kind.__name__} does not take these fields: {one_line(error)}") from error
 
 

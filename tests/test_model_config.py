@@ -1,0 +1,50 @@
+"""A model's configuration as a recipe changes it: what transformers takes, and what is told of what it does not."""
+
+import json
+
+import pytest
+
+from lmmods.architectures import known_fields, load_config
+from lmmods.errors import UserError
+
+
+@pytest.mark.parametrize(("fields", "told"), [
+    ({"model_type": "gpt2", "n_head": "abc"}, "GPT2Config.*n_head.*expected int, got str"),
+    ({"model_type": "bert", "max_position_embeddings": {"a": 1}}, "max_position_embeddings.*expected int, got dict"),
+    ({"model_type": "llama", "hidden_size": -5}, "hidden size .-5. is not a multiple"),
+    ({"model_type": "llama", "num_attention_heads": 0}, "LlamaConfig does not take these fields"),
+    ({"model_type": "llama", "tie_word_embeddings": 1.5}, "tie_word_embeddings.*expected bool"),
+    ({"model_type": ["llama"]}, "model_type is ..llama.., which transformers does not know"),
+    ({"model_type": "llama", 7: 3}, "LlamaConfig has no field 7"),
+    ({"hidden_size": 64}, "model_type is None"),
+])
+def test_fields_that_do_not_fit_are_named(fields, told):
+    with pytest.raises(UserError, match=told):
+        load_config(fields)
+
+
+@pytest.mark.parametrize(("overrides", "told"), [
+    ({"hidden_size": "x"}, "model.config_overrides.hidden_size.*expected int, got str"),
+    ({"hidden_size": None}, "got NoneType"),
+    ({"hiden_size": 1}, "LlamaConfig has no field 'hiden_size'"),
+])
+def test_changed_fields_that_do_not_fit_are_named(overrides, told, llama_folder):
+    with pytest.raises(UserError, match=told):
+        load_config(str(llama_folder), overrides)
+
+
+@pytest.mark.parametrize("content", ["", "not json", "[]", "{}", '{"model_type": 3}', '{"model_type": "nothing"}',
+                                     '{"model_type": "llama", "hidden_size": "x"}'])
+def test_a_damaged_folder_is_named(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=f"{tmp_path}/config.json cannot be used: ."):
+        load_config(str(tmp_path))
+
+
+def test_a_mapping_takes_what_it_leaves_out_from_the_defaults(llama_folder):
+    config = load_config({"model_type": "llama", "hidden_size": 64}, {"num_attention_heads": 2},
+                         defaults={"vocab_size": 77, "pad_token_id": None, "hidden_size": 32})
+    assert (config.vocab_size, config.hidden_size, config.num_attention_heads, config.head_dim) == (77, 64, 2, 32)
+    assert load_config(str(llama_folder), defaults={"vocab_size": 1}).vocab_size > 300
+    saved = json.loads((llama_folder / "config.json").read_text())
+    assert known_fields(load_config(str(llama_folder)))["max_position_embeddings"] == saved["max_position_embeddings"]
