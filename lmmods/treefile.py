@@ -1,11 +1,11 @@
 """A tree of dicts, lists, numbers and arrays as JSON plus safetensors: readable, engine neutral, nothing unpickled."""
 
 import json
-import zlib
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
+from lmmods.checksums import first_damaged, stamps
 from lmmods.errors import UserError
 from lmmods.runs.folder import write_json
 
@@ -67,20 +67,19 @@ def join(tree: Any, arrays: dict[str, Any]) -> Any:
 
 def write_manifest(folder: Path) -> None:
     """Note size and CRC-32 of each file, so that damage is found before anything is restored."""
-    write_json(folder / MANIFEST, {path.name: _stamp(path) for path in sorted(folder.iterdir())})
+    write_json(folder / MANIFEST, stamps(sorted(folder.iterdir())))
 
 
 def check_manifest(folder: Path) -> None:
     """Raise UserError where a file of the folder is missing, cut short or altered."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        name = first_damaged(folder, json.loads((folder / MANIFEST).read_text()))
     except (OSError, ValueError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
                         ) from error
-    for name, stamp in manifest.items():
-        if not (folder / name).is_file() or _stamp(folder / name) != stamp:
-            raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another "
-                            f"one, for example --ckpt_path {folder.parent}/step=N.")
+    if name is not None:
+        raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another "
+                        f"one, for example --ckpt_path {folder.parent}/step=N.")
 
 
 def read_plain(folder: Path) -> dict[str, Any]:
@@ -89,11 +88,3 @@ def read_plain(folder: Path) -> dict[str, Any]:
         return json.loads((folder / PLAIN).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
-
-
-def _stamp(path: Path) -> list[int]:
-    checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return [path.stat().st_size, checksum]

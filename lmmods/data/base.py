@@ -291,7 +291,7 @@ class DataModule(lightning.LightningDataModule, ABC):
             if self.streaming and self._origin(role) == "train":
                 continue
             for source in self._sources.get(self._origin(role), []):
-                self._store(source, prompts_only=self._origin(role) == "predict")
+                self._store(source, prompts_only=self._origin(role) == "predict", prepares=True)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
@@ -339,7 +339,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         else:
             self._sets[role] = rows
 
-    def _store(self, source: Source, prompts_only: bool) -> Store:
+    def _store(self, source: Source, prompts_only: bool, prepares: bool = False) -> Store:
         """The store of a source, built when the cache lacks it."""
         reader, tokenizer = self._reader(source), self.tokenizer
         settings = {
@@ -350,8 +350,9 @@ class DataModule(lightning.LightningDataModule, ABC):
             "chat_template": tokenizer.chat_template,
             "special": tokenizer.special_tokens_map,
         }
-        rebuild = self.rebuild_cache and self._share().rank == 0  # the other processes read what the first one wrote
-        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only), rebuild)
+        is_first = self._share().rank == 0  # the other processes read what the first one wrote or checked
+        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only),
+                                 rebuild=self.rebuild_cache and is_first, contents=prepares or is_first)
 
     def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""
@@ -359,7 +360,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         if first is None:
             raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
         encoder, found = self._encoder(reader.source, first, prompts_only)
-        return self._regrouped(reader, found), encoder, {"path": redact(reader.source.path), **found}
+        info = {"path": redact(reader.source.path), "replaced": reader.replaced, **found}
+        return self._regrouped(reader, found), encoder, info
 
     def _stream_sources(self) -> list[StreamSource]:
         if self._streams is None:

@@ -1,5 +1,6 @@
 """Writes a store: rows are encoded in parallel and appended batch by batch, so that memory stays flat."""
 
+import errno
 import gc
 import hashlib
 import json
@@ -8,8 +9,8 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
+from lmmods.checksums import stamps
 from lmmods.data.encoded import Encoded, Encoder, RowError, Tally, arrow_column
 from lmmods.data.readers import Row
+from lmmods.data.store import MANIFEST, damage
 from lmmods.errors import UserError
 
 ROWS_PER_BATCH = 1000
@@ -53,14 +56,9 @@ def build_store(
     Raises:
         UserError: A row is broken, or the cache cannot be written.
     """
-    try:
+    with _told(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    except OSError as error:
-        raise UserError(
-            f"{folder.parent}: the cache cannot be written ({error}); set data.cache_dir or LMMODS_CACHE "
-            "to a folder that can"
-        ) from error
     frozen_before = gc.get_freeze_count() > 0  # by the command line, for good
     gc.freeze()  # else each collection walks through all of torch: a tenth of the time
     try:
@@ -70,18 +68,41 @@ def build_store(
             tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar,
         ):
             for batch, encoded in encode_batches(rows, encoder, num_proc):
-                writer.add(batch, encoded)
+                with _told(folder.parent):
+                    writer.add(batch, encoded)
                 bar.update(len(batch))
-        (temporary / "info.json").write_text(json.dumps({**(info or {}), **writer.summary()}))
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not (folder / "info.json").is_file():
-                raise
+            found = {**(info or {}), **writer.summary()}
+            if not found["rows_read"]:
+                raise UserError(f"{found.get('path', 'the source')}: the data set is empty, no row was found")
+            with _told(folder.parent):
+                writer.finish(found)
+        with _told(folder.parent):
+            _commit(temporary, folder)
     finally:
         if not frozen_before:
             gc.unfreeze()
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _commit(temporary: Path, folder: Path) -> None:
+    """Give a finished store its name, unless another process was faster."""
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if damage(folder, contents=False):
+            raise
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What the file system refuses to write, as one message."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space, or set" if full else "set"
+        raise UserError(f"{folder}: the cache cannot be written ({error}); {remedy} data.cache_dir or LMMODS_CACHE to "
+                        f"a folder {'with more room' if full else 'that can'}") from error
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -136,6 +157,9 @@ def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
     except RowError as error:
         place, message = error.args
         raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error
+    except BrokenExecutor as error:
+        raise UserError("a process that tokenises was ended from outside, most likely for want of memory; set "
+                        "data.num_proc to a smaller number") from error
 
 
 _worker_encoder: Encoder | None = None
@@ -157,8 +181,7 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._encoded: pa.RecordBatchStreamWriter | None = None
-        self._rows: pa.RecordBatchStreamWriter | None = None
+        self._tables: dict[str, tuple[pa.NativeFile, pa.RecordBatchStreamWriter]] = {}
         self._files: dict[str, int] = {}
         self.tally = Tally()
 
@@ -166,34 +189,41 @@ class _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for writer in (self._encoded, self._rows):
-            if writer is not None:
+        with suppress(OSError, pa.ArrowException):  # what is open now is given up, and why has been told
+            self._close()
+
+    def _close(self) -> None:
+        while self._tables:
+            _, (file, writer) = self._tables.popitem()
+            with file:
                 writer.close()
+
+    def finish(self, info: dict[str, Any]) -> None:
+        """Close the tables, write info.json and, last, what all files must be found as."""
+        self._close()
+        (self._folder / "info.json").write_text(json.dumps(info))
+        manifest = stamps(sorted(self._folder.iterdir()))
+        (self._folder / MANIFEST).write_text(json.dumps(manifest))
 
     def add(self, batch: list[Row], encoded: Encoded) -> None:
         """Append a batch of rows and what became of them."""
-        self._rows = self._write(
-            self._rows,
-            "rows.arrow",
-            {
-                "row": pa.array(
-                    [json.dumps(row.values, default=str) for row in batch],
-                    pa.large_string(),
-                ),
-                "file": np.array([self._files.setdefault(row.file, len(self._files)) for row in batch], np.int32),
-                "line": np.array([row.line for row in batch], np.int64),
-            },
-        )
+        files = [self._files.setdefault(row.file, len(self._files)) for row in batch]
+        self._write("rows.arrow", {
+            "row": pa.array([json.dumps(row.values, default=str) for row in batch], pa.large_string()),
+            "file": np.array(files, np.int32),
+            "line": np.array([row.line for row in batch], np.int64),
+        })
         columns = {name: arrow_column(column) for name, column in encoded.columns.items()}
         columns["index"] = pa.array(encoded.positions.astype(np.int64) + self.tally.num_rows)
-        self._encoded = self._write(self._encoded, "encoded.arrow", columns)
+        self._write("encoded.arrow", columns)
         self.tally.add(batch, encoded)
 
-    def _write(self, writer, name: str, columns: dict):  # noqa: ANN001, ANN202 - pyarrow's writer
+    def _write(self, name: str, columns: dict) -> None:
         table = pa.record_batch(columns)
-        writer = writer or pa.ipc.new_stream(str(self._folder / name), table.schema)
-        writer.write_batch(table)
-        return writer
+        if name not in self._tables:
+            file = pa.OSFile(str(self._folder / name), "wb")
+            self._tables[name] = file, pa.ipc.new_stream(file, table.schema)
+        self._tables[name][1].write_batch(table)
 
     def summary(self) -> dict[str, Any]:
         """Counts of all batches, plain JSON."""

@@ -5,6 +5,7 @@ whose rows hold several conversations, or a part of one, are regrouped first (tr
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -53,11 +54,13 @@ class Format:
 
 
 def as_text(value: Any, column: str) -> str:
-    """Text of a cell; numbers are written out. Raises RowProblem for null and nested values."""
+    """Text of a cell; numbers are written out. Raises RowProblem for null, nested values and what is no number."""
     if isinstance(value, str):
         return value
     if value is None:
         raise RowProblem(f"{column} is null")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowProblem(f"{column} is {value} (NaN or too large a number), not text")
     if isinstance(value, bool | int | float):
         return str(value)
     raise RowProblem(f"{column} is a {type(value).__name__}, not text")
@@ -122,7 +125,7 @@ def _turns(column: str) -> Converter:
 def _parsed(text: str, column: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RowProblem(f"{column} is text, not a list of turns") from error
 
 

@@ -6,8 +6,10 @@ number, and refuse files whose rows differ in type. Parquet and Arrow go through
 
 import csv
 import gzip
+import io
 import json
 import lzma
+import reprlib
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
@@ -15,12 +17,16 @@ from typing import Any, BinaryIO, NamedTuple
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet
+from fsspec.compression import compr
 
+from lmmods.data.paths import check_regular, compression, file_type
 from lmmods.errors import UserError
 from lmmods.redaction import redact
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be any number
+BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also a number of more than 4300 digits, or a key twice
+DEEPEST = 100  # lists and objects in each other: what is deeper is no data, and Python gives up at some hundreds
 TEXT_PIECE = 1 << 14  # characters: longer documents come in pieces, so that memory stays flat and val_size can choose
 DocumentUnit = str  # "file", "paragraph" or "line"
 
@@ -46,26 +52,26 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
     reader = READERS.get(file_type(path))
     if reader is None:
         raise UserError(f"{path}: unknown file type; readable are {', '.join(sorted(READERS))} and .gz of these")
+    codec = compression(path)
+    if codec not in compr:
+        raise UserError(f"{path}: reading {codec} needs the package zstandard, which is not installed")
+    is_local = "://" not in path
+    if is_local:
+        check_regular(path)
     try:
-        with fsspec.open(path, "rb", compression=fsspec.utils.infer_compression(_without_query(path))) as file:
+        with fsspec.open(path, "rb", compression=codec) as file:
             yield from reader(file, redact(path), documents)
+    except UserError:
+        raise
     except DAMAGED_ARCHIVE as error:
         raise UserError(f"{path}: the compressed file is damaged or cut off ({error}); fetch it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-
-
-def file_type(path: str) -> str:
-    """Extension that decides how `path` is read, without that of a compression: `a.jsonl.gz` gives `.jsonl`."""
-    name = _without_query(path).lower().rsplit("/", 1)[-1]
-    for compression in COMPRESSIONS:
-        name = name.removesuffix(compression)
-    return "." + name.rsplit(".", 1)[-1] if "." in name else ""
-
-
-def _without_query(path: str) -> str:
-    """A signed URL has its signature behind the file's name."""
-    return path.split("?", 1)[0] if path.startswith(("http://", "https://")) else path
+    except Exception as error:
+        if is_local and codec != "zstd":
+            raise
+        # file systems of others, and zstandard, raise kinds of their own
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {redact(str(error))[:300]})") from error
 
 
 def _decoded_lines(file: BinaryIO, path: str) -> Iterator[str]:
@@ -93,9 +99,9 @@ def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: broken JSON ({error}). Repair or remove the line") from error
+            values = DECODER.decode(line)
+        except BROKEN_JSON as error:
+            raise UserError(f"{path}:{number}: broken JSON ({_why(error)}). Repair or remove the line") from error
         yield Row(path, number, _as_object(values, path, number))
 
 
@@ -107,8 +113,8 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
         yield from _json_array(text, start, path)
         return
     try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = DECODER.decode(text)
+    except BROKEN_JSON as error:
         yield from _json_lines_or_error(text, path, error)
         return
     arrays = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
@@ -121,7 +127,6 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
 
 def _json_array(text: str, start: int, path: str) -> Iterator[Row]:
     """Elements one by one, so that each knows its line and only one is held as objects."""
-    decoder = json.JSONDecoder()
     at, line, counted = _skip_space(text, start + 1), 1, 0
     separator = ","
     if text[at : at + 1] == "]":
@@ -130,11 +135,11 @@ def _json_array(text: str, start: int, path: str) -> Iterator[Row]:
         at = _skip_space(text, at)
         line, counted = line + text.count("\n", counted, at), at
         try:
-            values, at = decoder.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError) as error:
+            values, at = DECODER.raw_decode(text, at)
+        except BROKEN_JSON as error:
             where = getattr(error, "lineno", line)
             raise UserError(
-                f"{path}:{where}: broken JSON ({error}) in the record that starts in line {line}"
+                f"{path}:{where}: broken JSON ({_why(error)}) in the record that starts in line {line}"
             ) from error
         yield Row(path, line, _as_object(values, path, line))
         at = _skip_space(text, at)
@@ -153,12 +158,12 @@ def _json_array(text: str, start: int, path: str) -> Iterator[Row]:
 def _json_lines_or_error(text: str, path: str, error: Exception) -> Iterator[Row]:
     lines = text.split("\n")
     try:
-        first = json.loads(next((line for line in lines if line.strip()), ""))
-    except (json.JSONDecodeError, RecursionError):
+        first = DECODER.decode(next((line for line in lines if line.strip()), ""))
+    except BROKEN_JSON:
         first = None
     if not isinstance(first, dict):
-        raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: broken JSON ({error})") from error
-    yield from _read_jsonl([line.encode() for line in lines], path, "file")  # type: ignore[arg-type]
+        raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: broken JSON ({_why(error)})") from error
+    yield from _read_jsonl(io.BytesIO(text.encode()), path, "file")
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -171,9 +176,44 @@ def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(
             f"{path}:{line}: a record must be a JSON object with named fields, "
-            f"found {type(values).__name__}: {str(values)[:60]!r}"
+            f"found {type(values).__name__}: {reprlib.repr(values)}"
         )
+    if _is_deeper_than(values, DEEPEST):
+        raise UserError(f"{path}:{line}: lists and objects stand in each other more than {DEEPEST} deep; such a record "
+                        "is no data. Remove it")
     return values
+
+
+def _is_deeper_than(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. JSON's own rule, that the last of two values counts, would lose one in silence."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return values
+
+
+def _why(error: Exception) -> str:
+    """Python's words for broken JSON, but for those that speak of Python's own limits."""
+    is_limit = isinstance(error, ValueError) and "int_max_str_digits" in str(error)
+    return "a number of more than 4300 digits" if is_limit else str(error)
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str = ",") -> Iterator[Row]:
@@ -199,6 +239,11 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
                 )
             yield Row(path, line, dict(zip(header, fields, strict=True)))
         line = reader.line_num + 1
+
+
+def _check_names(names: list[str], path: str) -> None:
+    if len(set(names)) != len(names):
+        raise UserError(f"{path}: the schema must name each column once, found {names}")
 
 
 def _csv_header(fields: list[str], path: str) -> list[str]:
@@ -243,8 +288,9 @@ def _piece(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> 
 
 def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     try:
-        yield from _batches_to_rows(pa.parquet.ParquetFile(file).iter_batches(1000), path)
-    except pa.ArrowException as error:
+        table = pa.parquet.ParquetFile(file, page_checksum_verification=True)
+        yield from _batches_to_rows(table.iter_batches(1000), path)
+    except DAMAGED_TABLE as error:
         raise UserError(f"{path}: damaged Parquet file ({str(error)[:200]})") from error
 
 
@@ -257,13 +303,15 @@ def _read_arrow(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
             yield from _batches_to_rows((reader.get_batch(i) for i in range(reader.num_record_batches)), path)
         else:
             yield from _batches_to_rows(pa.ipc.open_stream(file), path)
-    except pa.ArrowException as error:
+    except DAMAGED_TABLE as error:
         raise UserError(f"{path}: damaged Arrow file ({str(error)[:200]})") from error
 
 
 def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # offsets of a damaged file would lead anywhere in memory
+        _check_names(batch.schema.names, path)
         for values in batch.to_pylist():
             number += 1
             yield Row(path, number, values)

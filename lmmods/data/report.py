@@ -13,10 +13,16 @@ PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing woul
 def describe_source(info: dict[str, Any]) -> dict[str, Any]:
     """What one source gave, from its store's info.json."""
     counts = info["counts"]
+    notes = [
+        *info.get("notes", []),
+        *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives this name"
+          for name, rows in info.get("replaced", {}).items()),
+    ]
     tokens = counts.get("tokens", 0)
     kept = info["rows_kept"]
     return {
-        **{key: info[key] for key in ("format", "template", "notes", "files", "rows_read", "rows_kept") if key in info},
+        **{key: info[key] for key in ("format", "template", "files", "rows_read", "rows_kept") if key in info},
+        **({"notes": notes} if notes or "notes" in info else {}),
         "rows_dropped": sum(entry["rows"] for entry in info["dropped"].values()),
         "dropped": info["dropped"],
         **counts,

@@ -1,16 +1,15 @@
 """What `source` may be (file, folder, glob, URL, hub id, or a list of these) and the rows that come out of it."""
 
-import difflib
-import glob
 import hashlib
 import os
-import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import fsspec
 
-from lmmods.data.readers import COMPRESSIONS, READERS, Row, file_type, read_file
+from lmmods.data.files import did_you_mean, find_files
+from lmmods.data.readers import Row, read_file
 from lmmods.errors import UserError
 from lmmods.redaction import redact, redacted
 
@@ -24,14 +23,7 @@ NAMED_SETS = {
     "longform": "akoksal/LongForm",
     "unnatural-instructions": "mrm8488/unnatural-instructions-full",
 }
-BOOKKEEPING = {
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-}  # of datasets' save_to_disk
 NAMED_FILES = {"chip2": "unified_chip2.jsonl"}
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass
@@ -44,7 +36,8 @@ class Source:
         name: Configuration of a hub data set.
         split: Split of a hub data set; slices such as `train[:10%]` work.
         revision: Branch, tag or commit of a hub data set.
-        columns: Names in the file -> names that the format expects, for example {question: instruction}.
+        columns: Names in the file -> names that the format expects, for example {question: instruction}. A column of
+            the file that has such a name already gives way, which the report counts.
         limit: Use only this many rows, the first ones.
         weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them.
         format: Format of these rows; null means `dataset_format` of the data module, or detection.
@@ -64,6 +57,10 @@ class Source:
             raise UserError(f"source {self.path}: limit is {self.limit}, but must be 1 or more")
         if self.weight <= 0:
             raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
+        twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
+        if twice:
+            raise UserError(f"source {self.path}: columns gives the name {twice[0]!r} to several columns; give it to "
+                            "one of them")
 
 
 SourceLike = str | Source | list[str | Source]
@@ -102,13 +99,15 @@ class SourceReader:
     def __init__(self, source: Source, documents: str = "file", streaming: bool = False) -> None:
         self.source = source
         self.documents = documents
-        self.files = _find_files(source)
+        self.replaced: Counter[str] = Counter()  # of the last reading: rows whose own column gave way to a mapped one
+        self.files = find_files(source.path)
         unused = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
         if self.files and unused:
             raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
 
     def __iter__(self) -> Iterator[Row]:
+        self.replaced.clear()
         rows = self._all_rows()
         if self.source.columns:
             rows = (Row(file, line, self._renamed(values, file, line)) for file, line, values in rows)
@@ -130,9 +129,11 @@ class SourceReader:
         if missing:
             raise UserError(
                 f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
-                f"the columns are {', '.join(values)}{_did_you_mean(missing[0], list(values))}"
+                f"the columns are {', '.join(values)}{did_you_mean(missing[0], list(values))}"
             )
-        return {mapping.get(name, name): value for name, value in values.items()}
+        renamed = {new: values[name] for name, new in mapping.items()}
+        self.replaced.update(name for name in renamed if name in values and name not in mapping)
+        return {name: value for name, value in values.items() if name not in mapping and name not in renamed} | renamed
 
     def num_bytes(self) -> int:
         """Size of local files on disk, 0 for others."""
@@ -150,61 +151,6 @@ class SourceReader:
         if self._hub_rows is not None:
             digest.update(self._hub_rows._fingerprint.encode())
         return digest.hexdigest()
-
-
-def _find_files(source: Source) -> list[str]:
-    """Sorted data files of a local path or URL; empty when the path names a hub data set."""
-    path = os.path.expanduser(source.path)
-    if "://" in path:
-        return _find_remote(path)
-    if os.path.isfile(path):
-        return [path]
-    if os.path.isdir(path):
-        return _files_in_folder(path)
-    if glob.has_magic(path):
-        files = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
-        if not files:
-            raise UserError(f"{source.path}: no file matches this pattern (working directory {os.getcwd()})")
-        return files
-    if source.path in NAMED_SETS or (HUB_ID.fullmatch(path) and not _looks_like_file(path)):
-        return []
-    folder, name = os.path.split(path)
-    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise UserError(
-        f"{source.path}: no such file or folder (working directory {os.getcwd()}){_did_you_mean(name, names)}"
-    )
-
-
-def _looks_like_file(path: str) -> bool:
-    return file_type(path) in READERS or path.endswith(COMPRESSIONS) or path.startswith((".", "/"))
-
-
-def _files_in_folder(folder: str) -> list[str]:
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [
-            os.path.join(root, name)
-            for name in names
-            if not name.startswith(".") and name not in BOOKKEEPING and file_type(name) in READERS
-        ]
-    if not found:
-        raise UserError(
-            f"{folder}: no readable file in this folder; readable are {', '.join(sorted(READERS))} and .gz of these"
-        )
-    return sorted(found)
-
-
-def _find_remote(path: str) -> list[str]:
-    try:
-        opened = fsspec.open_files(path, "rb") if glob.has_magic(path) else [fsspec.open(path, "rb")]
-        if not glob.has_magic(path) and opened[0].fs.isdir(opened[0].path):
-            filesystem = opened[0].fs
-            names = [name for name in filesystem.find(opened[0].path) if file_type(name) in READERS]
-            return sorted(filesystem.unstrip_protocol(name) for name in names)
-        return sorted(item.full_name for item in opened)
-    except (OSError, ImportError, ValueError) as error:
-        raise UserError(f"{path}: cannot be opened ({error})") from error
 
 
 def _content_key(path: str) -> bytes:
@@ -238,8 +184,3 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
             f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
             f"loaded ({type(error).__name__}: {redact(str(error))[:300]})"
         ) from error
-
-
-def _did_you_mean(name: str, candidates: list[str]) -> str:
-    near = difflib.get_close_matches(name, candidates, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

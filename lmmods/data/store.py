@@ -5,6 +5,7 @@ A store is a folder named by the fingerprint of everything that matters (cache.p
     encoded.arrow   one row per kept row: the encoder's columns, and `index`, which points into rows.arrow
     rows.arrow      one row per row read: `row` (JSON), `file` (number), `line`
     info.json       file names, counts, and notes for the report
+    manifest.json   size and checksum of each of these
 """
 
 import json
@@ -14,8 +15,32 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from lmmods.checksums import first_damaged
 from lmmods.data.encoded import Encoded, Ragged, Tally, arrow_column
 from lmmods.data.readers import Row
+
+MANIFEST = "manifest.json"
+FILES = ("encoded.arrow", "rows.arrow", "info.json")
+
+
+def damage(folder: Path, contents: bool = True) -> str | None:
+    """What is wrong with a store, in words; None where nothing is.
+
+    Args:
+        folder: The store's folder.
+        contents: Also hold each byte against its checksum, at about 3 GiB in a second.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        name = first_damaged(folder, manifest, contents)
+        missing = [file for file in FILES if file not in manifest]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (NotADirectoryError, IsADirectoryError, ValueError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    if name is None:
+        return f"{MANIFEST} does not name {missing[0]}" if missing else None
+    return f"{name} is not as it was written" if (folder / name).exists() else f"{name} is missing"
 
 
 class Store:

@@ -11,6 +11,15 @@ from lmmods.data.encoding import Run, TextEncoder
 from lmmods.data.formats import RowProblem, as_text, check_unicode
 
 
+def ends_of(row: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a row begins and ends its document. Only a piece of a text file does not; other rows may have columns of
+    the same names."""
+    starts, ends = row.get("starts"), row.get("ends")
+    if len(row) == 3 and isinstance(starts, bool) and isinstance(ends, bool):
+        return starts, ends
+    return True, True
+
+
 @dataclass
 class TextRowEncoder:
     """Rows with a text to ids: `begin`, the text, `end`. A piece of a document gets what stands at its ends only.
@@ -60,15 +69,16 @@ class TextRowEncoder:
 
     def _encode(self, texts: list[str], rows: list[dict[str, Any]]) -> list[list[int]]:
         if self.gap is None:
-            return self.text.encode_texts(texts, [not row.get("starts", True) for row in rows])
+            return self.text.encode_texts(texts, [not ends_of(row)[0] for row in rows])
         gap = Run(self.text.control[self.gap], -1)
         parted = [[run for part in text.split(self.gap) for run in (Run(part, -1), gap)][:-1] for text in texts]
         runs = [[run for run in row if run.content != ""] for row in parted]
         return [ids.tolist() for ids, _ in self.text.encode_rows(runs)]
 
     def _finish(self, ids: list[int], row: dict[str, Any], counts: Counter) -> np.ndarray:
-        begin = self.begin if row.get("starts", True) else []
-        end = self.end if row.get("ends", True) else []
+        starts, ends = ends_of(row)
+        begin = self.begin if starts else []
+        end = self.end if ends else []
         cut = 0 if self.longest is None else max(0, len(begin) + len(ids) + len(end) - self.longest)
         counts["rows_cut"] += bool(cut)
         counts["tokens_cut"] += cut

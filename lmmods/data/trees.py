@@ -25,9 +25,15 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     """OASST1 message rows: one conversation per tree, the best-ranked reply at each turn.
 
     Holds all messages of the source, as the rows of a tree need not lie together. A message whose parent is not there
-    begins a conversation.
+    begins a conversation. Messages without a usable id, and those whose parents lead round in a circle, pass as they
+    are; conversion then says what they lack.
     """
-    messages_read = list(rows)
+    messages_read = []
+    for row in rows:
+        if all(isinstance(row.values.get(key), str | int | None) for key in ("message_id", "parent_id")):
+            messages_read.append(row)
+        else:
+            yield row
     known = {row.values.get("message_id") for row in messages_read}
     replies: dict[Any, list[Row]] = {}
     roots = []
@@ -36,6 +42,7 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
         replies.setdefault(parent, []).append(row)
         if parent is None or parent not in known:
             roots.append(row)
+    yield from _unrooted(roots, replies, messages_read)
     for root in roots:
         messages, answers = [root.values], replies.get(root.values.get("message_id"), [])
         while answers:
@@ -44,6 +51,18 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
             # an id that is its own ancestor would never end
             answers = replies.pop(best.get("message_id"), [])
         yield root._replace(values={"messages": messages})
+
+
+def _unrooted(roots: list[Row], replies: dict[Any, list[Row]], messages: list[Row]) -> Iterator[Row]:
+    """Messages to which no root leads."""
+    waiting, reached = list(roots), set()
+    while waiting:
+        row = waiting.pop()
+        name = row.values.get("message_id")
+        if name not in reached:
+            reached.add(name)
+            waiting += replies.get(name, [])
+    yield from (row for row in messages if row.values.get("message_id") not in reached)
 
 
 def oasst_trees(rows: Iterable[Row]) -> Iterator[Row]:

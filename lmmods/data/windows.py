@@ -1,5 +1,6 @@
 """Questions on long contexts to windows with answer positions. Free of torch, so that worker processes start fast."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,17 +15,31 @@ from lmmods.data.encoding import NOT_SCORED
 from lmmods.data.formats import RowProblem, as_text, check_unicode
 from lmmods.data.readers import Row
 
+FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": None}
 NEARBY = 32  # characters around a wrong offset in which the answer is looked for
 Answer = tuple[int, int]  # characters of the context: [start, end)
 
 
 def flat_questions(rows: Iterable[Row]) -> Iterator[Row]:
-    """SQuAD articles (or paragraphs) to one row per question; flat rows pass as they are."""
+    """SQuAD articles (or paragraphs) to one row per question; of flat rows, cells that a CSV file had to write as text
+    are read."""
     for row in rows:
         if "paragraphs" in row.values or "qas" in row.values:
             yield from _questions_of(row)
         else:
-            yield row
+            yield row._replace(values={name: _from_cell(name, value) for name, value in row.values.items()})
+
+
+def _from_cell(name: str, value: Any) -> Any:
+    """`answers` written as JSON, `is_impossible` as a word; an empty cell is null, all else is left as it is."""
+    if name not in ("answers", "is_impossible") or not isinstance(value, str):
+        return value
+    if name == "is_impossible":
+        return FLAGS.get(value.strip().lower(), value)
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
 
 
 def _questions_of(row: Row) -> Iterator[Row]:
@@ -45,16 +60,22 @@ def gold_answers(row: dict[str, Any]) -> list[tuple[str, int]]:
     Raises:
         RowProblem: They are neither.
     """
-    answers = row.get("answers")
-    if answers is None or row.get("is_impossible"):
+    answers, is_impossible = row.get("answers"), row.get("is_impossible")
+    if isinstance(is_impossible, str):
+        raise RowProblem("is_impossible is neither true nor false")
+    if answers is None or is_impossible:
         return []
+    if isinstance(answers, str):
+        raise RowProblem("answers is text, but not JSON")
     try:
         if isinstance(answers, dict):
+            if not isinstance(answers["text"], list):
+                raise TypeError("a text where a list of texts is wanted")
             pairs = list(zip(answers["text"], answers["answer_start"], strict=True))
         else:
             pairs = [(answer["text"], answer["answer_start"]) for answer in answers]
         return [(as_text(text, "answers.text"), int(start)) for text, start in pairs]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RowProblem("answers are not {text, answer_start}") from error
 
 
@@ -63,6 +84,7 @@ def locate(context: str, text: str, start: int) -> Answer | None:
 
     A difference in white space (double spaces, line ends) is no difference.
     """
+    start = min(max(start, 0), len(context))
     text = text.strip() if context[start : start + len(text)] != text else text
     if text and context[start : start + len(text)] == text:
         return start, start + len(text)

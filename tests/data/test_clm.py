@@ -77,3 +77,21 @@ def test_validation_blocks_come_from_other_documents(byte_level_folder, tmp_path
     ]
     seen = [{line for line in part.split("<|endoftext|>") if line} for part in text]
     assert len(seen[1]) == 10 and not seen[0] & seen[1] and len(seen[0] | seen[1]) == 50
+
+
+def test_columns_named_as_the_marks_of_pieces_change_nothing(byte_level_folder, write_jsonl):
+    rows = [{"text": "the quick brown fox", "starts": 0, "ends": False}, {"text": "jumps", "starts": 3, "ends": None}]
+    plain = [{"text": row["text"]} for row in rows]
+    ids = [CLMData(write_jsonl(each, f"{len(each[0])}.jsonl"), tokenizer=byte_level_folder, max_length=16, batch_size=1)
+           .rows_for_inspection(9) for each in (rows, plain)]
+    assert [row["input_ids"] for row in ids[0]] == [row["input_ids"] for row in ids[1]]
+
+
+def test_the_report_counts_columns_that_gave_way(byte_level_folder, write_jsonl):
+    path = write_jsonl([{"a": "the fox", "text": "x"}, {"a": "the dog", "text": None}, {"a": "again"}])
+    data = CLMData({"path": path, "columns": {"a": "text"}}, tokenizer=byte_level_folder, max_length=16, batch_size=1)
+    data.setup("fit")
+    (source,) = data.report["sources"].values()
+    assert source["rows_kept"] == 3
+    assert source["notes"] == ["column 'text' of 2 rows gave way to the one that data.columns gives this name"]
+    assert "column 'text' of 2 rows gave way" in data.report_table()

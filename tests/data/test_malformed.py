@@ -33,6 +33,12 @@ def parquet(rows):
     return buffer.getvalue()
 
 
+def twice():
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["output", "output"]), buffer)
+    return buffer.getvalue()
+
+
 def squad(*paragraphs):
     return json.dumps({"data": [{"paragraphs": list(paragraphs)}]}).encode()
 
@@ -64,6 +70,13 @@ ERRORS = [
         r"no usable row among 1 read: instruction is null \(1 rows, first .*:1",
     ),
     ("sft", "s.jsonl", lines({"instruction": "a", "output": ""}), "no usable row among 1 read: empty response"),
+    ("sft", "t.jsonl", lines(GOOD) + b'\n{"id": ' + b"7" * 4301 + b"}", r"t.jsonl:2: .*more than 4300 digits"),
+    ("sft", "t.json", b'[{"output": "a", "id": ' + b"7" * 4301 + b"}]", r"t.json:1: .*more than 4300 digits"),
+    ("sft", "u.json", b'{"output": "a", "id": ' + b"7" * 4301 + b"}", r"u.json:1: .*more than 4300 digits"),
+    ("sft", "v.jsonl", lines(GOOD, '{"output": "a", "output": "b"}'), r"v.jsonl:2: .*the key 'output' comes twice"),
+    ("sft", "w.jsonl", lines({**GOOD, "x": json.loads("[" * 200 + "]" * 200)}), r"w.jsonl:1: .*more than 100 deep"),
+    ("sft", "x.jsonl", b"[" * 200 + b"]" * 200, r"x.jsonl:1: a record must be a JSON object"),
+    ("sft", "c.parquet", twice(), "the schema must name each column once"),
     ("sft", "a.csv", b"", "empty, no row"),
     ("sft", "b.csv", b"instruction,output\n", "empty, no row"),
     ("sft", "c.csv", b'instruction,output\n"a,b\n', r"c.csv:2: broken CSV"),
@@ -162,6 +175,42 @@ SKIPS = [
         squad(PARAGRAPH, {**PARAGRAPH, "qas": [{"id": "2", "question": "q", "answers": [{"text": "fox"}]}]}),
         1,
         {"answers are not {text, answer_start}": 1},
+    ),
+    (
+        "sft",
+        "r.jsonl",
+        lines(GOOD, '{"instruction": "a", "output": NaN}', '{"instruction": 1e999, "output": "b"}',
+              '{"instruction": "NaN", "output": "1e999"}'),
+        2,
+        {"output is nan (NaN or too large a number), not text": 1,
+         "instruction is inf (NaN or too large a number), not text": 1},
+    ),
+    ("sft", "s.csv", b"instruction,output\nNaN,1e999\nInfinity," + b"7" * 5000 + b"\n", 1,
+     {"response longer than the limits": 1}),
+    (
+        "sft",
+        "t.jsonl",
+        lines(
+            {"message_id": "1", "parent_id": None, "text": "a", "role": "prompter"},
+            {"message_id": "2", "parent_id": "1", "text": "b", "role": "assistant"},
+            {"message_id": ["x"], "parent_id": None, "text": "c", "role": "prompter"},
+            {"message_id": "3", "parent_id": "4", "text": "round", "role": "prompter"},
+            {"message_id": "4", "parent_id": "3", "text": "round", "role": "assistant"},
+        ),
+        1,
+        {"messages is empty or missing": 3},
+    ),
+    (
+        "qa",
+        "r.csv",
+        b"question,context,answers,is_impossible\n"
+        + b'who?,The fox jumps.,"{""text"": [""fox""], ""answer_start"": [4]}",False\n'
+        + b"""who?,The fox jumps.,"{'text': array(['fox']), 'answer_start': array([4])}",\n"""
+        + b'who?,The fox jumps.,"{""text"": ""fox"", ""answer_start"": 4}",\n'
+        + b'who?,The fox jumps.,"{""text"": [""fox""], ""answer_start"": [4]}",perhaps\n',
+        1,
+        {"answers is text, but not JSON": 1, "answers are not {text, answer_start}": 1,
+         "is_impossible is neither true nor false": 1},
     ),
     ("qa", "q.json", squad(PARAGRAPH, {**PARAGRAPH, "qas": "none"}), 1, {"question is null": 1}),
 ]

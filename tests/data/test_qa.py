@@ -1,5 +1,6 @@
 """QAData: windows hold the answer where the labels say, oddities of real files are found or counted."""
 
+import csv
 import json
 
 import pytest
@@ -155,3 +156,43 @@ def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F81
     path = squad(tmp_path, more=more)
     data = build(path, bert_folder)
     assert data.report["sources"][path]["questions_cut"] == 1 and data._rows("train").lengths.max() <= 64
+
+
+def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_folder):  # noqa: F811
+    rows = [{"id": str(n), "question": "what is the sum?", "context": CONTEXT, "is_impossible": False,
+             "answers": {"text": [text], "answer_start": [CONTEXT.index(text)]}} for n, text in enumerate(ANSWERS)]
+    rows.append({**rows[0], "id": "list", "answers": [{"text": "42", "answer_start": CONTEXT.index("42")}]})
+    rows.append({**rows[0], "id": "none", "answers": {"text": [], "answer_start": []}, "is_impossible": True})
+    rows.append({**rows[0], "id": "null", "answers": None, "is_impossible": None})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0])
+        for row in rows:
+            flag = {None: "", True: "True", False: "false"}[row["is_impossible"]]
+            answers = "" if row["answers"] is None else json.dumps(row["answers"])
+            writer.writerow({**row, "is_impossible": flag, "answers": answers}.values())
+    as_json, as_csv = (build(str(tmp_path / name), bert_folder) for name in ("a.jsonl", "a.csv"))
+    sets = [data._rows("train") for data in (as_json, as_csv)]
+    assert len(sets[0]) == len(sets[1]) > 12
+    for left, right in zip(*sets):
+        assert all((left[key] == right[key]).all() if key in ("input_ids", "offsets") else
+                   list(left) == list(right) for key in left)
+        assert (left["start_positions"], left["end_positions"]) == (right["start_positions"], right["end_positions"])
+    for number, row in enumerate(rows):
+        assert as_json.question_row("train", number) == as_csv.question_row("train", number) == row
+        assert as_json.answers("train", number) == as_csv.answers("train", number)
+        assert as_json.is_labelled("train", number) == as_csv.is_labelled("train", number) == (row["id"] != "null")
+    assert as_json.report["sources"][str(tmp_path / "a.jsonl")]["dropped"] == {}
+    assert as_csv.report["sources"][str(tmp_path / "a.csv")]["dropped"] == {}
+
+
+@pytest.mark.parametrize("start", [-3, -(10**30), 10**30, float("inf")])
+def test_offsets_beyond_any_text(start, tmp_path, bert_folder):  # noqa: F811
+    row = {"question": "what?", "context": "The fox jumps.", "answers": {"text": ["fox"], "answer_start": [start]}}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 2 + json.dumps({**row, "answers": None}))
+    counts = build(str(tmp_path / "a.jsonl"), bert_folder).report["sources"][str(tmp_path / "a.jsonl")]
+    if start == float("inf"):
+        assert counts["rows_dropped"] == 2
+    else:
+        assert counts["answers_moved_to_their_place"] + counts.get("answers_not_in_context", 0) == 2

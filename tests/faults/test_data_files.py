@@ -1,0 +1,57 @@
+"""Damaged data files through whole data modules: one message, or a set in which every row is kept or counted."""
+
+import pytest
+
+from lmmods.data.base import DataModule
+from lmmods.data.clm import CLMData
+from lmmods.data.mlm import MLMData
+from lmmods.data.qa import QAData
+from lmmods.data.sft import SFTData
+from lmmods.errors import UserError
+from tests.data.conftest import spm_folder  # noqa: F401 - a fixture
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.faults.damaged_files import case
+
+TASKS = {"sft": SFTData, "clm": CLMData, "mlm": MLMData, "qa": QAData}
+QA_FIELDS = {"stride": 8, "question_max_length": 16}
+FILES, PER_TEST = 240, 20
+
+
+@pytest.fixture
+def tokenizers(spm_folder, bert_folder):  # noqa: F811
+    return {"sft": spm_folder, "clm": spm_folder, "mlm": bert_folder, "qa": bert_folder}
+
+
+def read(data: DataModule) -> dict:
+    """Report of the one source of a data module, after each batch has been made."""
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    for _, _batch in zip(range(len(loader)), loader):
+        pass
+    return next(iter(data.report["sources"].values()))
+
+
+def check(number: int, folder, tokenizers) -> str:
+    """Read the damaged file of this number; "told" or "read"."""
+    drawn = case(number)
+    path = folder / f"{number}.{drawn.name}"
+    path.write_bytes(drawn.contents)
+    fields = QA_FIELDS if drawn.task == "qa" else {}
+    data = TASKS[drawn.task](str(path), tokenizer=tokenizers[drawn.task], max_length=64, batch_size=2,
+                             cache_dir=str(folder / "cache"), **fields)
+    try:
+        source = read(data)
+    except UserError as error:
+        assert str(path) in str(error), f"{number}, {drawn.what}: {error}"
+        return "told"
+    kept = source["questions"] if drawn.task == "qa" else source["rows_kept"]
+    assert kept + source["rows_dropped"] == source["rows_read"] > 0, f"{number}, {drawn.what}"
+    assert drawn.num_rows in (None, source["rows_read"]), f"{number}, {drawn.what}"
+    return "read"
+
+
+@pytest.mark.parametrize("start", range(0, FILES, PER_TEST))
+def test_damage_is_told_or_every_row_is_counted(start, tmp_path, tokenizers):
+    outcomes = {check(number, tmp_path, tokenizers) for number in range(start, start + PER_TEST)}
+    assert outcomes == {"told", "read"}
