@@ -7,13 +7,12 @@ import pkgutil
 import signal
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmmods.errors import UserError, user_error_in
+from lmmods.recipes import config_argument
 from lmmods.redaction import redact
+from lmmods.trust import guarded_imports, taken_flag, trusting
 
 # Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -36,13 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         sys.excepthook = show_bug
     arguments = sys.argv[1:] if argv is None else argv
     try:
+        arguments, trusted = taken_flag(arguments)
         if arguments[:1] == ["report"]:  # reads files only, so it starts without the libraries
             from lmmods.report.command import main as report
 
             enable_collector()
             report(arguments[1:])
             return 0
-        return run_interruptible(arguments, argv)
+        with trusting(trusted):
+            return run_interruptible(arguments)
     except SystemExit as stop:  # the parser has spoken
         return int(stop.code or 0)
     except Exception as error:
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(mistake))
 
 
-def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
+def run_interruptible(arguments: list[str]) -> int:
     """Run a command that loads the libraries. Returns 0, or 130 after Ctrl+C or SIGTERM."""
     from lmmods.commands import COMMANDS, run_command
     from lmmods.console import quiet_libraries, tell
@@ -72,14 +73,14 @@ def run_interruptible(arguments: list[str], argv: list[str] | None) -> int:
             enable_collector()
             run_command(arguments[0], arguments[1:])
         else:
-            run_engine(arguments, argv)
+            run_engine(arguments)
     except Interrupted as stop:
         tell(str(stop))
         return 130
     return 0
 
 
-def run_engine(arguments: list[str], argv: list[str] | None) -> None:
+def run_engine(arguments: list[str]) -> None:
     """Build the parser for the engine that `arguments` ask for, and run the command."""
     engine = peek_engine(arguments)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -89,7 +90,8 @@ def run_engine(arguments: list[str], argv: list[str] | None) -> None:
     classes = jax_engine() if engine == "jax" else torch_engine()
     enable_collector()
     try:
-        EngineCLI(classes, engine, args=argv)
+        with guarded_imports():
+            EngineCLI(classes, engine, args=arguments)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
 
@@ -105,16 +107,13 @@ def peek_engine(arguments: list[str]) -> str:
     """The engine named by `--engine`, or else by the last `--config` that names one.
 
     It decides which classes the parser knows, so it is read before the parser is built.
+
+    Raises:
+        UserError: A recipe file cannot be read, or no engine has this name.
     """
     engine = "torch"
-    for path in _values(arguments, ("--config", "-c")):
-        if Path(path).is_file():
-            try:
-                content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # the parser will say what is wrong with it
-            if isinstance(content, dict):
-                engine = content.get("engine", engine)
+    for value in _values(arguments, ("--config", "-c")):
+        engine = config_argument(value).get("engine", engine)
     engine = next(reversed(_values(arguments, ("--engine",))), engine)
     if engine not in ENGINES:
         raise UserError(f"engine is {engine!r}, but must be torch or jax.")

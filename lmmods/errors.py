@@ -1,5 +1,7 @@
 """What the user did wrong, told in one message. The CLI prints it without a traceback and exits with status 2."""
 
+import re
+
 from lmmods.redaction import redact
 
 
@@ -11,7 +13,12 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(redact(message))
+        super().__init__(readable(redact(message)))
+
+
+def readable(message: str) -> str:
+    """A message without the greater part of words that no one reads to their end, such as a number of 5000 digits."""
+    return re.sub(r"(\S{200})\S{400,}", r"\1…", message)
 
 
 def user_error_in(error: BaseException) -> UserError | None:

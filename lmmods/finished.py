@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmmods.errors import UserError
+from lmmods.recipes import read_recipe
 from lmmods.runs.folder import RunFolder
+from lmmods.trust import check_remote_code
 
 
 @dataclass
@@ -46,10 +46,11 @@ class FinishedRun:
         has_adapter = (folder.model / "adapter_config.json").is_file()
         if not has_adapter and not (folder.model / "config.json").is_file():
             raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished.")
-        model = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["model"]
+        model = read_recipe(folder.config)["model"]
         if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM"):
             raise UserError(f"--run {run}: {command} takes runs of SFT and CLM, this one is of {model['class_path']}.")
         options = model["init_args"]
+        check_remote_code(options)
         return cls(folder, has_adapter, options.get("pretrained"), options.get("config_overrides") or {},
                    options.get("revision"), bool(options.get("trust_remote_code")), options.get("quantize"),
                    bool(options.get("double_quant", True)))
@@ -62,7 +63,7 @@ class FinishedRun:
     def tokenizer(self):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.model)
+        return AutoTokenizer.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
 
     def load(self, quantize: str | None, precision: str = "32-true", device: str | None = None):
         """The base of an adapter, or the whole model, freshly read, quantised or not, in evaluation mode.

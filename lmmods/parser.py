@@ -1,24 +1,24 @@
 """LightningCLI for either engine: which classes a recipe may name, and how its mistakes are told."""
 
-import difflib
 import importlib
 import inspect
 import re
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lmmods.architectures import position_limit, tells_token_types
+from lmmods.argument_parser import OnlyHelp, Parser, untried_strategy
 from lmmods.cli import ENGINES, import_all
-from lmmods.commands import COMMANDS, command_parser
 from lmmods.errors import UserError
-from lmmods.redaction import left_out, redact, redacted
+from lmmods.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
-from lmmods.settings import Generation, LoRA, Optimizer
+from lmmods.trainer_keys import check_blocks, check_values
+from lmmods.trust import FLAG, PACKAGES, check_recipe
 from lmmods.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
 
 
@@ -33,9 +33,11 @@ class Engine:
     samples: type
     mmlu: type
     publish: type
+    reason_against: Callable[[str], str | None] = lambda _: None  # a callback of this import path
 
 
 def torch_engine() -> Engine:
+    from lmmods.callbacks.allowed import reason_against
     from lmmods.callbacks.checkpoint import Checkpoint
     from lmmods.callbacks.mmlu import MMLU
     from lmmods.callbacks.publish import Publish
@@ -46,7 +48,7 @@ def torch_engine() -> Engine:
 
     import_all("lmmods.modules")
     import_all("lmmods.data")
-    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Samples, MMLU, Publish)
+    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Samples, MMLU, Publish, reason_against)
 
 
 def jax_engine() -> Engine:
@@ -55,84 +57,6 @@ def jax_engine() -> Engine:
     trainer, task, rules, samples, questions, publisher = importlib.import_module("jax_engine.engine").load()
     import_all("lmmods.data")
     return Engine(trainer, task, DataModule, rules, samples, questions, publisher)
-
-
-class Parser(LightningArgumentParser):
-    """A parser whose errors are one line with a suggestion."""
-
-    def error(self, message: str, ex: Exception | None = None) -> None:
-        """Tell what is wrong and leave with status 2."""
-        sys.stderr.write(redact(f"error: {_tidy(message)}{self._suggestion(message)}\n"))
-        sys.exit(2)
-
-    def dump(self, *args: Any, **kwargs: Any) -> str:
-        """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens."""
-        return redact(super().dump(*args, **kwargs))
-
-    def add_subcommands(self, **kwargs: Any):
-        from lmmods.report.command import report_parser
-
-        subcommands = super().add_subcommands(**kwargs)
-        for name, parser in [*((name, command_parser(name)) for name in COMMANDS), ("report", report_parser())]:
-            subcommands.add_subcommand(name, parser, help=parser.description)
-        return subcommands
-
-    def add_lightning_class_args(self, lightning_class: type, nested_key: str, subclass_mode: bool = False,
-                                 required: bool = True) -> list[str]:
-        """As Lightning's, for classes of either engine."""
-        if issubclass(lightning_class, Callback):
-            self.callback_keys.append(nested_key)
-        if subclass_mode:
-            added = self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
-        else:  # trainers are made later, when their callbacks have been
-            added = self.add_class_arguments(lightning_class, nested_key, fail_untyped=False, sub_configs=True,
-                                             instantiate=nested_key != "trainer")
-        for action in self._actions:
-            # Otherwise a string that happens to be a file, like `source: rows.jsonl`, is read as a configuration.
-            if getattr(action, "_enable_path", False):
-                action._enable_path = False
-                action.sub_add_kwargs["sub_configs"] = False
-        return added
-
-    def _suggestion(self, message: str) -> str:
-        known = sorted(_known_names(self))
-        for name in re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message):
-            wrong = (name[0] or name[1]).rsplit(".", 1)[-1]
-            near = difflib.get_close_matches(wrong, known, 1, 0.7)
-            if near and wrong not in known:
-                return f" Did you mean {near[0]}?"
-        return ""
-
-
-def _known_names(parser: LightningArgumentParser) -> set[str]:
-    """Last parts of all keys and the short names of all classes that a recipe may hold."""
-    parsers = [parser]
-    if parser._subcommands_action is not None:
-        parsers += parser._subcommands_action._name_parser_map.values()
-    names = {option.rsplit(".", 1)[-1].lstrip("-")
-             for each in parsers for action in each._actions for option in action.option_strings}
-    classes = [Optimizer, LoRA, Generation]
-    for each in parsers:
-        for action in each._actions:
-            for kind in getattr(action, "_typehint", None) and get_args(action._typehint) or ():
-                classes += [kind, *kind.__subclasses__()] if isinstance(kind, type) else []
-    for kind in classes:
-        names.add(kind.__name__)
-        names |= {name for base in kind.__mro__ if base.__module__.startswith("lmmods")
-                  for name in inspect.signature(base.__init__).parameters}
-    return names - {"self", "kwargs", "args", "common"}
-
-
-def _check_complete(recipe: dict[str, Any]) -> None:
-    """Refuse what a run's config.yaml has left out. Raises UserError."""
-    if key := next(left_out(recipe), None):
-        short = key.replace(".init_args.", ".")
-        raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
-                        f"value again, on the command line (--{short} …) or in a recipe behind it (--config).")
-
-
-def _tidy(message: str) -> str:
-    return re.sub(r"\s+", " ", message).strip()
 
 
 class EngineCLI(LightningCLI):
@@ -146,6 +70,7 @@ class EngineCLI(LightningCLI):
 
     def __init__(self, engine: Engine, engine_name: str, args: list[str] | None = None):
         self.engine, self.engine_name = engine, engine_name
+        Parser.hidden = {"trainer.callbacks": engine.reason_against, "trainer.strategy": untried_strategy}
         super().__init__(
             engine.module,
             engine.data,
@@ -164,12 +89,30 @@ class EngineCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule"}}
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
-        self.config = parser.parse_args(args)
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
+        self.arguments, self.config = args, self._parsed(parser, args)
+        recipe = self.config[self.config.subcommand]
+        check_blocks(recipe)
+        check_values(recipe, self.engine_name)
+        for spec in _as_list(recipe.trainer.get("callbacks")):
+            reason = self.engine.reason_against(spec.class_path)
+            if reason:
+                raise UserError(f"trainer.callbacks: {spec.class_path.rsplit('.', 1)[-1]} does not work here. {reason}")
+
+    @staticmethod
+    def _parsed(parser: LightningArgumentParser, args: list[str]) -> Any:
+        try:
+            return parser.parse_args(args)
+        except (UnicodeDecodeError, OSError) as error:  # of a file that a key names, as --trainer FILE
+            raise UserError(f"A file that the command line names cannot be read ({error}).") from error
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would unpickle a file named by --ckpt_path and take classes from it; ours are folders."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
                             help="torch (Lightning) or jax (Flax)")
+        parser.add_argument(FLAG, action=OnlyHelp)
         parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
         parser.add_lightning_class_args(self.engine.samples, "samples")
         parser.add_lightning_class_args(self.engine.mmlu, "mmlu")
@@ -177,6 +120,8 @@ class EngineCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self.recipe = self.config[self.subcommand]
+        typed = any(re.match(r"--model\.(init_args\.)?trust_remote_code\b", word) for word in self.arguments)
+        check_recipe(self.recipe, typed)
         strategy = self.recipe.trainer.get("strategy")
         if str(getattr(strategy, "class_path", "")).endswith(".DeepSpeedStrategy"):
             raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
@@ -214,10 +159,23 @@ class EngineCLI(LightningCLI):
 
     def _make_engine_neutral(self, recipe: dict[str, Any]) -> None:
         """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""
-        for part in (recipe["model"], recipe["data"], *(recipe["trainer"].get("callbacks") or [])):
-            part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
+        for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"].get("callbacks"))):
+            if part["class_path"].split(".")[0] in PACKAGES:
+                part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
         ours = inspect.signature(self.engine.trainer.__init__).parameters
         defaults = self._parser(self.subcommand).get_defaults()["trainer"]
         for key, value in list(recipe["trainer"].items()):
             if value == defaults[key] and (value is None or key not in ours):
                 del recipe["trainer"][key]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _check_complete(recipe: dict[str, Any]) -> None:
+    """Refuse what a run's config.yaml has left out. Raises UserError."""
+    if key := next(left_out(recipe), None):
+        short = key.replace(".init_args.", ".")
+        raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
+                        f"value again, on the command line (--{short} …) or in a recipe behind it (--config).")

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lmmods.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
 from lmmods.callbacks.export import Export
@@ -59,11 +60,13 @@ class Trainer(L.Trainer):
         enable_progress_bar: bool = True,
         max_epochs: int | float | None = None,
         max_steps: int = -1,
-        plugins: Any = None,
+        accelerator: str = "auto",
+        devices: list[int] | int | str = "auto",
+        plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None,
         **kwargs: Any,
     ):
         if precision == "auto":
-            precision, reason = choose_precision(kwargs.get("accelerator", "auto"))
+            precision, reason = choose_precision(accelerator)
             say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         check_length(max_epochs, max_steps)
@@ -81,24 +84,29 @@ class Trainer(L.Trainer):
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
             # Lightning's requeueing writes a checkpoint of its own, which later starts would load instead of ours.
             plugins.append(SLURMEnvironment(auto_requeue=False))
-        super().__init__(
-            logger=False,
-            callbacks=callbacks,
-            precision=precision,
-            strategy=chosen(strategy),
-            default_root_dir=default_root_dir,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_autolog_hparams=False,
-            use_distributed_sampler=False,
-            max_epochs=None if max_epochs is None else math.ceil(max_epochs),
-            max_steps=max_steps,
-            plugins=[*plugins, FolderCheckpointIO()],
-            **kwargs,
-        )
+        try:
+            super().__init__(
+                logger=False,
+                callbacks=callbacks,
+                precision=precision,
+                strategy=chosen(strategy),
+                default_root_dir=default_root_dir,
+                val_check_interval=val_check_interval,
+                check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                enable_autolog_hparams=False,
+                use_distributed_sampler=False,
+                max_epochs=None if max_epochs is None else math.ceil(max_epochs),
+                max_steps=max_steps,
+                accelerator=accelerator,
+                devices="auto" if devices == -1 else devices,
+                plugins=[*plugins, FolderCheckpointIO()],
+                **kwargs,
+            )
+        except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's, of the recipe's values
+            raise UserError(f"trainer: {error}") from error
         self._epochs = max_epochs
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)

@@ -7,9 +7,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmmods.loggers import hidden_arguments
+from lmmods.recipes import read_recipe
 from lmmods.redaction import redacted
 from lmmods.runs.folder import RunFolder
 
@@ -46,7 +45,7 @@ def known_wandb_id(folder: RunFolder) -> str | None:
     """Id under which W&B knows the run in a folder."""
     if not folder.config.exists():
         return None
-    loggers = yaml.safe_load(folder.config.read_text(encoding="utf-8"))["trainer"].get("logger")
+    loggers = read_recipe(folder.config)["trainer"].get("logger")
     loggers = loggers if isinstance(loggers, list) else [loggers]
     ids = [logger["init_args"].get("id") for logger in loggers
            if isinstance(logger, dict) and logger["class_path"].endswith("WandbLogger")]

@@ -1,0 +1,208 @@
+"""Recipes that no one meant to write: each ends in one message and status 2, before anything is read or trained."""
+
+import importlib.util
+import os
+import re
+
+import pytest
+import yaml
+
+from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.recipes import MAX_NODES, check, config_argument, read_recipe
+
+
+def told(capsys, arguments, pattern):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said and len(said) < 2000, said
+    assert re.search(pattern, said, re.DOTALL), said
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(8))
+TEXTS = {
+    "bomb": (BOMB, r"odd\.yaml: line \d+: more values than 100,000"),
+    "itself": ("a: &a [1, *a]\n", r"\*a repeats nothing that stands complete"),
+    "nowhere": ("a: *b\n", r"line 1: \*b repeats nothing"),
+    "deep": ("a: " + "[" * 2000 + "]" * 2000, r"more levels of nesting than 64"),
+    "deep mapping": ("".join(" " * n + "a:\n" for n in range(2000)), r"more levels of nesting than 64"),
+    "twice": ("trainer:\n  max_steps: 3\n  max_steps: 4\n", r"line 3: the key max_steps stands twice"),
+    "twice at the top": ("engine: jax\ntrainer: {}\n\"engine\": torch\n", r"line 3: the key engine"),
+    "tag int": ('seed_everything: !!int "abc"\n', r"line 1: the tag .*int has no place"),
+    "tag date": ("seed_everything: !!timestamp 2024-13-45\n", r"the tag .*timestamp has no place"),
+    "tag bool": ("trainer: {enable_checkpointing: !!bool perhaps}\n", r"the tag .*bool has no place"),
+    "tag object": ("trainer: !!python/object/apply:os.system [echo]\n", r"the tag .*os\.system has no place"),
+    "tag binary": ("a: !!binary é\n", r"the tag .*binary"),
+    "digits": ("trainer: {max_steps: " + "9" * 5000 + "}\n", r"line 1: a number of 5000 digits"),
+    "hex": ("trainer: {max_steps: 0x_}\n", r"odd\.yaml.*0x_|invalid literal"),
+    "tab": ("trainer:\n\tmax_steps: 3\n", r"odd\.yaml: broken YAML: line 2.*cannot start any token"),
+    "open": ("trainer: {max_steps: 3\n", r"odd\.yaml: broken YAML"),
+    "two documents": ("a: 1\n---\nb: 2\n", r"odd\.yaml: broken YAML.*document"),
+    "empty": ("", r"odd\.yaml: a recipe must be a mapping.*nothing"),
+    "comment": ("# nothing\n", r"a recipe must be a mapping.*nothing"),
+    "list": ("- a\n- b\n", r"a recipe must be a mapping.*a list"),
+    "text": ("fit\n", r"a recipe must be a mapping.*a single value"),
+    "list as key": ("[1, 2]: 3\n", r"odd\.yaml: broken YAML.*unhashable"),
+    "NUL": ("a: \0\n", r"odd\.yaml: broken YAML"),
+    "trusts itself": ("trust_recipe_code: true\n", r"counts on the command line only"),
+}
+BYTES = {
+    "latin-1": ("# Prüfung\ntrainer: {max_steps: 3}\n".encode("latin-1"), r"odd\.yaml:1: byte 0xfc is not UTF-8"),
+    "UTF-16": ("trainer: {max_steps: 3}\n".encode("utf-16"), r"odd\.yaml: the file is UTF-16"),
+    "binary": (bytes(range(128, 256)), r"odd\.yaml:1: byte 0x80 is not UTF-8"),
+    "large": (b"# " + b"x" * (11 * 2**20), r"11 MiB are no recipe"),
+}
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *BYTES])
+def test_files(tmp_path, capsys, name):
+    content, pattern = TEXTS[name] if name in TEXTS else BYTES[name]
+    (tmp_path / "odd.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    told(capsys, ["fit", "--config", str(tmp_path / "odd.yaml")], pattern)
+
+
+def test_what_is_no_file(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, pattern in ((tmp_path, "a regular file, not a folder"), (tmp_path / "pipe", "a regular file"),
+                          ("/dev/zero", "a regular file"), (tmp_path / "loop", "cannot be read"),
+                          (tmp_path / "none.yaml", r"none\.yaml: no such file"),
+                          ("x" * 5000, r"x… \(5000 characters\)"), ("a\0b", "cannot be read"),
+                          ("", "a regular file|no such file")):
+        told(capsys, ["fit", "--config", str(path)], pattern)
+        told(capsys, ["fit", f"--config={path}"], pattern)
+
+
+def test_files_named_elsewhere(recipe, tmp_path, capsys):
+    for name, content in (("bomb.yaml", BOMB.encode()), ("latin.yaml", "max_steps: 3 # ü".encode("latin-1")),
+                          ("twice.yaml", b"max_steps: 3\nmax_steps: 4\n")):
+        (tmp_path / name).write_bytes(content)
+        told(capsys, ["fit", *recipe(), "--trainer", str(tmp_path / name)], "error: ")
+
+
+def test_recipes_as_they_may_be(tmp_path):
+    """A byte order mark, Windows' line ends, anchors, merges, dates and long texts are no mistakes."""
+    path = tmp_path / "fine.yaml"
+    path.write_bytes(b"\xef\xbb\xbfa: &x {k: 1}\r\nb:\r\n  <<: *x\r\n  k: 2\r\nc: 2024-13-45\r\nd: *x\r\n")
+    assert read_recipe(path) == {"a": {"k": 1}, "b": {"k": 2}, "c": "2024-13-45", "d": {"k": 1}}
+    assert config_argument("trainer: {max_steps: 3}") == {"trainer": {"max_steps": 3}}
+    path.write_text("text: '" + "9" * 5000 + "'\nlist: [" + "1, " * (MAX_NODES - 100) + "1]\n")
+    assert len(read_recipe(path)["list"]) == MAX_NODES - 99
+
+
+def test_shipped_recipes_are_within_the_limits():
+    from pathlib import Path
+
+    files = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
+    assert len(files) > 10
+    for file in files:
+        assert read_recipe(file) == yaml.safe_load(file.read_text())
+
+
+def test_the_walk_takes_what_the_loader_takes():
+    for text in ("a", "- 1\n- [b, {c: d}]\n", "{a: {b: 1}, c: {b: 1}}", "? a\n: b\n", "- {a: 1}\n- {a: 1}\n"):
+        check(text)
+    with pytest.raises(UserError):
+        config_argument("a: {b: 1, b: 2}")
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+VALUES = [
+    ("seed_everything", 2**32, r"seed_everything is 4294967296, but must be a whole number from 0 to 4294967295"),
+    ("seed_everything", -1, r"seed_everything is -1"),
+    ("seed_everything", False, r"seed_everything is False"),
+    ("seed_everything", float("inf"), r"seed_everything"),
+    ("seed_everything", None, r"seed_everything"),
+    ("seed_everything", "2024-13-45", r"seed_everything.*2024-13-45"),
+    ("trainer__accelerator", "zzz", r"trainer\.accelerator.*zzz"),
+    ("trainer__accelerator", None, r"trainer\.accelerator"),
+    ("trainer__devices", "abc", r"trainer\.devices.*abc"),
+    ("trainer__devices", 0, r"trainer\.devices is 0, but must be auto or a number from 1"),
+    ("trainer__devices", -2, r"trainer\.devices is -2"),
+    ("trainer__devices", [0, 1], r"trainer\.devices.*\[0, 1\]"),
+    ("trainer__devices", [], r"trainer\.devices.*\[\]"),
+    ("trainer__devices", "2,3", r"trainer\.devices.*2,3"),
+    ("trainer__devices", 10**9, r"trainer\.devices is 1000000000"),
+    ("trainer__devices", None, r"trainer\.devices"),
+    ("trainer__num_nodes", 0, r"trainer\.num_nodes is 0, but must be 1 or more"),
+    ("trainer__default_root_dir", None, r"trainer\.default_root_dir"),
+    ("trainer__default_root_dir", "", r"trainer\.default_root_dir is ''"),
+    ("trainer__default_root_dir", "a\0b", r"trainer\.default_root_dir is 'a\\x00b'"),
+    ("trainer__default_root_dir", "x" * 5000, r"trainer\.default_root_dir is x+… \(5000 characters\).*too long"),
+    ("trainer__default_root_dir", __file__, r"test_odd_recipes\.py is a file"),
+    ("trainer__default_root_dir", __file__ + "/run", r"test_odd_recipes\.py is a file"),
+    ("trainer__gradient_clip_val", -1.0, r"trainer\.gradient_clip_val is -1\.0"),
+    ("trainer__gradient_clip_val", float("nan"), r"trainer\.gradient_clip_val is nan"),
+    ("trainer__gradient_clip_algorithm", "no", r"trainer\.gradient_clip_algorithm.*no"),
+    ("trainer__accumulate_grad_batches", 0, r"trainer\.accumulate_grad_batches is 0"),
+    ("trainer__max_steps", -2, r"trainer\.max_steps is -2"),
+    ("trainer__max_steps", 0, r"trainer\.max_steps is 0, but must be 1 or more"),
+    ("trainer__max_steps", float("inf"), r"trainer\.max_steps"),
+    ("trainer__max_epochs", -2, r"trainer\.max_epochs is -2"),
+    ("trainer__limit_val_batches", -1, r"trainer\.limit_val_batches is -1"),
+    ("trainer__limit_train_batches", 1.5, r"trainer\.limit_train_batches is 1\.5"),
+    ("trainer__limit_val_batches", float("nan"), r"trainer\.limit_val_batches is nan"),
+    ("trainer__overfit_batches", -0.5, r"trainer\.overfit_batches is -0\.5"),
+    ("trainer__val_check_interval", 0, r"trainer\.val_check_interval is 0"),
+    ("trainer__val_check_interval", 1.5, r"trainer\.val_check_interval is 1\.5"),
+    ("trainer__check_val_every_n_epoch", 0, r"trainer\.check_val_every_n_epoch is 0"),
+    ("trainer__num_sanity_val_steps", -2, r"trainer\.num_sanity_val_steps is -2"),
+    ("trainer__log_every_n_steps", 0, r"trainer\.log_every_n_steps is 0"),
+    ("trainer", [1], r"trainer"),
+    ("trainer", None, r"trainer"),
+    ("checkpoint", "text", r"checkpoint"),
+    ("mmlu", [1], r"mmlu"),
+    ("model", None, r"model is None, but must be a class_path|model"),
+    ("data", {}, r"data"),
+    ("config", "other.yaml", r"config|other\.yaml"),
+    ("model__init_args__pretrained", "a\0b", r"a"),
+    ("model__init_args__pretrained", "x" * 5000, r"pretrained"),
+    ("data__init_args__source", "a\0b", r"a"),
+    ("data__init_args__source", "x" * 5000, r"x"),
+    ("data__init_args__cache_dir", "a\0b", r"cache"),
+    ("data__init_args__tokenizer", "x" * 5000, r"tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("engine", "key", "value", "pattern"), [
+    *(("torch", *each) for each in VALUES), *(("jax", *each) for each in VALUES[::4])],
+    ids=lambda value: str(value)[:30])
+def test_values(recipe, capsys, tmp_path, key, value, pattern, engine):
+    told(capsys, ["fit", "--engine", engine, *recipe(**{key: value})], pattern)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("extra", [["--trainer.max_steps", "9" * 5000], ["--trainer.max_steps", "[" * 5000],
+                                   ["--ckpt_path", "a\0b"], ["--ckpt_path", "x" * 5000], ["--ckpt_path", "9" * 5000],
+                                   ["--seed_everything", "9" * 5000], ["--data.source", "{a: 1, a: 2}"],
+                                   ["--trainer.callbacks", "*a"]], ids=lambda extra: " ".join(extra)[:30])
+def test_the_command_line(recipe, capsys, extra):
+    told(capsys, ["fit", *recipe(), *extra], "error: ")
+
+
+def test_a_logger_without_its_package_is_named(recipe, capsys):
+    if importlib.util.find_spec("comet_ml"):
+        pytest.skip("comet_ml is installed")
+    told(capsys, ["fit", *recipe(trainer__logger={"class_path": "CometLogger"})], "CometLogger: .*comet")
+
+
+@pytest.mark.parametrize(("changes", "pattern"), [
+    ({"trainer__min_steps": -1}, "trainer.min_steps is -1"),
+    ({"trainer__fast_dev_run": -1}, "trainer: fast_dev_run"),
+    ({"trainer__profiler": "none"}, "trainer: "),
+    ({"trainer__max_time": "tomorrow"}, "trainer: "),
+    ({"trainer__reload_dataloaders_every_n_epochs": -1}, "trainer: "),
+    ({"trainer__barebones": True}, "trainer: "),
+])
+def test_what_lightning_has_against_a_value_is_told_as_its_key(recipe, capsys, changes, pattern):
+    told(capsys, ["inspect", *recipe(**changes)], pattern)
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_all_devices_of_a_cpu_are_one(recipe, engine):
+    """-1 is Lightning's word for all, which auto is too."""
+    assert main(["inspect", "--engine", engine, *recipe(trainer__devices=-1)]) == 0

@@ -1,0 +1,261 @@
+"""A recipe is data: what it names is not imported, called or built unless the command line trusts it."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from lmmods.cli import main
+from lmmods.trust import taken_flag, trusting
+
+EVIL = '''
+"""Code that came with a recipe; importing it leaves a mark."""
+import pathlib
+from lightning.pytorch.loggers import Logger
+
+MARK = pathlib.Path({mark!r})
+MARK.write_text("imported")
+
+
+class Mine(Logger):
+    name, version = "mine", "0"
+
+    def __init__(self, text: str = "built"):
+        super().__init__()
+        MARK.write_text(text)
+
+    def log_metrics(self, metrics, step=None):
+        """Nothing."""
+
+    def log_hyperparams(self, *args, **kwargs):
+        """Nothing."""
+
+
+def make() -> Mine:
+    MARK.write_text("called")
+    return Mine()
+'''
+KEYS = ("trainer.plugins", "trainer.accelerator", "trainer.logger", "trainer.callbacks", "trainer.strategy",
+        "trainer.profiler", "trainer.devices", "trainer.max_time", "trainer", "model", "model.init_args.config",
+        "model.init_args.lora", "model.init_args.optimizer", "data", "data.init_args.source", "checkpoint", "mmlu")
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """The file that code of the recipe's own folder writes as soon as it is imported."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "evil.py").write_text(EVIL.format(mark=str(tmp_path / "mark")))
+    monkeypatch.syspath_prepend(str(folder))
+    yield tmp_path / "mark"
+    sys.modules.pop("evil", None)
+
+
+def refused(capsys, arguments, *words):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+    for word in words:
+        assert word in said, said
+
+
+def spec(path, mark, **init_args):
+    return {"class_path": path, "init_args": init_args or {"command": f"touch {mark}"}}
+
+
+# Where a class may be named ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "key"), [*(("torch", key) for key in KEYS), ("jax", "trainer.logger"),
+                                             ("jax", "trainer.callbacks"), ("jax", "trainer.strategy")])
+def test_no_key_runs_code(recipe, mark, capsys, key, engine):
+    for path, form in (("os.system", "class"), ("evil.Mine", "list"), ("evil.Mine", "text")):
+        value = {"class": spec(path, mark), "list": [spec(path, mark)], "text": path}[form]
+        refused(capsys, ["inspect", "--engine", engine, *recipe(**{key.replace(".", "__"): value})])
+        assert not mark.exists(), f"{key}: {value} ran"
+
+
+@pytest.mark.parametrize(("command", "path"), [
+    ("fit", "os.system"), ("fit", "evil.make"), ("inspect", "subprocess.Popen"), ("inspect", "builtins.eval"),
+    ("--print_config", "evil.Mine"), ("help", "evil.Mine")])
+def test_what_is_outside_is_not_even_imported(recipe, mark, capsys, path, command):
+    if command == "help":
+        arguments = ["fit", *recipe(), "--trainer.logger.help", path]
+    elif command == "--print_config":
+        arguments = ["fit", *recipe(trainer__logger=[{"class_path": path}]), command]
+    else:
+        arguments = [command, *recipe(trainer__logger={"class_path": path})]
+    refused(capsys, arguments, path)
+    assert not mark.exists() and "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(("key", "path"), [
+    ("trainer__logger", "torch.hub.load"), ("trainer__callbacks", "torch.load"), ("model", "torch.load"),
+    ("trainer__plugins", "torch.utils.cpp_extension.load"), ("trainer__logger", "torch.serialization.os.system"),
+    ("trainer__logger", "lightning.pytorch.trainer.trainer.os.system"), ("data", "torch.utils.data.DataLoader"),
+    ("model", "lightning.pytorch.LightningModule.load_from_checkpoint"), ("trainer__callbacks", "lmmods.cli.main"),
+    ("trainer__profiler", "torch.package.PackageImporter"), ("trainer__strategy", "lightning.pytorch.Trainer")])
+def test_inside_only_the_classes_of_the_key_are_built(recipe, capsys, key, path):
+    refused(capsys, ["inspect", *recipe(**{key: {"class_path": path}})], path.split(".")[-1])
+
+
+@pytest.mark.parametrize("extra", [["--trainer.logger=evil.Mine"], ["--trainer.logger", "evil.Mine"],
+                                   ["--trainer.logger+=evil.Mine"], ["--trainer.callbacks=evil.make"],
+                                   ["--trainer", '{"logger": {"class_path": "evil.Mine"}}'], ["--model", "evil.Mine"],
+                                   ["--config", "trainer: {logger: {class_path: evil.Mine}}"],
+                                   ["--trainer", "SUB"], ["--data", "evil.Mine"]])
+def test_one_rule_for_command_line_and_other_files(recipe, mark, capsys, tmp_path, extra):
+    (tmp_path / "sub.yaml").write_text("logger: {class_path: evil.Mine}\n")
+    refused(capsys, ["inspect", *recipe(), *(str(tmp_path / "sub.yaml") if word == "SUB" else word for word in extra)])
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("arguments", [
+    {"ddp_comm_hook": "torch.hub.load"}, {"ddp_comm_wrapper": {"class_path": "torch.package.PackageImporter"}},
+    {"ddp_comm_hook": "os.system"}])
+def test_functions_deep_inside_are_refused(recipe, capsys, arguments):
+    strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": arguments}
+    refused(capsys, ["inspect", *recipe(trainer__strategy=strategy)])
+
+
+def test_the_environment_opens_nothing(recipe, mark, capsys, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    for name in ("TRUST_RECIPE_CODE", "LMMODS_TRUST_RECIPE_CODE", "TRAIN_TRUST_RECIPE_CODE"):
+        monkeypatch.setenv(name, "true")
+    refused(capsys, ["inspect", *recipe(trainer__logger={"class_path": "evil.Mine"})])
+    assert not mark.exists()
+
+
+# Who may open it --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_may_trust(recipe, mark, tmp_path):
+    trusted = recipe(trainer__logger=[spec("evil.Mine", mark, text="built with trust")], trainer__max_steps=1,
+                     trainer__limit_val_batches=0)
+    assert main(["fit", *trusted, "--trust_recipe_code", "true"]) == 0
+    assert mark.read_text() == "built with trust"
+    assert "trust_recipe_code" not in (tmp_path / "run" / "config.yaml").read_text()
+    mark.unlink()  # and the next command does not remember it
+    sys.modules.pop("evil")
+    assert main(["inspect", "--config", str(tmp_path / "run" / "config.yaml")]) == 2
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("where", ["top", "trainer", "model", "inline", "sub"])
+def test_a_file_may_not(recipe, mark, capsys, tmp_path, where):
+    changes = {"trainer__logger": {"class_path": "evil.Mine"}}
+    extra = []
+    if where in ("top", "trainer", "model"):
+        changes[{"top": "trust_recipe_code", "trainer": "trainer__trust_recipe_code",
+                 "model": "model__init_args__trust_recipe_code"}[where]] = True
+    elif where == "inline":
+        extra = ["--config", "{trust_recipe_code: true}"]
+    else:
+        (tmp_path / "sub.yaml").write_text("trust_recipe_code: true\n")
+        extra = ["--trainer", str(tmp_path / "sub.yaml")]
+    refused(capsys, ["inspect", *recipe(**changes), *extra], "trust_recipe_code")
+    assert not mark.exists()
+
+
+def test_the_flag():
+    assert taken_flag(["fit", "--trust_recipe_code", "true", "--x"]) == (["fit", "--x"], True)
+    assert taken_flag(["fit", "--trust_recipe_code=false"]) == (["fit"], False)
+    assert taken_flag(["fit"]) == (["fit"], False)
+
+
+def test_a_flag_that_is_neither(recipe, capsys):
+    refused(capsys, ["inspect", *recipe(), "--trust_recipe_code", "perhaps"], "--trust_recipe_code is perhaps")
+
+
+def test_print_config_is_still_a_recipe(recipe, capsys, tmp_path):
+    assert main(["fit", *recipe(), "--trust_recipe_code", "true", "--print_config"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert main(["fit", "--config", str(tmp_path / "printed.yaml"), "--print_config"]) == 0
+
+
+def test_help_tells_of_the_flag(capsys):
+    assert main(["fit", "--help"]) == 0
+    assert "--trust_recipe_code" in capsys.readouterr().out
+
+
+# Code that comes with a model ----------------------------------------------------------------------------------------
+
+
+def test_a_file_does_not_trust_remote_code(recipe, capsys):
+    asks = recipe(model__init_args__trust_remote_code=True)
+    refused(capsys, ["inspect", *asks], "model.trust_remote_code is set in a file")
+    assert main(["inspect", *asks, "--model.trust_remote_code", "true"]) == 0
+    assert main(["inspect", *asks, "--trust_recipe_code", "true"]) == 0
+
+
+def test_a_run_folder_does_not_trust_remote_code(recipe, capsys, tmp_path):
+    from lmmods.finished import FinishedRun
+
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text("{}")
+    model = {"class_path": "SFT", "init_args": {"pretrained": "someone/something", "trust_remote_code": True}}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    refused(capsys, ["merge", "--run", str(run), "--out", str(tmp_path / "out")], "model.trust_remote_code is set")
+    with trusting(True):
+        assert FinishedRun.read(str(run), "merge").trust_remote_code
+
+
+@pytest.mark.parametrize("changes", [{"model__init_args__attention": "someone/kernel"},
+                                     {"model__init_args__config_overrides": {"_attn_implementation": "a/b"}}])
+def test_kernels_of_the_hub_are_code(recipe, capsys, changes):
+    refused(capsys, ["inspect", *recipe(**changes)], "kernel from the hub")
+
+
+# The types that keep it so --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_no_key_is_of_any_type(engine):
+    """A key of type Any takes whatever a recipe names. Dictionaries of Any are kept as they are, never built."""
+    from typing import Any, get_args
+
+    from lmmods import parser
+
+    def open_types(kind) -> bool:
+        return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(
+            map(open_types, get_args(kind)))
+
+    class Looked(Exception):
+        """The parser is complete."""
+
+    class OnlyParser(parser.EngineCLI):
+        def parse_arguments(self, *_):
+            raise Looked(self)
+
+    with pytest.raises(Looked) as looked:
+        OnlyParser(getattr(parser, f"{engine}_engine")(), engine, [])
+    cli = looked.value.args[0]
+    fit = cli._subcommand_parsers["fit"]
+    parsers = [fit, *(parser.Parser() for _ in ())]
+    for base in (cli.engine.module, cli.engine.data):
+        for kind in _concrete(base):
+            each = parser.Parser()
+            each.add_class_arguments(kind, "it", fail_untyped=False)
+            parsers.append(each)
+    actions = [action for each in parsers for action in each._actions]
+    typed = {action.dest: action._typehint for action in actions if hasattr(action, "_typehint")}
+    assert len(typed) > 100
+    assert not [name for name, kind in typed.items() if open_types(kind)]
+
+
+def _concrete(base):
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _concrete(kind)
+
+
+def test_a_trusting_command_leaves_a_guarded_one_guarded(recipe, capsys):
+    """In one process, both ways: the parser's settings are process-wide."""
+    from jsonargparse._common import parsing_settings
+
+    before = json.dumps(parsing_settings["import_path_verdicts"])
+    assert main(["fit", *recipe(), "--print_config"]) == 0
+    assert main(["fit", *recipe(), "--print_config", "--trust_recipe_code", "true"]) == 0
+    assert json.dumps(parsing_settings["import_path_verdicts"]) == before
