@@ -8,7 +8,7 @@ import numpy as np
 from lmmods.data.base import DataModule, Role
 from lmmods.data.checks import check_least
 from lmmods.data.encoded import Encoder
-from lmmods.data.formats import RowProblem
+from lmmods.data.formats import RowProblem, as_text
 from lmmods.data.predictions import Predictions
 from lmmods.data.readers import Row
 from lmmods.data.rows import RowSet
@@ -118,12 +118,12 @@ class QAData(DataModule):
         rows, chosen = [], Answers()
         for question, parts in sorted(windows.items()):
             row = self.question_row(role, question)
-            key = str(row.get("id", question))
-            chosen.add(key, *choose_answer(row["context"], parts, self.spans))
+            key = _key(row, question)
+            chosen.add(key, *choose_answer(as_text(row["context"], "context"), parts, self.spans))
             rows.append({**row, "prediction": chosen.predictions[key]})
         scores = {}
         if windows and all(self.is_labelled(role, question) for question in windows):
-            keys = [str(self.question_row(role, question).get("id", question)) for question in sorted(windows)]
+            keys = [_key(self.question_row(role, question), question) for question in sorted(windows)]
             golds = {key: self.answers(role, question) for key, question in zip(keys, sorted(windows))}
             scores = self._scores(chosen, golds)
         files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
@@ -216,6 +216,11 @@ class QAData(DataModule):
 
     def _side(self) -> str:
         return self.tokenizer.padding_side
+
+
+def _key(row: dict[str, Any], question: int) -> str:
+    """The name of a question in the files of answers: its id, or its number where the row has none or an empty one."""
+    return str(question if row.get("id") in (None, "") else row["id"])
 
 
 class Windows:

@@ -3,6 +3,7 @@
 import csv
 import json
 
+import numpy as np
 import pytest
 
 from lmmods.data.qa import QAData
@@ -196,3 +197,13 @@ def test_offsets_beyond_any_text(start, tmp_path, bert_folder):  # noqa: F811
         assert counts["rows_dropped"] == 2
     else:
         assert counts["answers_moved_to_their_place"] + counts.get("answers_not_in_context", 0) == 2
+
+
+def test_questions_without_an_id_are_told_apart_and_a_number_is_a_context(tmp_path, bert_folder):  # noqa: F811
+    row = {"question": "what?", "context": 1234, "answers": {"text": ["1234"], "answer_start": [0]}}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({**row, **more}) + "\n" for more in ({}, {"id": None}, {"id": ""}, {"id": "x"})))
+    data = build(str(path), bert_folder)
+    lengths = [len(data.window("train", index)["offsets"]) for index in range(4)]
+    found = data.answer("train", {index: (np.zeros(length), np.zeros(length)) for index, length in enumerate(lengths)})
+    assert list(found.files["predictions.json"]) == ["0", "1", "2", "x"] and len(found.rows) == 4
