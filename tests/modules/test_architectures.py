@@ -37,7 +37,7 @@ ENCODERS = {
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0,
                    "qa_dropout": 0.0, "max_position_embeddings": 72},
 }
-ONE_SEGMENT = ("roberta", "distilbert")  # they take no token_type_ids, or only zeros
+ONE_SEGMENT = ("roberta", "distilbert", "deberta-v2")  # they take no token_type_ids, or only zeros
 
 
 def make_folder(root, name: str, fields: dict, tokenizer_folder, auto_class: str) -> str:
