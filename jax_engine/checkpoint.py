@@ -26,6 +26,7 @@ from jax_engine.state import SUMS, Tree
 from lmmods import treefile
 from lmmods.errors import UserError
 from lmmods.runs.folder import commit_folder, write_json
+from lmmods.runs.identity import check_parameters
 from lmmods.runs.saving import saving
 from lmmods.settings import Optimizer
 
@@ -163,7 +164,7 @@ def unpack_trainable(content: dict[str, Any], like: Tree, to_torch: ToTorch, fro
     """The trained parameters alone, on the host; arguments and errors as of `unpack`."""
     saved = content["state_dict"]
     wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
-    _check_same(saved, wanted)
+    check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, wanted)))
     return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
 
 
@@ -220,18 +221,6 @@ def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> li
 def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """An array of that shape and dtype; its zeros are never touched, so it takes no memory."""
     return np.zeros(leaf.shape, leaf.dtype)
-
-
-def _check_same(saved: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    differences = [(sorted(set(wanted) - set(saved)), "are missing from it"),
-                   (sorted(set(saved) - set(wanted)), "are unknown here"),
-                   (sorted(n for n in set(saved) & set(wanted) if saved[n].shape != wanted[n].shape),
-                    "have another shape in it")]
-    if any(names for names, _ in differences):
-        raise UserError("This checkpoint is of another model: "
-                        + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
-                                    for names, what in differences if names)
-                        + ". Resume with the recipe the run was started with (config.yaml in its folder).")
 
 
 def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import pickle
 import platform
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -139,7 +140,23 @@ def any_of(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def gather(parts: dict[int, Any]) -> dict[int, Any]:
+def on_first(function: Callable[[], Any]) -> Any:
+    """What `function` returns on the first process, on every process; so too its UserError."""
+    if jax.process_count() == 1:
+        return function()
+    outcome: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            outcome["value"] = function()
+        except UserError as error:
+            outcome["mistake"] = error
+    outcome = gather(outcome)
+    if "mistake" in outcome:
+        raise outcome["mistake"]
+    return outcome["value"]
+
+
+def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
     """The parts of all processes in one mapping, on every process."""
     if jax.process_count() == 1:
         return parts

@@ -35,6 +35,7 @@ from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
 from lmmods.run_length import check_length
 from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_json
+from lmmods.runs.identity import RunIdentity
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
 from lmmods.treefile import read_plain
@@ -127,6 +128,7 @@ class Trainer:
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
         self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv), *extra]
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
+        self.identity = RunIdentity()
         self.interruption, self.stopwatch = Interruption(), Stopwatch()
         self.bar = Bar(enable_progress_bar)
         self.position, self.should_stop = Position(), False
@@ -237,7 +239,7 @@ class Trainer:
     # Start -----------------------------------------------------------------------------------------------------------
 
     def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None = None) -> None:
-        """Devices, data, network, first parameters on the devices; shaped as `checkpoint` needs them."""
+        """Devices, data, network, first parameters on the devices; `checkpoint` must fit them, and shapes them."""
         self.parallel: Parallel = machines.start(*self._machine)
         self._is_first = jax.process_index() == 0
         if self.precision == "auto":
@@ -252,7 +254,7 @@ class Trainer:
         if checkpoint:
             datamodule.go_on_from(read_plain(checkpoint))
         self._seed = datamodule.seed
-        datamodule.prepare_data()
+        datamodule.adopt_contents(machines.on_first(lambda: self._prepare_data(checkpoint)))
         datamodule.setup(command)
         if command == "fit":
             self.samples.prepare(datamodule, model.max_positions())
@@ -264,6 +266,14 @@ class Trainer:
         self._description = model.describe(trainable, frozen)
         self._flops = model.flops_per_token(trainable, frozen)
         self.weights = Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen))
+
+    def _prepare_data(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Compare with the checkpoint, then build what the cache lacks; returns what the sources hold."""
+        data, fits = self.datamodule, self.state.fn.value == "fit"
+        for line in self.identity.settle(data, checkpoint) if fits else self.identity.check_evaluation(checkpoint):
+            say(line)
+        data.prepare_data()
+        return data.contents
 
     def _make_plan(self, loader: Any) -> None:
         """How long the run is, and what is measured on the way."""
@@ -323,6 +333,8 @@ class Trainer:
         if self._is_first:
             self.run_folder.begin(resumed)
             self.run_folder.write_start(self.recipe, self.datamodule.report)
+            if resumed:
+                self.identity.note_resume(self.run_folder, resumed, self.position.step)
             self.samples.begin(self.run_folder, self.position.step if resumed else None)
             if resumed and self.enable_checkpointing:
                 self.checkpoint.take_up(self.run_folder, resumed)
@@ -541,6 +553,7 @@ class Trainer:
             "epoch": position.epoch,
             "global_step": position.step,
             "engine": "jax",
+            "identity": self.identity.tree,
             **packed,
             "loops": position.loops(self.plan.ends_epoch(position)),
             "callbacks": {

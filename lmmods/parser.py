@@ -4,7 +4,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 import yaml
@@ -17,6 +17,7 @@ from lmmods.cli import ENGINES, import_all
 from lmmods.errors import UserError
 from lmmods.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.identity import RunIdentity
 from lmmods.trainer_keys import check_blocks, check_values
 from lmmods.trust import FLAG, PACKAGES, check_recipe
 from lmmods.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
@@ -140,13 +141,14 @@ class EngineCLI(LightningCLI):
         recipe = redacted(yaml.safe_load(dump))
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
-        self._make_engine_neutral(recipe)
+        defaults = self._defaults()
+        self._make_engine_neutral(recipe, defaults["trainer"])
         recipe["trainer"]["precision"] = self.trainer.precision  # what `auto` has become
         if not issubclass(self.engine.checkpoint, Callback):  # else they are among the trainer's callbacks
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
                 made.checkpoint, made.samples, made.mmlu, made.publish)
-        self.trainer.recipe = recipe
+        self.trainer.recipe, self.trainer.identity = recipe, RunIdentity(recipe, defaults)
         fields = self.model.config_fields()
         self.datamodule.connect(
             pretrained=self.model.pretrained,
@@ -157,13 +159,22 @@ class EngineCLI(LightningCLI):
             token_types=tells_token_types(fields),
         )
 
-    def _make_engine_neutral(self, recipe: dict[str, Any]) -> None:
+    def _defaults(self) -> dict[str, Any]:
+        """The default of every key, in blocks as a recipe has them, but without `class_path` and `init_args`."""
+        tree = self._parser(self.subcommand).get_defaults().as_dict()
+        for block, instance in (("model", self.model), ("data", self.datamodule)):
+            tree[block] = {name: parameter.default for base in reversed(type(instance).__mro__)
+                           for name, parameter in inspect.signature(base.__init__).parameters.items()
+                           if parameter.default is not parameter.empty}
+            tree[block] |= {name: vars(value) for name, value in tree[block].items() if is_dataclass(value)}
+        return tree
+
+    def _make_engine_neutral(self, recipe: dict[str, Any], defaults: dict[str, Any]) -> None:
         """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""
         for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"].get("callbacks"))):
             if part["class_path"].split(".")[0] in PACKAGES:
                 part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
         ours = inspect.signature(self.engine.trainer.__init__).parameters
-        defaults = self._parser(self.subcommand).get_defaults()["trainer"]
         for key, value in list(recipe["trainer"].items()):
             if value == defaults[key] and (value is None or key not in ours):
                 del recipe["trainer"][key]

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
 from lmmods.callbacks.export import Export
@@ -26,6 +27,7 @@ from lmmods.loggers import MetricsCSV
 from lmmods.precision import choose_precision
 from lmmods.run_length import check_length, num_steps
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.identity import RunIdentity
 from lmmods.strategies import chosen
 from lmmods.treefile import read_plain
 
@@ -115,6 +117,7 @@ class Trainer(L.Trainer):
         self.run_loggers: list[Logger] = [MetricsCSV(self.run_folder.metrics_csv), *extra]
         self.resumed_from: Path | None = None
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
+        self.identity = RunIdentity()
         self.interruption = Interruption()
 
     # Commands --------------------------------------------------------------------------------------------------------
@@ -135,6 +138,9 @@ class Trainer(L.Trainer):
         self.resumed_from = checkpoint
         if checkpoint:
             datamodule.go_on_from(read_plain(checkpoint))
+        # Before the processes know each other, and before anything is restored: the first one reads the data.
+        for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint):
+            say(line)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
@@ -189,6 +195,8 @@ class Trainer(L.Trainer):
             return None
         checkpoint = self.run_folder.resolve(ckpt_path)
         datamodule.go_on_from(read_plain(checkpoint))
+        for line in self.identity.check_evaluation(checkpoint):
+            say(line)
         return checkpoint
 
     # Metrics ---------------------------------------------------------------------------------------------------------

@@ -70,11 +70,12 @@ def write_manifest(folder: Path) -> None:
     write_json(folder / MANIFEST, stamps(sorted(folder.iterdir())))
 
 
-def check_manifest(folder: Path) -> None:
-    """Raise UserError where a file of the folder is missing, cut short or altered."""
+def check_manifest(folder: Path, *names: str) -> None:
+    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut short or altered."""
     try:
-        name = first_damaged(folder, json.loads((folder / MANIFEST).read_text()))
-    except (OSError, ValueError) as error:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        name = first_damaged(folder, {name: manifest[name] for name in names} if names else manifest)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
                         ) from error
     if name is not None:
@@ -83,7 +84,8 @@ def check_manifest(folder: Path) -> None:
 
 
 def read_plain(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside arrays. Raises UserError where that cannot be read."""
+    """What a checkpoint holds beside arrays. Raises UserError where that cannot be read, or not as it was written."""
+    check_manifest(folder, PLAIN)
     try:
         return json.loads((folder / PLAIN).read_text())
     except (OSError, ValueError) as error:

@@ -158,12 +158,13 @@ class Checkpoint(KeepRules, L.Callback):
             self.save(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the number of processes, and set Lightning's count of epochs right.
+        """Note what the run is and the number of processes, and set Lightning's count of epochs right.
 
         After a resume from the end of an epoch it counts neither the end of that one nor the start of the next; a run
         stopped so twice would train an epoch more than max_epochs.
         """
         checkpoint["world_size"] = trainer.world_size
+        checkpoint["identity"] = trainer.identity.tree
         if self._inside_epoch:
             for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
                 counts["processed"] = counts["completed"]

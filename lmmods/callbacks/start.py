@@ -19,6 +19,8 @@ class StartReport(L.Callback):
         if trainer.is_global_zero:
             trainer.run_folder.begin(trainer.resumed_from)
             trainer.run_folder.write_start(trainer.recipe, trainer.datamodule.report)
+            if trainer.resumed_from:
+                trainer.identity.note_resume(trainer.run_folder, trainer.resumed_from, trainer.global_step)
         trainer.strategy.barrier("run folder")
         trainer.loggers = trainer.run_loggers
         if trainer.resumed_from:

@@ -1,5 +1,6 @@
 """The DataModule that every task builds on: sources to stores, stores to loaders, counts to the report."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import lightning
 import numpy as np
 
+from lmmods import fingerprints
 from lmmods.data.cache import Cache
 from lmmods.data.checks import check_least
 from lmmods.data.collate import Collator
@@ -155,6 +157,9 @@ class DataModule(lightning.LightningDataModule, ABC):
         self._sets: dict[Role, RowSet] = {}
         self._arranged: dict[Role, Any] = {}
         self._streams: list[StreamSource] | None = None
+        self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
+        self._readers: dict[str, SourceReader] = {}
+        self._report: dict[str, Any] | None = None
         self.rebuild_cache = rebuild_cache
         self._cache = Cache(cache_dir, num_proc)
         self._loader: StatefulLoader | StreamLoader | None = None
@@ -296,6 +301,9 @@ class DataModule(lightning.LightningDataModule, ABC):
     def setup(self, stage: str | None = None) -> None:
         """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
         self.max_length = self.max_length or DEFAULT_MAX_LENGTH
+        if not self._sets and hasattr(self.trainer, "strategy"):  # the JAX trainer hands the contents over itself
+            self.adopt_contents(self.trainer.strategy.broadcast(self.contents))
+        self._report = None
         for role in STAGE_ROLES[stage]:
             if role not in self._sets:
                 self._open(role)
@@ -341,21 +349,28 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _store(self, source: Source, prompts_only: bool, prepares: bool = False) -> Store:
         """The store of a source, built when the cache lacks it."""
-        reader, tokenizer = self._reader(source), self.tokenizer
+        reader = self._hashed_reader(source)
         settings = {
             "task": type(self).__name__,
             "settings": self._encoding_settings(),
             "prompts_only": prompts_only,
-            "tokenizer": tokenizer.backend_tokenizer.to_str(),
-            "chat_template": tokenizer.chat_template,
-            "special": tokenizer.special_tokens_map,
+            **self._tokenizer_settings(),
         }
         is_first = self._share().rank == 0  # the other processes read what the first one wrote or checked
         return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only),
                                  rebuild=self.rebuild_cache and is_first, contents=prepares or is_first)
 
+    def _tokenizer_settings(self) -> dict[str, Any]:
+        """All of the tokenizer that a token could depend on."""
+        return {
+            "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+            "chat_template": self.tokenizer.chat_template,
+            "special": self.tokenizer.special_tokens_map,
+        }
+
     def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""
+        reader.check_adopted()
         first = next(iter(reader), None)
         if first is None:
             raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
@@ -380,6 +395,20 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
         return SourceReader(source, streaming=streaming)
+
+    def _hashed_reader(self, source: Source) -> SourceReader:
+        """The reader of a source whose content is known, here or from the process that has prepared the data."""
+        key = repr(source)
+        reader = self._readers[key] = self._readers.get(key) or self._reader(source)
+        if key in self.contents:
+            reader.adopt(self.contents[key])
+        else:
+            self.contents[key] = reader.content
+        return reader
+
+    def adopt_contents(self, contents: dict[str, str | None]) -> None:
+        """Take `contents` of the first process, so that the others need not read all sources too."""
+        self.contents |= contents
 
     # Loaders
 
@@ -503,6 +532,10 @@ class DataModule(lightning.LightningDataModule, ABC):
     @property
     def report(self) -> dict[str, Any]:
         """What was read, dropped and cut, and how full batches are; plain JSON, after `setup`."""
+        self._report = self._report or self._describe()
+        return self._report
+
+    def _describe(self) -> dict[str, Any]:
         stores = {store.name: store for rows in self._sets.values() for store in rows.stores}
         sources: dict[str, Any] = {}
         for store in stores.values():
@@ -524,6 +557,22 @@ class DataModule(lightning.LightningDataModule, ABC):
             "splits": splits,
             "max_length": self.max_length,
             "tokenizer": self._load_tokenizer().notes,
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """What decides about rows and tokens and is in no recipe, by the key it belongs to; before `prepare_data` too.
+
+        Raises:
+            UserError: A source or the tokenizer cannot be read.
+        """
+        return {
+            **{
+                key: [self._reader(source, streaming=True).sampled_content() if self.streaming and role == "train"
+                      else self._hashed_reader(source).content for source in self._sources.get(role, [])]
+                for role, key in (("train", "source"), ("val", "val_source"))
+            },
+            "tokenizer": fingerprints.joined([json.dumps(self._tokenizer_settings(), sort_keys=True, default=str)]),
+            "max_length": self.max_length or DEFAULT_MAX_LENGTH,
         }
 
     def report_table(self) -> str:

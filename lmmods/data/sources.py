@@ -3,11 +3,13 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 import fsspec
 
+from lmmods import fingerprints
 from lmmods.data.files import did_you_mean, find_files
 from lmmods.data.readers import Row, read_file
 from lmmods.errors import UserError
@@ -105,6 +107,7 @@ class SourceReader:
         if self.files and unused:
             raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
+        self._is_adopted = False
 
     def __iter__(self) -> Iterator[Row]:
         self.replaced.clear()
@@ -140,29 +143,53 @@ class SourceReader:
         return sum(os.path.getsize(path) for path in self.files if "://" not in path)
 
     def fingerprint(self) -> str:
-        """Changes when a row could change: contents and paths of files, or the hub's own fingerprint; all settings.
+        """Changes when a row could change: content and paths of files, or the hub's own fingerprint; all settings.
 
         It is the same under another password or token.
         """
-        digest = hashlib.blake2b(repr((redacted(asdict(self.source)), self.documents)).encode())
-        for path in self.files:
-            digest.update(redact(path).encode())
-            digest.update(_content_key(path))
+        parts = (redacted(asdict(self.source)), self.documents, list(map(redact, self.files)), self.content)
+        return hashlib.blake2b(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def content(self) -> str | None:
+        """Hash of all bytes of the files, wherever they lie; of hub data the hub's own. None where it has none."""
+        return self._content_by(fingerprints.whole_file)
+
+    def sampled_content(self) -> str | None:
+        """The same of blocks of each file, for what is too large to be read before training starts."""
+        return self._content_by(fingerprints.sampled_file)
+
+    def adopt(self, content: str | None) -> None:
+        """Take the content from another process of the run, which has hashed it.
+
+        Raises:
+            UserError: This process has hashed it too, and found another.
+        """
+        if "content" not in vars(self):
+            self.content, self._is_adopted = content, True
+        self._check_same(content)
+
+    def check_adopted(self) -> None:
+        """Hash what another process has hashed, before a store is built here. Raises UserError where it differs."""
+        if self._is_adopted:
+            self._check_same(self._content_by(fingerprints.whole_file))
+
+    def _check_same(self, content: str | None) -> None:
+        if content != self.content:
+            raise UserError(f"{self.source.path}: this machine holds other rows than the first one of the run. Copy "
+                            "the same files to every machine.")
+
+    def _content_by(self, hashed: Callable[[str], str]) -> str | None:
         if self._hub_rows is not None:
-            digest.update(self._hub_rows._fingerprint.encode())
-        return digest.hexdigest()
+            return getattr(self._hub_rows, "_fingerprint", None)  # what streams from the hub has none
+        return fingerprints.joined(_remote_key(path) if "://" in path else hashed(path) for path in self.files)
 
 
-def _content_key(path: str) -> bytes:
-    if "://" in path:
-        filesystem, name = fsspec.core.url_to_fs(path)
-        by_name = "http" in filesystem.protocol  # its key is a hash of the name alone, which nobody has to look up
-        return str(filesystem.ukey(redact(name) if by_name else name)).encode()
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "blake2b").digest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+def _remote_key(path: str) -> str:
+    """What a file system of fsspec tells apart the versions of a file by."""
+    filesystem, name = fsspec.core.url_to_fs(path)
+    by_name = "http" in filesystem.protocol  # its key is a hash of the name alone, which nobody has to look up
+    return str(filesystem.ukey(redact(name) if by_name else name))
 
 
 def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets is imported only when used

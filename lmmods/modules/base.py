@@ -23,6 +23,7 @@ from lmmods.modules.loss import IGNORED, LossSums
 from lmmods.modules.optim import build_optimizer, build_schedule, total_norm
 from lmmods.modules.pieces import cut, default_size
 from lmmods.modules.window import WeightedMean, Window, seed_step
+from lmmods.runs.identity import check_parameters
 from lmmods.settings import LoRA, Optimizer, check_start, require
 
 
@@ -317,14 +318,8 @@ class TaskModule(L.LightningModule, ABC):
         return Window.GRADIENT_SCALE * self.trainer.accumulate_grad_batches
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        saved, wanted = set(checkpoint["state_dict"]), set(self.trainable())
-        if saved != wanted:
-            missing, extra = sorted(wanted - saved), sorted(saved - wanted)
-            raise UserError(
-                "This checkpoint is of another model: "
-                + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
-                            for names, what in ((missing, "are missing from it"), (extra, "are unknown here")) if names)
-                + ". Resume with the recipe the run was started with (config.yaml in its folder).")
+        check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                           for tensors in (checkpoint["state_dict"], self.trainable())))
         self.window.unpack(checkpoint["window"], self._divisor(), self.trainer.global_rank == 0)
 
     def on_train_start(self) -> None:

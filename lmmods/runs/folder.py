@@ -27,7 +27,7 @@ class RunFolder:
 
     OWN_FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "predictions.jsonl", "loss.png",
                  "predictions.json", "nbest_predictions.json", "null_odds.json",
-                 "samples.jsonl", "evaluate.json", "completed")
+                 "samples.jsonl", "resumes.jsonl", "evaluate.json", "completed")
     OWN_FOLDERS = ("checkpoints", "model", "wandb")
 
     def __init__(self, root: str | os.PathLike):
@@ -38,6 +38,7 @@ class RunFolder:
         self.metrics_json = self.root / "metrics.json"
         self.predictions = self.root / "predictions.jsonl"
         self.samples = self.root / "samples.jsonl"
+        self.resumes = self.root / "resumes.jsonl"
         self.loss_png = self.root / "loss.png"
         self.checkpoints = self.root / "checkpoints"
         self.model = self.root / "model"
@@ -220,6 +221,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Add a line to a .jsonl file, on disk when this returns."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def as_yaml(recipe: dict[str, Any]) -> str:

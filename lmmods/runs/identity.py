@@ -1,0 +1,284 @@
+"""What a run is: kept in every checkpoint of both engines, and compared before a run goes on from one.
+
+The identity is the resolved recipe as config.yaml has it, with what a recipe does not tell put beside the key it
+belongs to: the content of sources and weights, the fields of a model's config.json. What has moved but is the same
+inside is the same.
+"""
+
+import copy
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from lmmods.errors import UserError
+from lmmods.position import nothing_left
+from lmmods.runs.folder import RunFolder, append_json
+from lmmods.runs.identity_keys import ASKED, SHARES, TOLD, UNSEEN, is_among
+from lmmods.runs.model_facts import model_facts
+from lmmods.treefile import read_plain
+
+FACTS = ("content", "weights", "commit")  # fingerprints of what a path leads to
+PLACES = ("path", "revision")  # where it lies
+LONGEST_VALUE = 60  # characters of a value that are shown
+
+
+class Change(NamedTuple):
+    """A key that is not as it was."""
+
+    key: str
+    was: Any
+    now: Any
+
+
+class Comparison:
+    """Two identities beside each other.
+
+    Args:
+        was: The one in a checkpoint.
+        now: The one of this start.
+        defaults: What a key that one of them lacks stands for.
+        trust_places: Take what lies elsewhere for the same, where this process leaves reading to another one.
+    """
+
+    def __init__(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], trust_places: bool = False):
+        self.refused: list[Change] = []
+        self.told: list[Change] = []
+        self.unknown: list[str] = []  # facts that only one of them has
+        self._trusts = trust_places
+        self._walk(was, now, defaults, "")
+
+    def _walk(self, was: Any, now: Any, defaults: Any, key: str, moved: bool = False) -> None:
+        if isinstance(was, dict) and isinstance(now, dict):
+            self._walk_block(was, now, defaults if isinstance(defaults, dict) else {}, key)
+        elif _are_blocks(was) and _are_blocks(now) and len(was) == len(now):
+            for number, (old, new) in enumerate(zip(was, now, strict=True)):
+                self._walk(old, new, None, f"{key}[{number}]" if len(was) > 1 else key)
+        elif not (_same(key, _plain(was), _plain(now)) or is_among(key, UNSEEN)):
+            told = moved or is_among(key, TOLD)
+            (self.told if told else self.refused).append(Change(key, was, now))
+
+    def _walk_block(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], key: str) -> None:
+        facts = {*FACTS, *(["config"] if "path" in now else [])}
+        # An adapter's or a network's configuration alone does not tell whose weights they are.
+        known = any(None not in (was.get(fact), now.get(fact)) for fact in (facts if key == "model.config" else FACTS))
+        for name in {**was, **now}:
+            old, new = (side.get(name, defaults.get(name)) for side in (was, now))
+            inner = f"{key}.{name}".removeprefix(".")
+            if name in facts and None in (old, new):
+                self.unknown += [] if known or old == new else [inner]
+            else:
+                self._walk(old, new, defaults.get(name), inner, name in PLACES and (known or self._trusts))
+
+
+class RunIdentity:
+    """The identity of a run, and what has changed in it since the checkpoint that it goes on from.
+
+    Args:
+        recipe: As config.yaml has it; without one nothing is kept and nothing compared.
+        defaults: A tree of the same form with the defaults of this version, for keys that older checkpoints lack.
+    """
+
+    def __init__(self, recipe: dict[str, Any] | None = None, defaults: dict[str, Any] | None = None):
+        self._recipe, self._defaults = recipe or {}, defaults or {}
+        self._told: list[Change] = []
+        self.tree: dict[str, Any] = {}
+
+    def settle(self, data: Any, checkpoint: Path | None) -> list[str]:
+        """Find out what this run is, and whether it is the rest of the one that wrote `checkpoint`.
+
+        Args:
+            data: DataModule; None on a process that leaves reading to the first one.
+            checkpoint: From which the run goes on; None starts one.
+
+        Returns:
+            What to say: what has changed, what could not be compared, and whether nothing is left to train.
+
+        Raises:
+            UserError: It would become another run; each key is named with its old and new value.
+        """
+        if not self._recipe:
+            return []
+        self.tree = identity_tree(self._recipe, data)
+        if checkpoint is None:
+            return []
+        state, was = saved_identity(checkpoint)
+        length = self._recipe["trainer"]
+        lines = [nothing_left(state, length.get("max_steps"), length.get("max_epochs"))]
+        if was is None:
+            lines.append(f"{checkpoint} does not tell which recipe wrote it, so nothing could be compared.")
+        else:
+            found = Comparison(was, self.tree, self._defaults, trust_places=data is None)
+            self._told = found.told
+            lines += [self._judged(checkpoint, found.refused, found.told), _uncompared(found.unknown if data else [])]
+        return [line for line in lines if line]
+
+    def check_evaluation(self, checkpoint: Path | None) -> list[str]:
+        """Whether `checkpoint` is of the model that is to be evaluated, or asked. Data and precision may be any.
+
+        Returns:
+            What to say.
+
+        Raises:
+            UserError: It is of another network, adapter or base; each key is named with its old and new value.
+        """
+        was = saved_identity(checkpoint)[1] if self._recipe and checkpoint else None
+        if was is None:
+            return []
+        model = {key: value for key, value in identity_tree(self._recipe, None, reads_model=True)["model"].items()
+                 if key in was["model"] and key != "optimizer"}
+        found = Comparison({"model": {key: was["model"][key] for key in model}}, {"model": model}, self._defaults)
+        changes = [*found.refused, *found.told]
+        refused = [change for change in found.refused if is_among(change.key, ASKED)]
+        line = self._judged(checkpoint, refused, [change for change in changes if change not in refused])
+        return [line] if line else []
+
+    def note_resume(self, folder: RunFolder, checkpoint: Path, step: int) -> None:
+        """Add a line to resumes.jsonl: when the run went on, from where, and what had changed."""
+        append_json(folder.resumes, {
+            "step": step, "checkpoint": checkpoint.name, "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "changed": {_spelt(change.key): [change.was, change.now] for change in self._told}})
+
+    @staticmethod
+    def _judged(checkpoint: Path, refused: list[Change], told: list[Change]) -> str:
+        """A table of what is told. Raises UserError where something is refused."""
+        if refused:
+            raise UserError(
+                f"{checkpoint} is of another run. These keys are not as they were, and with them the rest would be "
+                "something else:\n" + _table(refused) + "\nPut them back (config.yaml in the folder of that run has "
+                "them), or start a new run in another trainer.default_root_dir.")
+        return "Changed since that checkpoint:\n" + _table(told) if told else ""
+
+
+def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) -> dict[str, Any]:
+    """A recipe by meaning instead of spelling, facts put beside the keys they belong to.
+
+    Args:
+        recipe: As config.yaml has it.
+        data: DataModule, which knows the facts of data; None leaves all facts out.
+        reads_model: Look into models all the same.
+
+    Raises:
+        UserError: A source, the tokenizer or a model cannot be read.
+    """
+    tree, facts = copy.deepcopy(recipe), data.identity() if data is not None else {}
+    for block in ("model", "data"):
+        tree[block] = {"class_path": tree[block]["class_path"], **tree[block].get("init_args", {})}
+    _name_data(tree, facts)
+    model, revision = tree["model"], tree["model"].pop("revision", None)
+    for key in ("pretrained", "config", "adapter"):
+        if isinstance(name := model.get(key), str):
+            model[key] = {"path": name, "revision": None if key == "adapter" else revision}
+            if facts or reads_model:
+                model[key] |= model_facts(name, model[key]["revision"], key == "adapter", key != "config")
+    limit = tree["trainer"].get("limit_train_batches")
+    if isinstance(limit, float) and limit == 1:
+        tree["trainer"]["limit_train_batches"] = None
+    return tree
+
+
+def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Settle what the keys of `data` leave to others, and note what its sources hold."""
+    data = tree["data"]
+    columns = data.pop("columns", None)
+    for key in ("source", "val_source", "test_source", "predict_source"):
+        if data.get(key) is not None:
+            data[key] = _named_sources(data[key], columns, facts.get(key))
+    path = data.get("tokenizer")
+    data["tokenizer"] = {"path": None if path == tree["model"].get("pretrained") else path,
+                         "content": facts.get("tokenizer")}
+    data["max_length"] = {"content": facts.get("max_length", data.get("max_length"))}
+    if data.get("seed") == tree.get("seed_everything"):
+        data["seed"] = None
+
+
+def _named_sources(value: Any, columns: dict[str, str] | None, contents: list[str | None] | None
+                   ) -> list[dict[str, Any]]:
+    items = [dict(item) if isinstance(item, dict) else {"path": item}
+             for item in (value if isinstance(value, list) else [value])]
+    return [{"name": None, "split": None, "revision": None, "limit": None, "format": None, **item,
+             "columns": item.get("columns") or columns, "weight": item.get("weight", 1.0), "content": content}
+            for item, content in zip(items, contents or [None] * len(items), strict=True)]
+
+
+def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """state.json of a checkpoint, and the identity in it; of older ones what config.yaml tells, or None.
+
+    Raises:
+        UserError: The checkpoint or config.yaml is damaged.
+    """
+    state = read_plain(checkpoint)
+    config = checkpoint.parent.parent / "config.yaml"
+    if state.get("identity") or not config.is_file():
+        return state, state.get("identity") or None
+    try:
+        return state, identity_tree(yaml.safe_load(config.read_text(encoding="utf-8")), None)
+    except (yaml.YAMLError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{config} cannot be read: {error}. It tells what run the checkpoint is of: put it back, or "
+                        "move it away to go on without a comparison.") from error
+
+
+def check_parameters(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless a checkpoint holds the parameters that this run trains.
+
+    Args:
+        saved: Shapes in the checkpoint, by name.
+        wanted: Shapes in the network.
+    """
+    differences = [(sorted(wanted.keys() - saved.keys()), "are missing from it"),
+                   (sorted(saved.keys() - wanted.keys()), "are unknown here"),
+                   (sorted(name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]),
+                    "have another shape in it")]
+    if any(names for names, _ in differences):
+        raise UserError("This checkpoint is of another model: "
+                        + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
+                                    for names, what in differences if names)
+                        + ". Resume with the recipe the run was started with (config.yaml in its folder).")
+
+
+def _are_blocks(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
+def _plain(value: Any) -> Any:
+    """A value without spelling: tuples are lists, and what is empty is not set."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if _plain(item) is not None} or None
+    return [_plain(item) for item in value] or None if isinstance(value, (list, tuple)) else value
+
+
+def _same(key: str, was: Any, now: Any) -> bool:
+    """Equal, and where a fraction is a share, 1.0 is not 1."""
+    return was == now and (key not in SHARES or was != 1 or type(was) is type(now))
+
+
+def _uncompared(keys: list[str]) -> str:
+    if not keys:
+        return ""
+    return f"Not compared, as that checkpoint or this start does not tell: {', '.join(map(_spelt, keys))}."
+
+
+def _table(changes: list[Change]) -> str:
+    """Key, old and new value of each change, in columns."""
+    rows = [("key", "was", "now")]
+    rows += [(_spelt(change.key), _shown(change.was), _shown(change.now)) for change in changes]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
+
+
+def _spelt(key: str) -> str:
+    """A key as recipes have it."""
+    key = key.replace("model.pretrained.revision", "model.revision").replace("model.config.revision", "model.revision")
+    key = key.replace("data.max_length.content", "data.max_length")
+    return key if "source" in key else key.removesuffix(".path")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict) and "path" in value:
+        value = value["path"]
+    elif _are_blocks(value):
+        value = [item.get("path", item.get("class_path", item)) if isinstance(item, dict) else item for item in value]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
