@@ -164,6 +164,7 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
         UserError: A source, the tokenizer or a model cannot be read.
     """
     tree, facts = copy.deepcopy(recipe), data.identity() if data is not None else {}
+    tree["trainer"].pop("default_root_dir", None)
     for block in ("model", "data"):
         tree[block] = {"class_path": tree[block]["class_path"], **tree[block].get("init_args", {})}
     _name_data(tree, facts)
