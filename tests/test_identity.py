@@ -386,6 +386,17 @@ def test_older_checkpoints_are_compared_with_config_yaml(trained, resume, recipe
     assert "state.json is not as it was written" in resumed().err
 
 
+def test_a_checkpoint_without_recipe_is_held_against_the_network(trained, recipe, tmp_path, capfd):
+    engine, run = trained
+    checkpoint = older(run, tmp_path / "older")
+    for lora, message in (({**LORA, "rank": 8}, "have another shape in it"),
+                          ({**LORA, "targets": ["q_proj"]}, "are unknown here")):
+        changes = {**common(engine), "model__init_args__lora": lora, "trainer__max_steps": 4}
+        assert main(["fit", *recipe(**changes), "--ckpt_path", str(checkpoint)]) == 2
+        error = capfd.readouterr().err
+        assert "This checkpoint is of another model" in error and message in error
+
+
 def test_nothing_left():
     def at(step: int, completed: int, ready: int, is_last: bool) -> dict:
         return {"global_step": step, "loops": {"fit_loop": {
