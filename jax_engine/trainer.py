@@ -1,7 +1,8 @@
 """The loop of a run on JAX: fit, validate, test, predict, with Lightning's keys and this project's run folder."""
 
 import math
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from lmmods.mmlu import Questionnaire
 from lmmods.progress import Bar, describe
 from lmmods.publishing import Publisher
 from lmmods.run_length import check_length
-from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_json
+from lmmods.runs.folder import RunFolder, checkpoint_name
 from lmmods.runs.identity import RunIdentity
 from lmmods.samples import SampleWriter
 from lmmods.throughput import Stopwatch, peak_flops
@@ -129,7 +130,7 @@ class Trainer:
         self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv), *extra]
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
-        self.interruption, self.stopwatch = Interruption(), Stopwatch()
+        self.interruption, self.stopwatch = Interruption(saves=enable_checkpointing), Stopwatch()
         self.bar = Bar(enable_progress_bar)
         self.position, self.should_stop = Position(), False
         self._machine = (accelerator, devices, num_nodes, strategy, detect_anomaly)
@@ -148,11 +149,10 @@ class Trainer:
             ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
             overwrite: Delete what an earlier run left in the run folder.
         """
-        resumed = self.run_folder.resolve(ckpt_path) if ckpt_path else None
-        if resumed:
-            self.run_folder.check_can_resume(resumed, overwrite)
-        else:
-            self.run_folder.check_can_start(overwrite)
+        with self._in_run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
+            self._fit(model, datamodule, self.run_folder.resolve(ckpt_path) if ckpt_path else None)
+
+    def _fit(self, model: Task, datamodule: Any, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
             raise UserError(problem)
         self._prepare("fit", model, datamodule, resumed)
@@ -163,6 +163,8 @@ class Trainer:
         self.window, self.open_batches = None, 0
         if resumed:
             self._restore(resumed)
+            if self._is_done() and self._was_complete():
+                return
         elif self.num_sanity_val_steps:
             self._evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(resumed)
@@ -175,13 +177,19 @@ class Trainer:
             self.bar.close()
             self._writer.wait()
 
+    def _was_complete(self) -> bool:
+        told, was_complete = self.run_folder.nothing_left(self.position.step, self.max_steps, self.max_epochs)
+        say(told)
+        return was_complete
+
     def validate(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Evaluate on the validation set.
 
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        self._evaluate_only("validate", "val", model, datamodule, ckpt_path)
+        with self._in_run_folder("validate"):
+            self._evaluate_only("validate", "val", model, datamodule, ckpt_path)
 
     def test(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Evaluate on the test set.
@@ -189,7 +197,8 @@ class Trainer:
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        self._evaluate_only("test", "test", model, datamodule, ckpt_path)
+        with self._in_run_folder("test"):
+            self._evaluate_only("test", "test", model, datamodule, ckpt_path)
 
     def predict(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Write predictions.jsonl.
@@ -197,7 +206,10 @@ class Trainer:
         Args:
             ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+        with self._in_run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
+            self._predict(model, datamodule, self.run_folder.resolve(ckpt_path) if ckpt_path else None)
+
+    def _predict(self, model: Task, datamodule: Any, checkpoint: Path | None) -> None:
         self._prepare("predict", model, datamodule, checkpoint)
         self._compile(None)
         self._load_weights(checkpoint)
@@ -224,6 +236,7 @@ class Trainer:
         """
         from lmmods.inspection import show_data
 
+        self._connect()
         self._prepare("fit", model, datamodule)
         loader = datamodule.train_dataloader()
         self._make_plan(loader)
@@ -238,10 +251,23 @@ class Trainer:
 
     # Start -----------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None = None) -> None:
-        """Devices, data, network, first parameters on the devices; `checkpoint` must fit them, and shapes them."""
+    def _connect(self) -> None:
+        """Devices and the other processes."""
         self.parallel: Parallel = machines.start(*self._machine)
         self._is_first = jax.process_index() == 0
+
+    @contextmanager
+    def _in_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """The run folder is this command's alone. The first process takes it; where it may not, all end alike."""
+        self._connect()
+        folder, several = self.run_folder, jax.process_count() > 1
+        with folder.taken(command, check, self._is_first, tells_later=several):
+            if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
+                raise UserError(problems[0])
+            yield
+
+    def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None = None) -> None:
+        """Data, network, first parameters on the devices; `checkpoint` must fit them, and shapes them."""
         if self.precision == "auto":
             self.precision, reason = machines.choose_precision()
             say(f"precision {self.precision}: {reason}. Another one is set with trainer.precision.")
@@ -416,7 +442,8 @@ class Trainer:
             return self._validate()
         due = step_done and self.checkpoint.is_due(position.step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
-        may_stop = (step_done or jax.process_count() == 1) and machines.any_of(self.interruption.requested)
+        inside = jax.process_count() == 1 and self.enable_checkpointing  # what is not saved ends with a whole step
+        may_stop = (step_done or inside) and machines.any_of(self.interruption.requested)
         if due or ends or may_stop:
             self._save()
 
@@ -466,8 +493,7 @@ class Trainer:
             self.task.evaluate(self.steps, self.weights, group)
         found, files = self.task.eval_results(role, data)
         if keep and self._is_first:
-            for name, content in files.items():
-                write_json(self.run_folder.root / name, content)
+            self.run_folder.write_files(files)
         return {f"{role}/{name}": value for name, value in found.items()}
 
     def _groups(self, loader: Any, batch_size: int, rounds: int | float, epoch: int = 0, start: int = 0,
@@ -521,7 +547,7 @@ class Trainer:
         if machines.any_of(self.interruption.requested):
             self._writer.wait()
             machines.barrier("checkpoint")
-            stop(self.position.step, path)
+            stop(self.position.step, path if self.enable_checkpointing else None)
         if self.publish.repo is not None and self.publish.when == "save":
             with self.stopwatch.paused():
                 self._publish_aside()
@@ -536,7 +562,7 @@ class Trainer:
             return say(f"The upload to {self.publish.repo} is still under way: step {self.position.step} is left out.")
         trainable = self.parallel.fetch_state(self.train_state["trainable"])
         if self._is_first:
-            folder = self.run_folder.root / ".publish"
+            folder = self.run_folder.room_for_upload()
             self._export(trainable, folder)
             self.publish.upload_aside(folder, self.position.step)
 
@@ -582,11 +608,11 @@ class Trainer:
         folder = self.run_folder
         if self._is_first:
             folder.merge_metrics(self.metrics.final(self.position.step))
-            self._export(trainable, folder.root / ".model")
-            commit_folder(folder.root / ".model", folder.model)
-            folder.show_curves()
+            exported = folder.room_for_model()
+            self._export(trainable, exported)
+            folder.put_model(exported)
             log_checkpoint(self.loggers, folder.find("last"), ends=True)
-            folder.completed.touch()
+            folder.complete()
             say(f"Wrote {folder.model}.")
         for logger in self.loggers[1:]:
             logger.finalize("success")
@@ -595,8 +621,6 @@ class Trainer:
         machines.barrier("export")
 
     def _export(self, trainable: Tree, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
         self.task.export(trainable, path)
         self.datamodule.tokenizer.save_pretrained(path)
         card = model_card(self.run_folder, self.task.pretrained, self.task.trains_adapter, self.task.auto_class)

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from lmmods.errors import UserError, first_line
 from lmmods.finished import FinishedRun
-from lmmods.runs.folder import write_json
 
 
 def evaluate(
@@ -54,19 +53,28 @@ def evaluate(
                          {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-mixed"}[dtype], device)
     model = HFLM(pretrained=finished.with_adapter(base), tokenizer=finished.tokenizer(), batch_size=batch_size,
                  device=device)
+    with finished.folder.taken("evaluate"):
+        found = _evaluate_tasks(model, names, limit, num_fewshot, manager, apply_chat_template)
+        print(lm_eval.utils.make_table(found))
+        scores = {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
+                  for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
+                  and name != "sample_len"}
+        finished.folder.merge_metrics(scores)
+        finished.folder.write_files({"evaluate.json": _plain(found)})
+    print(f"Wrote {len(scores)} scores to {finished.folder.metrics_json}.")
+
+
+def _evaluate_tasks(model: Any, names: list[str], limit: int | None, num_fewshot: int | None, manager: Any,
+                    apply_chat_template: bool) -> dict[str, Any]:
+    import lm_eval
+
     try:
-        found = lm_eval.simple_evaluate(model, tasks=names, limit=limit, num_fewshot=num_fewshot, task_manager=manager,
+        return lm_eval.simple_evaluate(model, tasks=names, limit=limit, num_fewshot=num_fewshot, task_manager=manager,
                                         apply_chat_template=apply_chat_template, log_samples=False)
     except (OSError, ConnectionError) as error:
-        raise UserError(f"evaluate: the data of {tasks} cannot be had: {first_line(error)}. They come from the hub "
-                        "unless they are in its cache; tasks on local files work offline (--task_folder).") from error
-    print(lm_eval.utils.make_table(found))
-    scores = {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
-              for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
-              and name != "sample_len"}
-    finished.folder.merge_metrics(scores)
-    write_json(finished.folder.root / "evaluate.json", _plain(found))
-    print(f"Wrote {len(scores)} scores to {finished.folder.metrics_json}.")
+        raise UserError(f"evaluate: the data of {','.join(names)} cannot be had: {first_line(error)}. They come "
+                        "from the hub unless they are in its cache; tasks on local files work offline "
+                        "(--task_folder).") from error
 
 
 def _metric(name: str) -> str:

@@ -8,6 +8,7 @@ from lmmods.console import say
 
 # Launchers pass on signals that the process has also had itself; within so many seconds they are the same one.
 PASSED_ON = 2.0
+UNSAVED = "Nothing was saved: trainer.enable_checkpointing is false."
 
 
 class Interrupted(BaseException):
@@ -15,10 +16,15 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Whether this process has been asked to stop: by Ctrl+C, SIGTERM, or the SIGUSR1 of a batch system."""
+    """Whether this process has been asked to stop: by Ctrl+C, SIGTERM, or the SIGUSR1 of a batch system.
 
-    def __init__(self) -> None:
+    Args:
+        saves: Whether the run writes a checkpoint before it ends.
+    """
+
+    def __init__(self, saves: bool = True) -> None:
         self.requested = False
+        self._saves = saves
         self._when = 0.0
 
     def listen(self) -> None:
@@ -30,11 +36,14 @@ class Interruption:
         if self.requested:
             if time.monotonic() - self._when < PASSED_ON:
                 return
-            raise Interrupted("Stopped at once; the last checkpoint is the one to resume from.")
+            raise Interrupted("Stopped at once; the last checkpoint is the one to resume from." if self._saves
+                              else f"Stopped at once. {UNSAVED}")
         self.requested, self._when = True, time.monotonic()
-        say("\nInterrupted: saving a checkpoint, then stopping. Once more stops at once, without saving.")
+        say("\nInterrupted: saving a checkpoint, then stopping. Once more stops at once, without saving." if self._saves
+            else "\nInterrupted: stopping after this step. Once more stops at once.")
 
 
 def stop(step: int, checkpoint: Any) -> None:
-    """End the run after `checkpoint` was written at optimiser step `step`."""
-    raise Interrupted(f"Interrupted at step {step}. Saved {checkpoint}; go on with --ckpt_path last.")
+    """End the run at optimiser step `step`, after `checkpoint` was written; None where the run writes none."""
+    raise Interrupted(f"Interrupted at step {step}. " + (
+        f"Saved {checkpoint}; go on with --ckpt_path last." if checkpoint else UNSAVED))

@@ -58,6 +58,8 @@ class SampleWriter:
     def begin(self, folder: RunFolder, resumed_step: int | None) -> None:
         """Take the run folder; drop the rows after `resumed_step`, which a resumed run will write again."""
         self._path = folder.samples
+        if self.prompts is not None:
+            folder.manifest.claim(self._path.name)
         if resumed_step is None:
             return
         rows = [row for row in self._rows() if row["step"] <= resumed_step]

@@ -1,6 +1,8 @@
 """Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +21,10 @@ from lmmods.callbacks.predictions import PredictionWriter
 from lmmods.callbacks.progress import Progress
 from lmmods.callbacks.start import StartReport
 from lmmods.callbacks.stopping import Stopping
+from lmmods.callbacks.unsaved import StopUnsaved
 from lmmods.console import say
 from lmmods.errors import UserError
+from lmmods.fit_loop import FitLoop
 from lmmods.inspection import show
 from lmmods.interruption import Interruption
 from lmmods.loggers import MetricsCSV
@@ -75,7 +79,7 @@ class Trainer(L.Trainer):
         if not any(isinstance(callback, Checkpoint) for callback in callbacks):
             callbacks.append(Checkpoint())
         if not enable_checkpointing:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+            callbacks = [*(callback for callback in callbacks if not isinstance(callback, Checkpoint)), StopUnsaved()]
         # Before Checkpoint stores a step, Metrics counts it, Samples writes its samples and MMLU asks its questions; a
         # run is complete when its last one is stored.
         self._metrics = metrics = Metrics()
@@ -110,6 +114,9 @@ class Trainer(L.Trainer):
         except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's, of the recipe's values
             raise UserError(f"trainer: {error}") from error
         self._epochs = max_epochs
+        self.fit_loop, epoch_loop = FitLoop(self, self.min_epochs, self.max_epochs), self.fit_loop.epoch_loop
+        self.fit_loop.epoch_loop = epoch_loop
+        self.was_complete = False  # when it was resumed
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
@@ -118,7 +125,7 @@ class Trainer(L.Trainer):
         self.resumed_from: Path | None = None
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
-        self.interruption = Interruption()
+        self.interruption = Interruption(saves=enable_checkpointing)
 
     # Commands --------------------------------------------------------------------------------------------------------
 
@@ -130,18 +137,14 @@ class Trainer(L.Trainer):
             ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
             overwrite: Delete what an earlier run left in the run folder.
         """
-        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
-        if checkpoint:
-            self.run_folder.check_can_resume(checkpoint, overwrite)
-        else:
-            self.run_folder.check_can_start(overwrite)
-        self.resumed_from = checkpoint
-        if checkpoint:
-            datamodule.go_on_from(read_plain(checkpoint))
-        # Before the processes know each other, and before anything is restored: the first one reads the data.
-        for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint):
-            say(line)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
+        with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
+            self.resumed_from = checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+            if checkpoint:
+                datamodule.go_on_from(read_plain(checkpoint))
+            # Before the processes know each other, and before anything is restored: the first one reads the data.
+            for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint):
+                say(line)
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the validation set.
@@ -149,8 +152,9 @@ class Trainer(L.Trainer):
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        checkpoint = self._checkpoint(ckpt_path, datamodule)
-        found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
+        with self._run_folder("validate"):
+            checkpoint = self._checkpoint(ckpt_path, datamodule)
+            found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
         if not found:
             raise UserError("There is no validation set: set data.val_source or data.val_size.")
         return found
@@ -161,8 +165,9 @@ class Trainer(L.Trainer):
         Args:
             ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        checkpoint = self._checkpoint(ckpt_path, datamodule)
-        return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
+        with self._run_folder("test"):
+            checkpoint = self._checkpoint(ckpt_path, datamodule)
+            return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
 
     def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Write predictions.jsonl.
@@ -170,8 +175,9 @@ class Trainer(L.Trainer):
         Args:
             ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
         """
-        super().predict(model, dataloaders, datamodule, return_predictions=False,
-                        ckpt_path=self._checkpoint(ckpt_path, datamodule))
+        with self._run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
+            super().predict(model, dataloaders, datamodule, return_predictions=False,
+                            ckpt_path=self._checkpoint(ckpt_path, datamodule))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
@@ -198,6 +204,11 @@ class Trainer(L.Trainer):
         for line in self.identity.check_evaluation(checkpoint):
             say(line)
         return checkpoint
+
+    def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
+        launched = self._accelerator_connector.cluster_environment.creates_processes_externally
+        return self.run_folder.taken(command, check, self.is_global_zero, tells_later=launched and self.world_size > 1)
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 

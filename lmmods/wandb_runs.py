@@ -11,6 +11,7 @@ from lmmods.loggers import hidden_arguments
 from lmmods.recipes import read_recipe
 from lmmods.redaction import redacted
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.recognition import wandb_id
 
 TABLE_ROWS = 1000
 
@@ -45,11 +46,7 @@ def known_wandb_id(folder: RunFolder) -> str | None:
     """Id under which W&B knows the run in a folder."""
     if not folder.config.exists():
         return None
-    loggers = read_recipe(folder.config)["trainer"].get("logger")
-    loggers = loggers if isinstance(loggers, list) else [loggers]
-    ids = [logger["init_args"].get("id") for logger in loggers
-           if isinstance(logger, dict) and logger["class_path"].endswith("WandbLogger")]
-    return next(iter(ids), None)
+    return wandb_id(read_recipe(folder.config))
 
 
 def has_wandb_key() -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from lmmods.errors import UserError
 from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_text
+from lmmods.treefile import write_manifest
 
 
 @pytest.fixture
@@ -14,8 +15,10 @@ def folder(tmp_path) -> RunFolder:
 
 
 def fill(folder: RunFolder, *names: str) -> None:
+    """As a run of the version before leaves it: no list of its files."""
     for name in names:
-        folder.checkpoint(name).mkdir(parents=True)
+        write_text(folder.checkpoint(name) / "state.json", "{}")
+        write_manifest(folder.checkpoint(name))
     write_text(folder.config, "a: 1\n")
 
 
@@ -42,7 +45,7 @@ def test_begin_deletes_the_old_run_and_nothing_else(folder):
     fill(folder, "step=5")
     (folder.root / "notes.txt").write_text("mine")
     folder.begin(None)
-    assert [p.name for p in folder.root.iterdir()] == ["notes.txt"]
+    assert {p.name for p in folder.root.iterdir()} == {".run-files.json", "notes.txt"}
 
 
 def test_checkpoints_are_ordered_by_position_not_by_name(folder):

@@ -1,6 +1,6 @@
 """What a finished run leaves: the model folder with its card, and the curves as a picture."""
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -9,7 +9,6 @@ from lmmods.card import model_card
 from lmmods.console import say
 from lmmods.curves import draw_curves
 from lmmods.loggers import log_checkpoint
-from lmmods.runs.folder import commit_folder
 
 
 class Export(L.Callback):
@@ -17,21 +16,22 @@ class Export(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         folder = trainer.run_folder
-        temporary = folder.root / ".model"
-        write_model(trainer, module, temporary)
+        exported = write_model(trainer, module, folder.room_for_model)
         if trainer.is_global_zero:
-            commit_folder(temporary, folder.model)
-            folder.show_curves()
+            folder.put_model(exported)
             log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
-            folder.completed.touch()
+            folder.complete()
             say(f"Wrote {folder.model}.")
         trainer.strategy.barrier("export")
 
 
-def write_model(trainer: L.Trainer, module: L.LightningModule, folder: Path) -> None:
-    """Write model or adapter, tokenizer and card; what `folder` held before is gone. All processes must call this."""
-    if trainer.is_global_zero:
-        shutil.rmtree(folder, ignore_errors=True)
+def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callable[[], Path]) -> Path:
+    """Write model or adapter, tokenizer and card. All processes must call this.
+
+    Args:
+        make_room: Makes the new folder to write into; called by the first process.
+    """
+    folder = trainer.strategy.broadcast(make_room() if trainer.is_global_zero else None)
     trained = [(param, param.data) for param in module.trainable().values()]
     module.export(folder)  # sharded parameters are gathered by all processes
     for param, data in trained:  # model.save_dtype has rounded them, and training may go on
@@ -41,3 +41,4 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, folder: Path) -> 
         card = model_card(trainer.run_folder, module.pretrained, module.trains_adapter, module.auto_class)
         (folder / "README.md").write_text(card, encoding="utf-8")
         draw_curves(trainer.run_folder.metrics_csv, folder / "loss.png")
+    return folder

@@ -5,7 +5,6 @@ from typing import Any
 import lightning as L
 import torch
 
-from lmmods.runs.folder import write_json
 from lmmods.throughput import Laps, Stopwatch, peak_flops
 
 
@@ -81,8 +80,7 @@ class Metrics(L.Callback):
             return
         results = {f"{prefix}/{name}": value for name, value in found.items()}
         if trainer.is_global_zero:
-            for name, content in files.items():
-                write_json(trainer.run_folder.root / name, content)
+            trainer.run_folder.write_files(files)
         self._log(trainer, module, results)
         if trainer.state.fn != "fit" and trainer.is_global_zero:
             trainer.run_folder.merge_metrics(results)

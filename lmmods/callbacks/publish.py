@@ -22,14 +22,13 @@ class Publish(Publisher, L.Callback):
         """Called on every process after a checkpoint is complete."""
         if self.repo is None or self.when != "save":
             return
-        folder = trainer.run_folder.root / ".publish"
         if trainer.strategy.broadcast(self.is_busy):
             return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
-        write_model(trainer, module, folder)
+        folder = write_model(trainer, module, trainer.run_folder.room_for_upload)
         if trainer.is_global_zero:
             self.upload_aside(folder, trainer.global_step)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After Export has written model/."""
-        if self.repo is not None and trainer.is_global_zero:
+        if self.repo is not None and trainer.is_global_zero and not trainer.was_complete:
             self.finish(trainer.run_folder.model, trainer.global_step)

@@ -4,6 +4,7 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.console import say, warn
+from lmmods.errors import UserError
 from lmmods.loggers import log_recipe
 from lmmods.modules.summary import available_bytes
 
@@ -13,6 +14,12 @@ class StartReport(L.Callback):
 
     Nothing is written before data, model and checkpoint have all loaded: a failed start leaves no trace.
     """
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Where the first process may not have the run folder, all end alike; others wait for it since their start."""
+        problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))
+        if problem:
+            raise UserError(problem)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.interruption.listen()

@@ -24,6 +24,7 @@ from lmmods.data.encoded import Encoded, Encoder, RowError, Tally, arrow_column
 from lmmods.data.readers import Row
 from lmmods.data.store import MANIFEST, damage
 from lmmods.errors import UserError
+from lmmods.parenthood import end_with_parent
 
 ROWS_PER_BATCH = 1000
 CHARACTERS_PER_BATCH = 1 << 20
@@ -167,6 +168,7 @@ _worker_encoder: Encoder | None = None
 
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_encoder = encoder
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lmmods.data.sampler import BatchOrder, deal, num_rounds
 from lmmods.errors import UserError
+from lmmods.parenthood import end_with_parent
 
 Batch = dict[str, torch.Tensor]
 
@@ -37,7 +38,8 @@ class _Batches:
 
 def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int) -> DataLoader:
     # forkserver: forking a process in which JAX has started can deadlock
-    parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True} if num_workers else {}
+    parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
+                "worker_init_fn": end_with_parent} if num_workers else {}
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
 
 

@@ -7,12 +7,20 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lmmods.errors import UserError
+from lmmods.runs.atomic import REPLACED, commit_files, commit_folder, files_in, restore, write_json, write_text
+from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
+from lmmods.runs.inputs import check_inputs
+from lmmods.runs.lock import FolderLock
+from lmmods.runs.manifest import ANSWERS, NAMES, Manifest
+from lmmods.runs.recognition import wandb_paths
 
 CHECKPOINT_PREFIX = "step="
 _CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
@@ -24,11 +32,6 @@ class RunFolder:
     Args:
         root: `trainer.default_root_dir`.
     """
-
-    OWN_FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "predictions.jsonl", "loss.png",
-                 "predictions.json", "nbest_predictions.json", "null_odds.json",
-                 "samples.jsonl", "resumes.jsonl", "evaluate.json", "completed")
-    OWN_FOLDERS = ("checkpoints", "model", "wandb")
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(root)
@@ -43,14 +46,61 @@ class RunFolder:
         self.checkpoints = self.root / "checkpoints"
         self.model = self.root / "model"
         self.completed = self.root / "completed"
+        self.manifest, self._lock = Manifest(self.root), FolderLock(self.root)
+        self.problem: UserError | None = None  # that the first process has not told yet
+
+    # Whose it is -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def taken(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
+              tells_later: bool = False) -> Iterator[None]:
+        """Hold the folder for one command; the first of its processes takes it.
+
+        Args:
+            command: Its name, for whoever finds the folder in use.
+            check: Looks whether the command may do its work in the folder; raises UserError.
+            is_first: Whether this process is the first.
+            tells_later: Keep what is wrong as `problem`, because other processes are already waiting to hear of it.
+        """
+        try:
+            try:
+                if is_first:
+                    self._check_writable()
+                    self._lock.take(command)
+                    for old in (*self.root.glob(f"{REPLACED}model"), *self.checkpoints.glob(f"{REPLACED}step=*")):
+                        restore(old)
+                    check()
+            except UserError as error:
+                if not tells_later:
+                    raise
+                self.problem = error
+            yield
+        finally:
+            self._lock.release()
+
+    def check_fit(self, ckpt_path: str | None, overwrite: bool, recipe: dict[str, Any]) -> None:
+        """Refuse to train where another run, or something that no run wrote, would be lost."""
+        check_inputs(self.root, NAMES, recipe)
+        checkpoint = self.resolve(ckpt_path) if ckpt_path else None
+        if checkpoint:
+            self.check_can_resume(checkpoint, overwrite)
+        else:
+            self.check_can_start(overwrite)
+
+    def check_results(self, recipe: dict[str, Any]) -> None:
+        """Refuse to predict where the answers would replace the questions."""
+        check_inputs(self.root, ("predictions.jsonl", *ANSWERS), recipe)
 
     # Starting --------------------------------------------------------------------------------------------------------
 
     def check_can_start(self, overwrite: bool) -> None:
-        """Refuse to start a fresh run over another one. Raises UserError; writes nothing that stays."""
+        """Refuse to start a fresh run over another one, or over what no run wrote. Writes nothing that stays."""
         self._check_writable()
-        if overwrite or not self.holds_run():
-            return
+        if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.manifest.entries():
+            self._refuse()
+        self._check_names()
+
+    def _refuse(self) -> None:
         if self.completed.exists():
             raise UserError(f"{self.root} holds a finished run. Choose another trainer.default_root_dir, "
                             "or start again with --overwrite true (its files are then deleted).")
@@ -60,11 +110,19 @@ class RunFolder:
             remedy = "it saved no checkpoint yet; start again with --overwrite true (its files are then deleted)"
         raise UserError(f"{self.root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
 
+    def _check_names(self) -> None:
+        foreign = self.manifest.foreign_names()
+        if foreign:
+            raise UserError(f"{self.root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
+                            f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
+                            "trainer.default_root_dir.")
+
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
         """Refuse to resume over another run, or behind later checkpoints of the same run, unless they may go."""
         if not self._owns(checkpoint):
             return self.check_can_start(overwrite)
         self._check_writable()
+        self._check_names()
         later = self._later_than(checkpoint)
         if later and not overwrite:
             raise UserError(f"{self.root} holds later checkpoints than {checkpoint.name} ({later[-1].name}). Resume "
@@ -73,16 +131,14 @@ class RunFolder:
     def begin(self, checkpoint: Path | None) -> None:
         """Make the folder ready: empty of an earlier run, or of what came after `checkpoint`."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self.completed.unlink(missing_ok=True)
         if checkpoint is not None and self._owns(checkpoint):
-            for folder in (*self._later_than(checkpoint), *self.checkpoints.glob(".*")):
-                shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink()
-            return
-        for name in self.OWN_FILES:
-            (self.root / name).unlink(missing_ok=True)
-        for name in self.OWN_FOLDERS:
-            if (self.root / name).is_dir():
-                shutil.rmtree(self.root / name)
+            self.completed.unlink(missing_ok=True)
+            for folder in self._later_than(checkpoint):
+                remove_checkpoint(folder)
+            remove_unfinished(self.checkpoints)
+        elif left := self.manifest.delete():
+            print(f"Left where they are, as no run wrote them: {', '.join(map(str, left))}.", flush=True)
+        self.manifest.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
 
     def holds_run(self) -> bool:
         return any((self.root / name).exists() for name in ("config.yaml", "checkpoints", "metrics.csv"))
@@ -145,9 +201,7 @@ class RunFolder:
 
     def drop_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; at no moment is half of one there under its name."""
-        hidden = self.checkpoint(f".dropped-{name}-{os.getpid()}")
-        os.replace(self.checkpoint(name), hidden)
-        hidden.unlink() if hidden.is_symlink() else shutil.rmtree(hidden)
+        remove_checkpoint(self.checkpoint(name))
 
     def _owns(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
@@ -159,27 +213,77 @@ class RunFolder:
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
         """Write what a run is made of: its whole recipe and what its data turned out to be."""
         if recipe:
+            self.manifest.claim(*wandb_paths(recipe, self.root))
             write_text(self.config, as_yaml(recipe))
         write_json(self.data_report, report)
 
     # Results ---------------------------------------------------------------------------------------------------------
 
-    def show_curves(self) -> None:
-        """Put the curves that lie beside the model where one looks for them."""
+    def room_for_model(self) -> Path:
+        """A new folder to export into; `put_model` makes it model/."""
+        stays = self.model.is_symlink() or self.model.is_mount()
+        return self._new_folder("model/.new" if stays else ".model")
+
+    def room_for_upload(self) -> Path:
+        """A new folder for a copy of the model that is deleted after its upload."""
+        return self._new_folder(".publish")
+
+    def _new_folder(self, name: str) -> Path:
+        self.manifest.claim(name)
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        (self.root / name).mkdir(parents=True)
+        return self.root / name
+
+    def put_model(self, exported: Path) -> None:
+        """Let what has been exported stand as model/. The old one is there until then; files of others stay in it.
+
+        Raises:
+            UserError: A file that no run wrote has the name of an exported one.
+        """
+        old, new = self.manifest.inside("model"), files_in(exported)
+        self.manifest.claim("model", *(f"model/{name}" for name in new))
+        if exported.parent == self.model or files_in(self.model) - old:
+            commit_files(exported, self.model)
+            for name in old - new:
+                (self.model / name).unlink(missing_ok=True)
+        else:
+            commit_folder(exported, self.model)
+        self.manifest.forget(*(f"model/{name}" for name in old - new))
+
+    def complete(self) -> None:
+        """Show the curves that lie beside the model where one looks for them, and mark the run completed."""
+        self.manifest.claim("loss.png", "completed")
         if (self.model / "loss.png").exists():
             shutil.copyfile(self.model / "loss.png", self.loss_png)
+        self.completed.touch()
+
+    def nothing_left(self, step: int, max_steps: int, max_epochs: int | float | None) -> tuple[str, bool]:
+        """What to say of a run resumed at a step where nothing is left to train, and whether it was complete."""
+        limit = f"max_steps is {max_steps}" if max_steps not in (-1, None) and step >= max_steps else (
+            f"max_epochs is {max_epochs}")
+        if self.completed.exists():
+            return (f"{self.root} holds a complete run: it ended at step {step}, and trainer.{limit}. Raise that to go "
+                    "on; nothing was changed."), True
+        return f"The run stands at step {step}, and trainer.{limit}: nothing is left to train, only its end.", False
+
+    def write_files(self, files: dict[str, Any]) -> None:
+        """Write results under their names as JSON."""
+        self.manifest.claim(*files)
+        for name, content in files.items():
+            write_json(self.root / name, content)
 
     def merge_metrics(self, metrics: dict[str, float]) -> None:
         """Add final numbers to metrics.json."""
+        self.manifest.claim("metrics.json")
         known = json.loads(self.metrics_json.read_text()) if self.metrics_json.exists() else {}
         write_json(self.metrics_json, {**known, **metrics})
 
     def write_predictions(self, found: Any) -> str:
         """Write `rows`, `files` and `scores` of predict; returns what to say of it."""
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
+        self.manifest.claim("predictions.jsonl")
         write_text(self.predictions, "".join(lines))
-        for name, content in found.files.items():
-            write_json(self.root / name, content)
+        self.write_files(found.files)
         scores = {f"predict/{name}": value for name, value in found.scores.items()}
         self.merge_metrics(scores)
         return (f"Wrote {len(lines)} rows to {self.predictions}. "
@@ -204,51 +308,6 @@ def checkpoint_position(name: str) -> tuple[int, int]:
     return int(step), int(open_batches or 0)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:  # the disk is full: no half of it stays
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def append_json(path: Path, value: Any) -> None:
-    """Add a line to a .jsonl file, on disk when this returns."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def as_yaml(recipe: dict[str, Any]) -> str:
     """A recipe as config.yaml holds it."""
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-
-
-def commit_folder(temporary: Path, final: Path) -> None:
-    """Move a finished folder to its name after its files have reached the disk; an older one there is replaced."""
-    for path in (*temporary.rglob("*"), temporary):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    if final.exists():
-        old = final.with_name(f".old-{final.name}-{os.getpid()}")
-        os.replace(final, old)
-        os.replace(temporary, final)
-        shutil.rmtree(old)
-    else:
-        os.replace(temporary, final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

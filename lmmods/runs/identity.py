@@ -15,7 +15,8 @@ import yaml
 
 from lmmods.errors import UserError
 from lmmods.position import nothing_left
-from lmmods.runs.folder import RunFolder, append_json
+from lmmods.runs.atomic import append_json
+from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity_keys import ASKED, SHARES, TOLD, UNSEEN, is_among
 from lmmods.runs.model_facts import model_facts
 from lmmods.treefile import read_plain
@@ -137,6 +138,7 @@ class RunIdentity:
 
     def note_resume(self, folder: RunFolder, checkpoint: Path, step: int) -> None:
         """Add a line to resumes.jsonl: when the run went on, from where, and what had changed."""
+        folder.manifest.claim(folder.resumes.name)
         append_json(folder.resumes, {
             "step": step, "checkpoint": checkpoint.name, "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "changed": {_spelt(change.key): [change.was, change.now] for change in self._told}})

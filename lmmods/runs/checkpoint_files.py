@@ -1,0 +1,64 @@
+"""Which files make a checkpoint folder, and how it goes without taking with it what somebody else put there."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"  # name of each file, with size and checksum (lmmods.treefile)
+
+
+def own_files(checkpoint: Path) -> list[str]:
+    """Files that make a checkpoint; none where the folder is something else."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [*manifest, MANIFEST] if isinstance(manifest, dict) and "state.json" in manifest else []
+
+
+def holds_checkpoint(checkpoints: Path) -> bool:
+    return any(own_files(path) for path in checkpoints.glob("step=*"))
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Delete a checkpoint; what is none, a link, and files that somebody put into its folder stay.
+
+    At no moment is half of one there under its name, except beside such files.
+    """
+    names = own_files(checkpoint)
+    if not names or checkpoint.is_symlink():
+        return
+    if {path.name for path in checkpoint.iterdir()} <= set(names):
+        hidden = checkpoint.with_name(f".dropped-{checkpoint.name}")
+        os.replace(checkpoint, hidden)
+        shutil.rmtree(hidden)
+        return
+    for name in sorted(names, key=lambda name: name == MANIFEST):  # which tells whose they are, so it goes last
+        (checkpoint / name).unlink(missing_ok=True)
+
+
+def keep_foreign_files(old: Path, new: Path) -> None:
+    """Delete a checkpoint that `new` replaces; what else lay beside its files goes on in `new`."""
+    names = own_files(old)
+    for path in old.iterdir() if names else ():
+        if path.name not in names and not (new / path.name).exists():
+            os.replace(path, new / path.name)
+    shutil.rmtree(old)
+
+
+def remove_checkpoints(checkpoints: Path) -> None:
+    """Delete every checkpoint in a folder with `last` and `best`, and nothing else."""
+    remove_unfinished(checkpoints)
+    for path in checkpoints.glob("step=*"):
+        remove_checkpoint(path)
+    for alias in ("last", "best"):
+        if (checkpoints / alias).is_symlink():
+            (checkpoints / alias).unlink()
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Delete what writers that were killed have left."""
+    for pattern in (".step=*", ".old-step=*", ".dropped-step=*", ".last-*", ".best-*"):
+        for path in checkpoints.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,0 +1,183 @@
+"""One run folder, one process: a lock that the system releases when its holder dies, however it dies."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from lmmods.errors import UserError
+
+FILE = ".run-lock"
+# What flock says on file systems that have no locks.
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+# Mounts whose locks are seen by this machine only.
+LOCAL_ONLY = re.compile(r"\b(nolock|local_lock=(all|flock)|localflock|nobrl)\b| - fuse\.(?!fuse-overlayfs)")
+
+
+class FolderLock:
+    """flock on a file in the run folder that says who holds it: host, process, command, start.
+
+    The file is there while a process holds the lock; what one that was killed has left stops nobody. Where the lock
+    is not seen by other machines the file's words decide, and a file that another host wrote must be deleted by hand.
+
+    Args:
+        folder: The run folder; it is made, and removed again where nothing has been written into it.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / FILE
+        self._file: int | None = None
+        self._made: list[Path] = []
+
+    def take(self, command: str) -> None:
+        """Hold the lock from now on.
+
+        Raises:
+            UserError: Another process holds it, or may hold it.
+        """
+        try:
+            while self._file is None:
+                self._make_folders()
+                self._try(command)
+        except UserError:
+            self._remove_folders()
+            raise
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._file is not None:
+            self.path.unlink(missing_ok=True)  # first, so that who has opened it meanwhile begins anew
+            self.let_go()
+        self._remove_folders()
+
+    def let_go(self) -> None:
+        """Close the file and leave it where it is."""
+        _HELD.discard(self)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _try(self, command: str) -> None:
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # another process has just removed the folder that it had made
+            return
+        except OSError as error:
+            raise self._unwritable(error) from error
+        is_ours = False
+        try:
+            is_ours = self._is_granted(file) and self._is_still(file)
+            if is_ours:
+                self._sign(file, command)
+                self._file = file
+        except OSError as error:
+            raise self._unwritable(error) from error
+        finally:
+            if not is_ours or self._file is None:
+                os.close(file)
+
+    def _sign(self, file: int, command: str) -> None:
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command,
+                  "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(record).encode(), 0)
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"{self.path} cannot be written ({error.strerror}), so nothing can say that this folder is in "
+                         "use. Make room, delete it, or choose another trainer.default_root_dir.")
+
+    def _is_granted(self, file: int) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            reaches_all = not LOCAL_ONLY.search(mount_of(self.path))
+        except BlockingIOError as error:
+            raise self._in_use(_read(file)) from error
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            reaches_all = False
+        record = _read(file)
+        if not reaches_all and record and not _is_dead(record):
+            raise self._in_use(record)
+        return True
+
+    def _is_still(self, file: int) -> bool:
+        """Whether the locked file is the one that others find."""
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _in_use(self, record: dict[str, Any]) -> UserError:
+        holder, remedy = "another process", ""
+        if record:
+            holder = "process {pid} on {host} ({command}, since {started})".format_map(record)
+        if record.get("host") != socket.gethostname():
+            remedy = f" If that process is gone and this goes on, delete {self.path}."
+        return UserError(f"{self.path.parent} is in use by {holder}. Wait for its end, or choose another "
+                         f"trainer.default_root_dir.{remedy}")
+
+    def _make_folders(self) -> None:
+        folder = self.path.parent
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._made = self._made or missing
+
+    def _remove_folders(self) -> None:
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:  # something is in it, or another process was here before
+                break
+        self._made = []
+
+
+_HELD: set[FolderLock] = set()
+
+
+def _let_go_of_all() -> None:
+    for lock in list(_HELD):
+        lock.let_go()
+
+
+# A child that outlives this process must not hold its locks; those that are executed anew have them closed anyway.
+os.register_at_fork(after_in_child=_let_go_of_all)
+
+
+def mount_of(path: Path) -> str:
+    """The line of Linux's table of mounts for the file system that a path is on; empty elsewhere."""
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        return ""
+    device = os.stat(path).st_dev
+    name = f" {os.major(device)}:{os.minor(device)} "
+    return next((line for line in table.read_text(encoding="utf-8", errors="replace").splitlines() if name in line), "")
+
+
+def _read(file: int) -> dict[str, Any]:
+    """Who wrote the file; nobody where it is not written yet."""
+    try:
+        record = json.loads(os.pread(file, 4096, 0))
+    except ValueError:
+        return {}
+    wanted = ("host", "pid", "command", "started")
+    return record if isinstance(record, dict) and all(key in record for key in wanted) else {}
+
+
+def _is_dead(record: dict[str, Any]) -> bool:
+    """Whether the process that wrote a record is known to be gone; of other hosts nothing is known."""
+    if record["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(record["pid"]), 0)
+    except (ProcessLookupError, ValueError):
+        return True
+    except PermissionError:
+        return False
+    return int(record["pid"]) == os.getpid()
