@@ -1,0 +1,111 @@
+"""The end of a run: an export that was cut off is made good, a complete run says so, a run that saves nothing stops."""
+
+import json
+import signal
+
+import pytest
+
+from lmmods.cli import main
+from lmmods.runs.atomic import files_in
+from lmmods.runs.folder import RunFolder
+
+ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
+PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 4}
+BY_EPOCHS = {**PLAIN, "trainer__max_steps": -1, "trainer__max_epochs": 1}
+TIMED = "train/tokens_per_second"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def content(run: RunFolder) -> dict[str, object]:
+    """All that a run left, without what tells the time, where it is, and the list of its own files."""
+    found: dict[str, object] = {}
+    for name in {path for path in files_in(run.root) if not (run.root / path).is_symlink()} - {"config.yaml", "metrics.csv", "model/loss.png", "loss.png", ".run-files.json"}:
+        data = (run.root / name).read_bytes()
+        if name in ("metrics.json",) or name.endswith("state.json"):
+            data = json.loads(data)
+            (data if name == "metrics.json" else data["callbacks"]["Metrics"]["latest"]).pop(TIMED)
+        if not name.endswith(("manifest.json", "README.md")):  # checksums and numbers of what was compared already
+            found[name] = data
+    return found
+
+
+@ENGINES
+@pytest.mark.parametrize("changes", [PLAIN, pytest.param(BY_EPOCHS, marks=pytest.mark.slow)], ids=["steps", "epochs"])
+def test_an_export_cut_off_is_made_good(recipe, tmp_path, monkeypatch, engine, changes):
+    changes = {**changes, "engine": engine, "samples": {"prompts": ["Add 1 and 2."], "every_n_steps": 3,
+                                                        "max_new_tokens": 3}}
+    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
+    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "put_model", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            main(["fit", *arguments])
+    assert not broken.completed.exists() and not broken.model.exists()
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert broken.completed.exists()
+    left, right = content(straight), content(broken)
+    assert left.keys() == right.keys() and {name for name in left if left[name] != right[name]} == set()
+
+
+@ENGINES
+def test_a_complete_run_says_so_and_goes_on_when_it_is_longer(recipe, tmp_path, engine, capfd):
+    run = RunFolder(tmp_path / "run")
+    assert main(["fit", *recipe(engine=engine, **PLAIN)]) == 0
+    before = {name: (run.root / name).stat().st_mtime_ns for name in files_in(run.root)}
+    capfd.readouterr()
+    assert main(["fit", *recipe(engine=engine, **PLAIN), "--ckpt_path", "last"]) == 0
+    said = capfd.readouterr().out
+    assert f"{run.root} holds a complete run: it ended at step 4, and trainer.max_steps is 4. Raise that" in said
+    assert {name: (run.root / name).stat().st_mtime_ns for name in files_in(run.root)} == before
+    assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 5}), "--ckpt_path", "last"]) == 0
+    assert run.names()[-1] == "step=5" and run.completed.exists()
+
+
+@ENGINES
+def test_a_run_that_is_longer_than_asked_for_ends_as_it_stands(recipe, tmp_path, monkeypatch, engine, capfd):
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "put_model", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            main(["fit", *recipe(engine=engine, **PLAIN)])
+    assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 2}), "--ckpt_path", "last"]) == 0
+    assert "The run stands at step 4, and trainer.max_steps is 2: nothing is left to train" in capfd.readouterr().out
+    assert run.completed.exists() and run.model.is_dir()
+
+
+@ENGINES
+def test_a_full_disk_at_the_end_is_one_message_and_goes_on(recipe, tmp_path, monkeypatch, engine, capfd):
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        full = OSError(28, "No space left on device", "model")
+        patch.setattr(RunFolder, "put_model", lambda *_: (_ for _ in ()).throw(full))
+        assert main(["fit", *recipe(engine=engine, **PLAIN)]) == 2
+    said = capfd.readouterr().err
+    assert "No space left on device" in said and "--ckpt_path last" in said and "Traceback" not in said
+    assert main(["fit", *recipe(engine=engine, **PLAIN), "--ckpt_path", "last"]) == 0
+    assert run.completed.exists()
+
+
+@ENGINES
+def test_without_checkpoints_the_first_signal_ends_the_run(recipe, tmp_path, engine, capfd, monkeypatch):
+    """The signal comes inside a window of two micro-batches; the run ends with its step and says what it kept."""
+    from lmmods.interruption import Interruption
+
+    arguments = recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 9}, trainer__enable_checkpointing=False,
+                       trainer__accumulate_grad_batches=2, trainer__limit_val_batches=0)
+    listen = Interruption.listen
+
+    def listen_and_hear(interruption: Interruption) -> None:
+        listen(interruption)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Interruption, "listen", listen_and_hear)
+    assert main(["fit", *arguments]) == 130
+    output = capfd.readouterr()
+    assert "Interrupted at step 1. Nothing was saved: trainer.enable_checkpointing is false." in output.err
+    assert "saving" not in output.out and "ckpt_path" not in output.out + output.err
+    assert not any(tmp_path.joinpath("run").glob("checkpoints/*"))
