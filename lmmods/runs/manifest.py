@@ -37,7 +37,10 @@ class Manifest:
         if not self.path.exists():
             return recognised(self.root)
         try:
-            return {str(path) for path in json.loads(self.path.read_text(encoding="utf-8"))["paths"]}
+            paths = {str(path) for path in json.loads(self.path.read_text(encoding="utf-8"))["paths"]}
+            if any(Path(path).is_absolute() or ".." in Path(path).parts for path in paths):
+                raise ValueError("a path leads out of the folder")
+            return paths
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{self.path} is damaged, so what runs wrote into this folder is not known. Delete it; the "
                             "run is then told by its config.yaml and checkpoints.") from error

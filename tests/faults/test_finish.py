@@ -22,7 +22,8 @@ class Killed(BaseException):
 def content(run: RunFolder) -> dict[str, object]:
     """All that a run left, without what tells the time, where it is, and the list of its own files."""
     found: dict[str, object] = {}
-    for name in {path for path in files_in(run.root) if not (run.root / path).is_symlink()} - {"config.yaml", "metrics.csv", "model/loss.png", "loss.png", ".run-files.json"}:
+    names = {path for path in files_in(run.root) if not (run.root / path).is_symlink()}
+    for name in names - {"config.yaml", "metrics.csv", "model/loss.png", "loss.png", ".run-files.json"}:
         data = (run.root / name).read_bytes()
         if name in ("metrics.json",) or name.endswith("state.json"):
             data = json.loads(data)
