@@ -16,7 +16,6 @@ class FitLoop(_FitLoop):
         trainer = self.trainer
         if not super().skip or trainer.resumed_from is None or trainer.limit_train_batches == 0:
             return super().skip
-        told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, self.max_steps,
-                                                                     self.max_epochs)
+        told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, *trainer.length)
         say(told)
         return trainer.was_complete

@@ -116,6 +116,7 @@ class Trainer(L.Trainer):
         self._epochs = max_epochs
         self.fit_loop, epoch_loop = FitLoop(self, self.min_epochs, self.max_epochs), self.fit_loop.epoch_loop
         self.fit_loop.epoch_loop = epoch_loop
+        self.length = (max_steps, max_epochs)  # as the recipe says it
         self.was_complete = False  # when it was resumed
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)

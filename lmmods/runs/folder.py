@@ -221,6 +221,7 @@ class RunFolder:
 
     def room_for_model(self) -> Path:
         """A new folder to export into; `put_model` makes it model/."""
+        self.manifest.claim("model")
         stays = self.model.is_symlink() or self.model.is_mount()
         return self._new_folder("model/.new" if stays else ".model")
 
@@ -241,7 +242,7 @@ class RunFolder:
             UserError: A file that no run wrote has the name of an exported one.
         """
         old, new = self.manifest.inside("model"), files_in(exported)
-        self.manifest.claim("model", *(f"model/{name}" for name in new))
+        self.manifest.claim(*(f"model/{name}" for name in new))
         if exported.parent == self.model or files_in(self.model) - old:
             commit_files(exported, self.model)
             for name in old - new:

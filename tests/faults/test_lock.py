@@ -161,7 +161,7 @@ def sleep(rows):
     time.sleep(600)
 
 if __name__ == "__main__":
-    list(encode_batches((Row({"text": "x" * 2**20}, "file", n) for n in range(4)), sleep, 2))
+    list(encode_batches((Row("file", n, {"text": "x" * 2**20}) for n in range(4)), sleep, 2))
 """
 
 
