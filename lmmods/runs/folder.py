@@ -265,7 +265,7 @@ class RunFolder:
         if self.completed.exists():
             return (f"{self.root} holds a complete run: it ended at step {step}, and trainer.{limit}. Raise that to go "
                     "on; nothing was changed."), True
-        return f"The run stands at step {step}, and trainer.{limit}: nothing is left to train, only its end.", False
+        return f"{self.root} holds a run at step {step} without its end, which is written now.", False
 
     def write_files(self, files: dict[str, Any]) -> None:
         """Write results under their names as JSON."""

@@ -9,8 +9,8 @@ import yaml
 from lmmods.runs.checkpoint_files import holds_checkpoint
 
 # At the top of a run folder: what any run writes, and what question answering writes beside it.
-FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl", "loss.png", "completed",
-         "predictions.jsonl", "evaluate.json")
+FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
+         "loss.png", "completed", "predictions.jsonl", "evaluate.json")
 ANSWERS = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 # What exports write: models, adapters, tokenizers, card and curves.
 EXPORTED = re.compile(
