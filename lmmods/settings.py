@@ -164,6 +164,19 @@ class Generation:
                     f"{neutral} while generation.do_sample is false, as only sampling uses it")
 
 
+def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
+    """Raise UserError unless these beams can be searched in these groups."""
+    if num_beam_groups <= 1:
+        return
+    if num_beams % num_beam_groups:
+        raise UserError(f"num_beam_groups {num_beam_groups} must divide num_beams {num_beams}: change one of them")
+    if do_sample:
+        raise UserError("num_beam_groups cannot go with do_sample: set that to false or num_beam_groups to 1")
+    if diversity_penalty <= 0:
+        raise UserError(f"diversity_penalty is {diversity_penalty}, but num_beam_groups {num_beam_groups} needs it "
+                        "above 0: try 1.0")
+
+
 def check_start(pretrained: str | None, config: object, quantize: str | None, lora: LoRA | None, adapter: str | None
                 ) -> None:
     """Raise UserError unless the fields of a model say clearly what it starts from."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lmmods.errors import UserError
+from lmmods.settings import check_beam_groups
 
 UNUSED = -1  # Marks cells behind finished beams until the longest is known; no token has this id.
 LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.
@@ -65,9 +66,7 @@ def _custom_method(config: GenerationConfig, synced: bool) -> dict[str, Any]:
         return {"custom_generate": contrastive_search, "penalty_alpha": alpha, "top_k": top_k, "synced": synced}
     if groups > 1:
         penalty = config.diversity_penalty or 0.0
-        _refuse(beams % groups > 0, f"num_beam_groups {groups} must divide num_beams {beams}: change one of them")
-        _refuse(config.do_sample, "num_beam_groups cannot go with do_sample: set that to false or num_beam_groups to 1")
-        _refuse(penalty <= 0, f"diversity_penalty is {penalty}, but num_beam_groups {groups} needs it above 0: try 1.0")
+        check_beam_groups(beams, groups, penalty, config.do_sample)
         config.do_sample = False
         return {"custom_generate": group_beam_search, "num_beam_groups": groups, "diversity_penalty": penalty,
                 "synced": synced}

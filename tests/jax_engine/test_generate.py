@@ -1,5 +1,7 @@
 """Generation: the same tokens as transformers where it is greedy, the same filters where it draws."""
 
+from dataclasses import astuple
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
 from twins import CAUSAL, Twin
 
+from jax_engine import decoding as filters
 from jax_engine import generate as ours
 from lmmods.errors import UserError
 from lmmods.settings import Generation
@@ -77,12 +80,12 @@ def test_an_answer_stops_before_the_first_end_token(twin):
 
 
 @pytest.mark.parametrize(("mine", "reference"), [
-    (lambda x: ours.keep_top_k(x, 5), theirs.TopKLogitsWarper(5)),
-    (lambda x: ours.keep_top_k(x, 500), theirs.TopKLogitsWarper(500)),
-    (lambda x: ours.keep_top_p(x, 0.7), theirs.TopPLogitsWarper(0.7)),
-    (lambda x: ours.keep_top_p(x, 0.01), theirs.TopPLogitsWarper(0.01)),
-    (lambda x: ours.keep_typical(x, 0.6), theirs.TypicalLogitsWarper(0.6)),
-    (lambda x: ours.keep_typical(ours.keep_top_k(x, 9), 0.9),
+    (lambda x: filters.keep_top_k(x, 5), theirs.TopKLogitsWarper(5)),
+    (lambda x: filters.keep_top_k(x, 500), theirs.TopKLogitsWarper(500)),
+    (lambda x: filters.keep_top_p(x, 0.7), theirs.TopPLogitsWarper(0.7)),
+    (lambda x: filters.keep_top_p(x, 0.01), theirs.TopPLogitsWarper(0.01)),
+    (lambda x: filters.keep_typical(x, 0.6), theirs.TypicalLogitsWarper(0.6)),
+    (lambda x: filters.keep_typical(filters.keep_top_k(x, 9), 0.9),
      lambda ids, x: theirs.TypicalLogitsWarper(0.9)(ids, theirs.TopKLogitsWarper(9)(ids, x))),
 ], ids=["top_k", "top_k_all", "top_p", "top_p_one", "typical", "typical_after_top_k"])
 def test_filters_are_transformers(mine, reference):
@@ -122,7 +125,7 @@ def test_one_compile_per_bucket(twin):
     for size in (1, 5, 31, 32):
         ours.generate(twin.net, twin.params, [[5] * size], settings, EOS, pad=0)
     assert ours._compiled.cache_info().misses == before + 1
-    run = ours._compiled(twin.net, 32, *ours._frozen(settings), tuple(EOS))
+    run = ours._compiled(twin.net, 32, astuple(settings), tuple(EOS))
     assert run._cache_size() == 1
     ours.generate(twin.net, twin.params, [[5] * 33], settings, EOS, pad=0)
     assert ours._compiled.cache_info().misses == before + 2
@@ -130,9 +133,9 @@ def test_one_compile_per_bucket(twin):
 
 @pytest.mark.parametrize(("settings", "message"), [
     (Generation(penalty_alpha=0.6, top_k=4), "penalty_alpha is 0.6.*contrastive"),
-    (Generation(num_beams=4, num_beam_groups=2), "num_beam_groups is 2.*diverse"),
-    (Generation(num_beams=4), "num_beams is 4"),
-    (Generation(use_cache=False), "use_cache is False"),
+    (Generation(num_beams=4, num_beam_groups=2), "diversity_penalty is 0.0, but num_beam_groups 2"),
+    (Generation(num_beams=5, num_beam_groups=2, diversity_penalty=1.0), "num_beam_groups 2 must divide num_beams 5"),
+    (Generation(num_beams=4, num_beam_groups=2, diversity_penalty=1.0, do_sample=True), "do_sample"),
     (Generation(max_new_tokens=31), "max_new_tokens is 31.*prompt of 2 tokens.*32 positions"),
 ])
 def test_what_the_engine_cannot_do_is_refused_by_name(twin, settings, message):

@@ -159,7 +159,7 @@ def test_fractions_of_epochs(jax_recipe):
     ({"model__init_args__optimizer": {"name": "paged_adamw_8bit"}}, "adamw"),
     ({"trainer__precision": "16-mixed"}, "precision"),
     ({"trainer__max_steps": -1}, "trainer.max_steps or trainer.max_epochs is missing"),
-    ({"model__init_args__generation": {"num_beams": 2}, "command": "predict"}, "generation.num_beams is 2"),
+    ({"model__init_args__generation": {"penalty_alpha": 0.6}, "command": "predict"}, "generation.penalty_alpha is 0.6"),
     ({"trainer__val_check_interval": 1.5}, "val_check_interval is 1.5"),
 ])
 def test_mistakes_are_one_message(jax_recipe, capfd, changes, message):

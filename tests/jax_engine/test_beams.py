@@ -1,0 +1,89 @@
+"""Beam search, in groups and without a cache: the tokens of transformers (plain beams) and of the torch engine."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+from twins import Twin
+
+from jax_engine.generate import generate
+from lmmods.modules.decoding import generate as torch_generate
+from lmmods.settings import Generation
+
+PROMPTS = [[5, 6, 7, 8, 9], [11], [30, 4, 21]]
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    return {name: Twin(name, "causal", tmp_path_factory.mktemp(name)) for name in ("gpt2", "llama")}
+
+
+def torch_answers(twin, prompts, settings, eos):
+    """By the torch engine, each prompt by itself: there, penalties count padding as text."""
+    unused = ("temperature", "top_p", "typical_p", "top_k")
+    options = {name: value for name, value in asdict(settings).items() if name not in unused}
+    config = GenerationConfig(**options, pad_token_id=0, eos_token_id=eos)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens = torch_generate(twin.torch, ids, torch.ones_like(ids), config)[0, len(prompt):].tolist()
+        found.append(tokens[:next((place for place, token in enumerate(tokens) if token in eos), len(tokens))])
+    return found
+
+
+GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
+
+
+@pytest.mark.parametrize(("name", "options", "eos"), [
+    ("llama", {"num_beams": 4}, [2, 11]),
+    ("llama", {"num_beams": 3, "length_penalty": -1.0, "min_new_tokens": 3}, [2, 11, 7, 30, 18, 21]),
+    ("gpt2", {"num_beams": 5, "length_penalty": 2.0, "repetition_penalty": 1.4, "use_cache": False}, [2, 11, 30]),
+    ("llama", {"num_beams": 2, "no_repeat_ngram_size": 2}, [2]),
+    ("llama", GROUPS, [2, 11, 7, 30]),
+    ("gpt2", {**GROUPS, "num_beams": 6, "num_beam_groups": 3, "use_cache": False, "min_new_tokens": 2,
+              "no_repeat_ngram_size": 2, "length_penalty": 0.5}, [2, 11, 30, 5]),
+    ("llama", {**GROUPS, "num_beam_groups": 4, "repetition_penalty": 1.3}, [2]),
+], ids=lambda value: None if isinstance(value, list) else value if isinstance(value, str) else "-".join(value))
+def test_tokens_are_those_of_the_torch_engine(twins, name, options, eos):
+    settings = Generation(max_new_tokens=9, **options)
+    twin = twins[name]
+    found = generate(twin.net, twin.params, PROMPTS, settings, eos, pad=0)
+    assert found == torch_answers(twin, PROMPTS, settings, eos)
+    assert len({tuple(answer) for answer in found}) > 1
+
+
+def test_a_row_is_found_the_same_beside_any_others(twins):
+    twin, settings = twins["llama"], Generation(max_new_tokens=9, **GROUPS)
+    together = generate(twin.net, twin.params, PROMPTS, settings, [2, 11, 7, 30], pad=0)
+    assert [generate(twin.net, twin.params, [prompt], settings, [2, 11, 7, 30], pad=0)[0]
+            for prompt in PROMPTS] == together
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 3},
+                                     {"do_sample": True, "top_k": 7}], ids=["greedy", "penalties", "sampled"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_without_a_cache_the_tokens_are_the_same(twins, name, options):
+    twin = twins[name]
+    cached, bare = (generate(twin.net, twin.params, PROMPTS, Generation(max_new_tokens=9, use_cache=use, **options),
+                             [2, 11], pad=0, seed=5) for use in (True, False))
+    assert bare == cached
+
+
+def test_sampled_beams_are_draws_without_replacement(twins):
+    """Of one token: four candidates are drawn in turn; the likelier of the first two is the answer."""
+    twin, rows = twins["gpt2"], 3000
+    settings = Generation(max_new_tokens=1, num_beams=2, do_sample=True, top_k=5, temperature=2.0)
+    draws = generate(twin.net, twin.params, [PROMPTS[0]] * rows, settings, [], pad=0, seed=3)
+    with torch.no_grad():
+        logs = twin.torch(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1) / 2.0
+    tokens = logs.topk(5).indices
+    p = logs[tokens].softmax(-1).numpy().astype(np.float64)
+    expected = np.zeros(37)
+    for first in range(5):
+        for second in set(range(5)) - {first}:
+            expected[tokens[min(first, second)]] += p[first] * p[second] / (1 - p[first])
+    counts = np.bincount([token for answer in draws for token in answer], minlength=37)
+    assert (counts[expected == 0] == 0).all()
+    assert (np.abs(counts - rows * expected) <= 4.5 * np.sqrt(rows * expected * (1 - expected)) + 1).all()
