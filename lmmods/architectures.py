@@ -30,11 +30,20 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
     from huggingface_hub.errors import StrictDataclassError
 
     for name, value in (overrides or {}).items():
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            name, value = "rope_parameters", _rope(config, value)
         try:
             setattr(config, name, value)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
     return config
+
+
+def _rope(config: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 5 spells them; what is not named of them (`rope_theta`) stays the model's."""
+    named = {"rope_type" if name == "type" else name: field for name, field in value.items()}
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    return named if theta is None else {"rope_theta": theta, **named}
 
 
 def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:

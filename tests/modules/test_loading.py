@@ -194,3 +194,20 @@ def test_conv1d_models_take_all_linear():
 def test_8bit_layers_are_bitsandbytes_own(llama_folder):
     model = load(llama_folder, quantize="int8", frozen=True)
     assert isinstance(model.model.layers[0].self_attn.q_proj, bnb.nn.Linear8bitLt)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, {"rope_scaling": {"type": "linear", "factor": 4.0}},
+], ids=["whole", "without_theta", "as_before_transformers_5"])
+def test_rotary_positions_are_scaled_by_an_override(llama_folder, overrides):
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    from lmmods.architectures import load_config
+
+    config = AutoConfig.from_pretrained(llama_folder)
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": config.rope_parameters["rope_theta"], "factor": 4.0}
+    ids = torch.arange(40).unsqueeze(0)
+    logits = [LlamaForCausalLM.from_pretrained(llama_folder, config=each).eval()(ids).logits
+              for each in (config, load_config(str(llama_folder), overrides))]
+    torch.testing.assert_close(*logits)
