@@ -62,6 +62,7 @@ class Task(ABC):
         fast_kernels: False takes eager attention, logits of all positions at once and, on a CPU, plain gradients of
             matrices and a loop over layers.
         compile: Everything is compiled here, whatever this says.
+        max_memory: Spreading layers over GPUs is torch's: only null here; `trainer.strategy: fsdp` cuts a model.
     """
 
     head: Head
@@ -86,7 +87,11 @@ class Task(ABC):
         piece_tokens: int | None = None,
         fast_kernels: bool = True,
         compile: bool = False,
+        max_memory: str | dict[int | str, str] | None = None,
     ):
+        if max_memory is not None:
+            raise UserError(f"model.max_memory is {max_memory}, which spreads layers over GPUs in the torch engine "
+                            "alone. Take it out: trainer.strategy: fsdp cuts a model over devices here.")
         check_start(pretrained, config, quantize, lora, adapter)
         _refuse("trust_remote_code", trust_remote_code, False)
         _refuse("piece_tokens", piece_tokens, None, 0)

@@ -55,6 +55,8 @@ class TaskModule(L.LightningModule, ABC):
             bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed
             rows. False needs the memory of all logits.
         compile: Compile the layers (torch.compile): slower to start, faster on GPUs.
+        max_memory: Spread `pretrained` over the GPUs of this machine, layer by layer in one process: memory of its
+            weights on each (20GiB), or by device ({0: 10GiB, 1: 20GiB}).
     """
 
     auto_class = "AutoModel"
@@ -79,8 +81,10 @@ class TaskModule(L.LightningModule, ABC):
         piece_tokens: int | None = None,
         fast_kernels: bool = True,
         compile: bool = False,
+        max_memory: str | dict[int | str, str] | None = None,
     ):
         super().__init__()
+        require(max_memory is None or config is None, "model.max_memory", max_memory, "null beside model.config")
         require(piece_tokens is None or piece_tokens >= 0, "model.piece_tokens", piece_tokens, "0 or more")
         require(gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
@@ -95,6 +99,7 @@ class TaskModule(L.LightningModule, ABC):
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self.piece_tokens, self.fast_kernels, self.compile_layers = piece_tokens, fast_kernels, compile
+        self.max_memory = max_memory
         self._waiting: list[dict[str, Tensor]] = []
         self.window = Window()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
@@ -122,6 +127,9 @@ class TaskModule(L.LightningModule, ABC):
         """Build the network on the device and in the dtypes that the trainer asks for."""
         if self.model is not None:
             return
+        if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
+            raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
+                            "to 1, or take it out and cut the model with trainer.strategy: fsdp.")
         bound_onednn_cache()
         torch.manual_seed(base_seed())
         precision = self.trainer.precision
@@ -176,6 +184,7 @@ class TaskModule(L.LightningModule, ABC):
             frozen=self.trains_adapter,
             attention=self.attention,
             device=self.trainer.strategy.root_device,
+            max_memory=self.max_memory,
             seed=base_seed(),
         )
 
@@ -266,8 +275,9 @@ class TaskModule(L.LightningModule, ABC):
         sums = self.trainer.strategy.reduce(self.window.sums(), reduce_op="sum")
         averaged = self.trainer.accumulate_grad_batches * self.trainer.world_size
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_([sharding.local(grad) for grad in grads],
-                            Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1))
+        factor = Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1)
+        for device in {grad.device for grad in grads}:  # several where the model is spread
+            torch._foreach_mul_([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
         norm = total_norm(grads)
         self.window.close(sums, norm, optimizer.param_groups[0]["lr"])
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":

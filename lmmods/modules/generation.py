@@ -30,7 +30,8 @@ class CausalModule(TaskModule):
         self.head: CausalHead | None = None
 
     def on_model_ready(self) -> None:
-        self.head = CausalHead.of(self.model, plain=not self.fast_kernels)
+        # A spread model's hidden states stay on its last device; its logits come back to the labels.
+        self.head = CausalHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
             prefer_varlen(self.model)
         if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):

@@ -13,6 +13,7 @@ from lmmods.console import say, warn
 from lmmods.errors import UserError, first_line
 from lmmods.fresh import fresh_lora_A, fresh_weight
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
+from lmmods.modules.spreading import keep_in_place, no_room, placement
 from lmmods.settings import LoRA, quantised_in_full
 
 Quantize = Literal["nf4", "fp4", "int8"]
@@ -34,6 +35,7 @@ def load_pretrained(
     frozen: bool = False,
     attention: str | None = None,
     device: torch.device | None = None,
+    max_memory: str | dict[int | str, str] | None = None,
     seed: int = 0,
 ) -> nn.Module:
     """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.
@@ -50,6 +52,7 @@ def load_pretrained(
         precision: Lightning's name.
         frozen: The base itself does not train.
         device: Where quantised weights are made.
+        max_memory: Spread the model over the GPUs of this machine under these limits; see `spreading`.
         seed: Of the weights of a head that the checkpoint lacks.
 
     Raises:
@@ -65,6 +68,8 @@ def load_pretrained(
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or saved else {}
+    if max_memory is not None:
+        options = placement(max_memory)
     if quantize and not saved:
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
     try:
@@ -72,9 +77,13 @@ def load_pretrained(
                                                  trust_remote_code=trust_remote_code, attn_implementation=attention,
                                                  output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # says bitsandbytes
+            raise no_room(max_memory) from error
         raise UserError(f"model.pretrained: cannot load {pretrained!r}: {first_line(error)}") from error
     _start_missing(model, info["missing_keys"], seed)
     work_around_cpu_kernels(model)
+    if max_memory is not None:
+        keep_in_place(model, max_memory)
     if saved:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():

@@ -20,6 +20,7 @@ class MLM(TaskModule):
     def __init__(self, top_k: int = 5, **kwargs):
         super().__init__(**kwargs)
         require(top_k >= 1, "model.top_k", top_k, "1 or more")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
         self.top_k = top_k
         self.head: TokenHead | None = None
 

@@ -1,0 +1,93 @@
+"""A base spread over GPUs, as far as a machine without any can tell: limits, placement, what stays in its place."""
+
+import pytest
+import torch
+from accelerate import infer_auto_device_map, init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.modules.spreading import keep_in_place, placement
+from lmmods.runs.folder import RunFolder
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(("max_memory", "limits"), [
+    ("80000MB", {0: "80000MB", 1: "80000MB"}), ("1.5 GiB", {0: "1.5 GiB", 1: "1.5 GiB"}),
+    ({0: "10GiB", 1: "20GB"}, {0: "10GiB", 1: "20GB"}), ({1: "20GiB"}, {1: "20GiB"}),
+])
+def test_limits_of_each_gpu(two_gpus, max_memory, limits):
+    assert placement(max_memory) == {"device_map": "auto", "max_memory": limits}
+
+
+@pytest.mark.parametrize(("max_memory", "message"), [
+    ("20", "'20' is no size"), ({0: "lots"}, "'lots' is no size"), ({2: "20GiB"}, "device 2.*There are: 0, 1"),
+    ({"cpu": "20GiB"}, "device 'cpu'"), ({"disk": "20GiB"}, "device 'disk'"),
+])
+def test_mistakes(two_gpus, max_memory, message):
+    with pytest.raises(UserError, match=message):
+        placement(max_memory)
+
+
+def test_a_limit_for_each_gpu_needs_one():
+    with pytest.raises(UserError, match="this machine has none"):
+        placement("20GiB")
+
+
+def test_layers_are_laid_out_in_turn_and_what_has_no_room_is_told(two_gpus, llama_folder):
+    """Layers of about 185 kB and an embedding of 80 kB: 300 kB on the first GPU leave a layer for the second."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama_folder))
+
+    def lay_out(first: str, second: str) -> None:
+        limits = placement({0: first, 1: second})["max_memory"]
+        model.hf_device_map = infer_auto_device_map(model, max_memory=limits,
+                                                    no_split_module_classes=model._no_split_modules)
+
+    lay_out("300KB", "1MB")
+    assert set(model.hf_device_map.values()) == {0, 1}
+    assert model.hf_device_map["model.embed_tokens"] == 0 and model.hf_device_map["lm_head"] == 1
+    keep_in_place(model, "")
+    moved = torch.nn.Sequential(model).to(torch.bfloat16)
+    assert moved[0].model.norm.weight.dtype == torch.float32
+    lay_out("300KB", "100KB")
+    with pytest.raises(UserError, match="not all of the model finds room"):
+        keep_in_place(model, "")
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_spread_base_trains_like_one_in_one_piece(recipe, tmp_path, quantize):
+    """Everything on the one device that there is, and all logits at once: equal to rounding."""
+    runs = [RunFolder(tmp_path / name) for name in ("whole", "spread")]
+    for run, max_memory in zip(runs, (None, {"cpu": "1GiB"}), strict=True):
+        assert main(["fit", *recipe(model__init_args__quantize=quantize, model__init_args__max_memory=max_memory,
+                                    model__init_args__fast_kernels=False, trainer__max_steps=3,
+                                    trainer__default_root_dir=str(run.root))]) == 0
+    assert_close(*runs)
+
+
+def assert_close(run: RunFolder, other: RunFolder) -> None:
+    from safetensors.torch import load_file
+
+    left, right = (load_file(each.resolve("last") / "model.safetensors") for each in (run, other))
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model__init_args__max_memory": "20GiB"}, "this machine has none"),
+    ({"model__init_args__max_memory": {0: "20GiB"}}, "names the device 0, which does not train"),
+    ({"model__init_args__max_memory": {"cpu": "100KB"}}, "not all of the model finds room"),
+    ({"model__init_args__max_memory": {"cpu": "100KB"}, "model__init_args__quantize": None},
+     "not all of the model finds room"),
+    ({"model__init_args__max_memory": {"cpu": "1GiB"}, "trainer__strategy": "ddp"}, "within one process"),
+    ({"model__init_args__max_memory": {"cpu": "1GiB"}, "engine": "jax"}, "in the torch engine alone"),
+])
+def test_where_it_cannot_work(recipe, tmp_path, capfd, changes, message):
+    assert main(["fit", *recipe(**changes)]) == 2
+    said = capfd.readouterr().err
+    assert message in said and "Traceback" not in said
