@@ -86,7 +86,7 @@ class Trainer:
         strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto",
         precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed"] = "auto",
         logger: Logger | list[Logger] | bool | None = None,
-        callbacks: list[Callback] | None = None,
+        callbacks: Callback | list[Callback] | None = None,
         max_epochs: int | float | None = None,
         max_steps: int = -1,
         accumulate_grad_batches: int = 1,
@@ -121,7 +121,7 @@ class Trainer:
         self.overfit_batches = overfit_batches
         self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
-        self.callbacks = callbacks or []
+        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or []
         self.checkpoint, self.samples, self.mmlu, self.publish = (
             KeepRules(), SampleWriter(), Questionnaire(), Publisher())
         self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar

@@ -171,7 +171,8 @@ class EngineCLI(LightningCLI):
 
     def _make_engine_neutral(self, recipe: dict[str, Any], defaults: dict[str, Any]) -> None:
         """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""
-        for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"].get("callbacks"))):
+        recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
+        for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
             if part["class_path"].split(".")[0] in PACKAGES:
                 part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
         ours = inspect.signature(self.engine.trainer.__init__).parameters

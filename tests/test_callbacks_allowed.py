@@ -4,6 +4,7 @@ import json
 
 import lightning.pytorch.callbacks as theirs
 import pytest
+import yaml
 from runs import assert_same_checkpoint
 
 from lmmods.callbacks.allowed import ALLOWED, REFUSED
@@ -80,3 +81,13 @@ def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch):
     assert main(["fit", *recipe(trainer__max_time={"minutes": 30}, trainer__max_steps=100)]) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert 0 < metrics["trainer/global_step"] < 5 and (tmp_path / "run" / "completed").exists()
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_one_callback_needs_no_list(recipe, tmp_path, engine):
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss"}}
+    assert main(["fit", *recipe(trainer__callbacks=stopping, trainer__max_steps=4), "--engine", engine]) == 0
+    config = RunFolder(tmp_path / "run").config
+    [kept] = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
+    assert kept["class_path"] == "EarlyStopping"
+    assert main(["validate", "--config", str(config), "--ckpt_path", "last", "--engine", engine]) == 0
