@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 from lmmods.errors import UserError, user_error_in
+from lmmods.out_of_memory import is_out_of_memory, what_to_lower
 from lmmods.recipes import config_argument
 from lmmods.redaction import redact
 from lmmods.trust import guarded_imports, taken_flag, trusting
@@ -50,9 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         from lmmods.runs.saving import disk_error_in
 
         mistake = user_error_in(error) or disk_error_in(error)
-        if mistake is None:
-            raise
-        return _fail(str(mistake))
+        if mistake is not None:
+            return _fail(str(mistake))
+        if is_out_of_memory(error):
+            return _fail(what_to_lower(error, None))
+        raise
 
 
 def run_interruptible(arguments: list[str]) -> int:

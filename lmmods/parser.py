@@ -15,6 +15,7 @@ from lmmods.architectures import position_limit, tells_token_types
 from lmmods.argument_parser import OnlyHelp, Parser, untried_strategy
 from lmmods.cli import ENGINES, import_all
 from lmmods.errors import UserError
+from lmmods.out_of_memory import is_out_of_memory, what_to_lower
 from lmmods.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
@@ -109,6 +110,15 @@ class EngineCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would unpickle a file named by --ckpt_path and take classes from it; ours are folders."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            last = self.trainer.run_folder.find("last") if subcommand == "fit" else None
+            raise UserError(what_to_lower(error, last and last.name)) from error
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jax_engine.state import flatten, unflatten
 from lmmods.console import say
 from lmmods.errors import UserError, first_line
 from lmmods.fresh import fresh_weight
+from lmmods.weights_files import check_weights, reading_weights
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
 # Buffers of older transformers versions: recomputed, never weights.
@@ -53,7 +55,7 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     copies: dict[str, tuple[Slot, np.ndarray]] = {}
     problems, dropped = [], []
     # a bar on terminals only, and only where there is something to wait for
-    for key, read in tqdm(_open(folder, revision), "loading", unit=" tensors", disable=None, delay=2):
+    for key, read in tqdm(_tensors(folder, revision), "loading", unit=" tensors", disable=None, delay=2):
         owner, piece = quant.piece_of(key)
         slot = _match(owner, wanted, network)
         if slot is None:
@@ -185,6 +187,18 @@ def _needless(key: str) -> bool:
     return bool(BUFFERS.search(key) or OTHER_HEADS.match(key) or OTHER_HEADS.match(bare))
 
 
+def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """As `_open`; files that cannot be read are told in one message."""
+    check_weights(folder)
+    tensors = _open(folder, revision)
+    while True:
+        with reading_weights(folder):
+            found = next(tensors, None)
+        if found is None:
+            return
+        yield found
+
+
 def _open(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
     """Yield (key, function that reads it) of every tensor of a folder or hub id."""
     folder = _local(folder, revision)
@@ -211,7 +225,9 @@ def _open_pickled(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]
     # The only use of torch in this engine: nothing else reads its pickles safely. Imported only for such a folder.
     torch = importlib.import_module("torch")
     for file in files:
-        for key, tensor in torch.load(file, map_location="cpu", weights_only=True, mmap=True).items():
+        # Files of torch before 1.6 are no zip and cannot be mapped.
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        for key, tensor in content.items():
             yield key, lambda tensor=tensor: (tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16)
                                               if tensor.dtype == torch.bfloat16 else tensor.numpy())
 

@@ -8,7 +8,8 @@ Short rows under bfloat16 on CPUs: float32, in which torch's kernel is the faste
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +17,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmmods.console import say
-from lmmods.errors import first_line
+from lmmods.errors import UserError, first_line, one_line
 
 VARLEN, FLOAT32 = "varlen", "sdpa_float32"
 # Forward and backward pass of torch 2.13 with 6 heads of 64 on two Zen 4 cores: float32 takes a third to a half of the
 # time of bfloat16 at 112 to 168 tokens, as much at 320 to 512, and half again as much from 1,024 on.
 FLOAT32_LENGTH = 384
 Kernel = Callable[..., Tensor]
+
+
+@contextmanager
+def choosing_attention(name: str | None) -> Iterator[None]:
+    """While transformers takes up the implementation that `model.attention` names. Raises UserError if it cannot."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if name is None or isinstance(error, ValueError) and "attention" not in str(error) and "attn" not in str(error):
+            raise
+        package = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}.get(name)
+        raise UserError(f"model.attention is {name!r}, which cannot be used here: {one_line(error)[:300]} "
+                        + (f"Install the package {package} (for CUDA), or set" if package else "Set")
+                        + " model.attention to sdpa, eager or null; null takes the fastest that is there.") from error
 
 
 def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:

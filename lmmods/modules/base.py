@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lmmods.architectures import known_fields, load_config, position_limit, special_ids, vocabulary_fields
 from lmmods.errors import UserError
 from lmmods.modules import loading, sharding, summary
-from lmmods.modules.attention import prefer_float32
+from lmmods.modules.attention import choosing_attention, prefer_float32
 from lmmods.modules.cpu_kernels import bound_onednn_cache
 from lmmods.modules.export import save
 from lmmods.modules.fused_lora import fuse_adapters
@@ -169,8 +169,9 @@ class TaskModule(L.LightningModule, ABC):
             config = load_config(self.config, self.config_overrides, self.revision, self.trust_remote_code,
                                  vocabulary_fields(self.trainer.datamodule.tokenizer, self.is_causal))
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-            return getattr(transformers, self.auto_class).from_config(
-                config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)
+            with choosing_attention(self.attention):
+                return getattr(transformers, self.auto_class).from_config(
+                    config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)
         return loading.load_pretrained(
             getattr(transformers, self.auto_class),
             self.pretrained,

@@ -1,20 +1,22 @@
 """From a folder or hub id to a network ready to train: dtypes, quantisation, embeddings, adapters."""
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lmmods.architectures import check_saved_quantization, load_config, saved_quantization
 from lmmods.console import say, warn
 from lmmods.errors import UserError, first_line
 from lmmods.fresh import fresh_lora_A, fresh_weight
+from lmmods.modules.attention import choosing_attention
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.modules.spreading import keep_in_place, no_room, placement
 from lmmods.settings import LoRA, quantised_in_full
+from lmmods.weights_files import check_weights, reading_weights
 
 Quantize = Literal["nf4", "fp4", "int8"]
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -72,14 +74,16 @@ def load_pretrained(
         options = placement(max_memory)
     if quantize and not saved:
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
-    try:
-        model, info = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
-                                                 trust_remote_code=trust_remote_code, attn_implementation=attention,
-                                                 output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # says bitsandbytes
-            raise no_room(max_memory) from error
-        raise UserError(f"model.pretrained: cannot load {pretrained!r}: {first_line(error)}") from error
+    check_weights(pretrained)
+    with reading_weights(pretrained), choosing_attention(attention):
+        try:
+            model, info = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
+                                                     trust_remote_code=trust_remote_code, attn_implementation=attention,
+                                                     output_loading_info=True, **options)
+        except (ValueError, RuntimeError) as error:
+            if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # says bitsandbytes
+                raise no_room(max_memory) from error
+            raise
     _start_missing(model, info["missing_keys"], seed)
     work_around_cpu_kernels(model)
     if max_memory is not None:
@@ -234,12 +238,40 @@ def enable_checkpointing(model: nn.Module) -> None:
 
     The reentrant form drops the gradient of a block whose input needs none, which is every block over a frozen
     embedding.
+
+    Raises:
+        UserError: transformers cannot do it for this architecture, and its blocks are not found either.
     """
     arguments = {"use_reentrant": False}
+    if not model.supports_gradient_checkpointing:
+        return _checkpoint_blocks(model)
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(arguments)
     else:  # transformers before 5.20
         model.gradient_checkpointing_enable(arguments)
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    """The same for what transformers leaves out, such as ALBERT, whose blocks share weights: each call of a block."""
+    blocks: list[nn.Module] = []
+    for module in model.modules():
+        inside = any(module is part for block in blocks for part in block.modules())
+        if isinstance(module, nn.ModuleList) and not inside:
+            blocks += [block for block in module if not isinstance(block, nn.ModuleList)]
+    if not blocks:
+        raise UserError(f"model.gradient_checkpointing: no blocks are found in {type(model).__name__} that could be "
+                        "computed anew. Set it to false.")
+    for block in blocks:
+        block.forward = _recomputed(block, block.forward)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def fuse_activations(model: nn.Module) -> None:

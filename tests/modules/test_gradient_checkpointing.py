@@ -1,0 +1,101 @@
+"""Architectures that transformers does not checkpoint: the same gradients, dropout included, from less memory."""
+
+import csv
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
+
+from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.modules.loading import enable_checkpointing
+from tests.data.conftest import CORPUS
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+
+
+def albert(groups: int = 1, inner: int = 1):
+    return AlbertForMaskedLM(AlbertConfig(
+        vocab_size=50, embedding_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
+        num_hidden_groups=groups, inner_group_num=inner, num_attention_heads=2, max_position_embeddings=64,
+        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
+
+
+MODELS = {
+    "albert": albert, "albert with groups": lambda: albert(3, 2),
+    "openai-gpt": lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=50, n_positions=64, n_embd=32, n_layer=6,
+                                                               n_head=2)),
+    "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(vocab_size=50, n_positions=64, n_embd=32, dff=64, n_layer=6, n_head=2)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64,
+                                                  num_hidden_layers=6, num_attention_heads=2)),
+}
+
+
+def step(model) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes kept for the backward pass, and the gradients."""
+    ids = torch.arange(4 * 24).reshape(4, 24) % 50
+    kept: dict[int, int] = {}
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    torch.manual_seed(3)
+    options = {} if isinstance(model, AlbertForMaskedLM | OpenAIGPTLMHeadModel) else {"use_cache": False}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids, **options).loss
+    size = sum(kept.values())
+    model.zero_grad()
+    loss.backward()
+    return size, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_same_gradients_from_less_memory(make):
+    torch.manual_seed(0)
+    model = make().train()
+    whole, wanted = step(model)
+    enable_checkpointing(model)
+    less, found = step(model)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], grad) for name, grad in wanted.items())
+    assert less < whole / 2
+    model.eval()
+    with torch.no_grad():
+        assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_a_model_without_blocks_is_refused():
+    class Bare(torch.nn.Module):
+        supports_gradient_checkpointing = False
+
+    with pytest.raises(UserError, match="no blocks are found in Bare"):
+        enable_checkpointing(Bare())
+
+
+def test_albert_trains_with_it_as_without(recipe, bert_folder, tmp_path):  # noqa: F811
+    (tmp_path / "text.txt").write_text("\n".join(CORPUS * 4))
+    config = {"model_type": "albert", "embedding_size": 16, "hidden_size": 32, "intermediate_size": 64,
+              "num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": 64,
+              "hidden_dropout_prob": 0.1}
+    rows = []
+    for checkpointing in (False, True):
+        root = tmp_path / f"run-{checkpointing}"
+        model = {"class_path": "MLM", "init_args": {"config": config, "gradient_checkpointing": checkpointing}}
+        data = {"class_path": "MLMData", "init_args": {
+            "source": str(tmp_path / "text.txt"), "documents": "line", "tokenizer": bert_folder, "max_length": 64,
+            "batch_size": 4, "val_size": 0.2}}
+        assert main(["fit", *recipe(model=model, data=data, trainer__max_steps=3, trainer__val_check_interval=3,
+                                    trainer__default_root_dir=str(root))]) == 0
+        with open(root / "metrics.csv", newline="") as file:
+            rows.append([(row["train/loss"], row["train/grad_norm"]) for row in csv.DictReader(file)])
+    assert rows[0] == rows[1] and len(rows[0]) == 3
