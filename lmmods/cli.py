@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         if mistake is not None:
             return _fail(str(mistake))
         if is_out_of_memory(error):
-            return _fail(what_to_lower(error, None))
+            return _fail(str(what_to_lower(error, None)))
         raise
 
 

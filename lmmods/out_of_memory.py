@@ -1,5 +1,7 @@
 """A device or machine without room for a step, told with what to lower."""
 
+from lmmods.errors import UserError
+
 WORDS = ("out of memory", "can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
 KINDS = ("OutOfMemoryError", "XlaRuntimeError", "JaxRuntimeError", "RuntimeError", "AcceleratorError")
 
@@ -11,7 +13,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ in KINDS and any(word in str(error) for word in WORDS)
 
 
-def what_to_lower(error: BaseException, checkpoint: str | None) -> str:
+def what_to_lower(error: BaseException, checkpoint: str | None) -> UserError:
     """The message of a command that ran out of memory.
 
     Args:
@@ -19,8 +21,8 @@ def what_to_lower(error: BaseException, checkpoint: str | None) -> str:
     """
     reason = next(iter(str(error).strip().splitlines()), "")[:300] or type(error).__name__
     goes_on = f" The last checkpoint is {checkpoint}: go on from it with --ckpt_path last." if checkpoint else ""
-    return (f"Out of memory ({reason}). What lowers it most, first: data.batch_size (raise "
-            "trainer.accumulate_grad_batches by the same factor and every step stays what it was) and "
-            "data.eval_batch_size; data.max_length; model.gradient_checkpointing: true; model.lora instead of full "
-            "tuning, with model.quantize: nf4; an optimizer in 8 bits; on several devices trainer.strategy: fsdp."
-            + goes_on)
+    return UserError(
+        f"Out of memory ({reason}). What lowers it most, first: data.batch_size (raise trainer.accumulate_grad_batches "
+        "by the same factor and every step stays what it was) and data.eval_batch_size; data.max_length; "
+        "model.gradient_checkpointing: true; model.lora instead of full tuning, with model.quantize: nf4; an optimizer "
+        f"in 8 bits; on several devices trainer.strategy: fsdp.{goes_on}")

@@ -118,7 +118,7 @@ class EngineCLI(LightningCLI):
             if not is_out_of_memory(error):
                 raise
             last = self.trainer.run_folder.find("last") if subcommand == "fit" else None
-            raise UserError(what_to_lower(error, last and last.name)) from error
+            raise what_to_lower(error, last and last.name) from error
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
