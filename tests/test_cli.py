@@ -33,7 +33,7 @@ def test_fit_writes_the_whole_run_folder(recipe, folder, llama_folder):
     assert main(["fit", *recipe()]) == 0
     assert {p.name for p in folder.root.iterdir()} == {
         "config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
-        "completed"}
+        "completed", ".run-files.json"}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= {
         p.name for p in folder.model.iterdir()}
     metrics = json.loads(folder.metrics_json.read_text())

@@ -177,7 +177,8 @@ def test_a_run_without_a_list_resumes_and_is_overwritten(recipe, run, engine):
     (run.root / LIST).unlink()
     write_text(run.model / "mine.txt", "mine")
     assert main(["fit", *arguments]) == 2
-    assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 3}), "--ckpt_path", "last"]) == 0
+    longer = recipe("longer.yaml", engine=engine, **{**PLAIN, "trainer__max_steps": 3})
+    assert main(["fit", *longer, "--ckpt_path", "last"]) == 0
     (run.root / LIST).unlink()
     assert main(["fit", *arguments, "--overwrite", "true"]) == 0
     assert run.names() == ["step=2"] and (run.model / "mine.txt").exists()
