@@ -373,6 +373,8 @@ class Trainer:
         say(self._description)
         if resumed:
             say(f"Resumed at step {self.position.step} from {resumed}.")
+        for callback in self.callbacks:
+            callback.on_train_start(self)
 
     # The loop --------------------------------------------------------------------------------------------------------
 
@@ -430,11 +432,14 @@ class Trainer:
     def _after_round(self, step_done: bool) -> None:
         """Sample, ask, validate and save when it is time."""
         self._writer.check()
-        position, ends = self.position, self._is_done()
+        position, validates = self.position, self.plan.validates_after(self.position)
+        if self.plan.ends_epoch(position) and not validates:
+            self._check(validated=False)
+        ends = self._is_done()
+        validates = validates or ends and self.plan.num_val_rounds
         if step_done and self.samples.is_due(position.step, ends):
             self.metrics.fetch()
             self._sample()
-        validates = self.plan.validates_after(position) or ends and self.plan.num_val_rounds
         if step_done and not (validates and self.mmlu.at_validation) and self.mmlu.is_due(position.step, ends):
             self.metrics.fetch()
             self.metrics.log(self._ask(), position.step)
@@ -456,10 +461,16 @@ class Trainer:
             metrics |= self._ask()
         self.metrics.log(metrics, self.position.step)
         self.bar.say(describe(metrics, "val/"))
-        for callback in self.callbacks:
-            callback.on_validation_end(self, metrics)
+        self._check(validated=True)
         self.checkpoint.rank(self.metrics.latest, self._checkpoint_path().name)
         self._save()
+
+    def _check(self, validated: bool) -> None:
+        """Let the callbacks look at the metrics."""
+        if self.callbacks:
+            self.metrics.fetch()
+        for callback in self.callbacks:
+            callback.on_check(self, self.metrics.latest, validated, self.plan.ends_epoch(self.position))
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 

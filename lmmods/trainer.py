@@ -1,5 +1,6 @@
 """Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,12 +16,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
+from lmmods.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.callbacks.export import Export
 from lmmods.callbacks.metrics import Metrics
 from lmmods.callbacks.predictions import PredictionWriter
 from lmmods.callbacks.progress import Progress
 from lmmods.callbacks.start import StartReport
-from lmmods.callbacks.stopping import Stopping
 from lmmods.callbacks.unsaved import StopUnsaved
 from lmmods.console import say
 from lmmods.errors import UserError
@@ -84,7 +85,8 @@ class Trainer(L.Trainer):
         # run is complete when its last one is stored.
         self._metrics = metrics = Metrics()
         callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
-        callbacks = [StartReport(), metrics, Stopping(), *callbacks, PredictionWriter(), Export()]
+        callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks]
+        callbacks = [StartReport(), metrics, *callbacks, PredictionWriter(), Export()]
         callbacks += [Progress()] if enable_progress_bar else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -241,9 +243,14 @@ class Trainer(L.Trainer):
 
     # Position --------------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def validates(self) -> bool:
+        """In fit: whether there is anything to validate on."""
+        return bool(self.limit_val_batches and self.datamodule.val_dataloader())
+
     def validation_is_due(self) -> bool:
         """In on_train_batch_end: whether validation follows this batch."""
-        return self.fit_loop.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher)
+        return self.validates and self.fit_loop.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher)
 
     def is_last_batch_of_run(self) -> bool:
         """In on_train_batch_end: whether max_steps or max_epochs end the run with this batch."""

@@ -1,17 +1,23 @@
-"""Lightning's EarlyStopping from the recipe: it stops, the run is complete, and its count survives a resume."""
+"""EarlyStopping from the recipe: it stops, the run is complete, its count survives a resume and a change of engine."""
 
 import json
+import math
+import random
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping as Lightnings
 
 from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.evaluation.early_stopping import EarlyStoppingRule
 from lmmods.runs.folder import RunFolder
 
 
 @pytest.fixture
 def flat(recipe):
     """Arguments of a run that learns nothing: the first of its validations, every two steps, stays the best."""
-    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2}}
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2, "min_delta": 0.001}}
     return recipe(trainer__max_steps=20, trainer__val_check_interval=2, trainer__callbacks=[stopping],
                   model__init_args__optimizer={"lr": 0.0})
 
@@ -33,8 +39,9 @@ def test_a_run_that_no_longer_improves_ends_complete(flat, tmp_path, capsys):
     folder = RunFolder(tmp_path / "run")
     assert main(["fit", *flat]) == 0
     assert_stopped_at_step_6(folder)
-    assert "val/loss did not improve in the last 2 records" in capsys.readouterr().out
+    assert "did not improve in the last 2 checks" in capsys.readouterr().out
     assert main(["fit", *flat, "--ckpt_path", "last"]) == 0
+    assert "did not improve in the last 2 checks" in capsys.readouterr().out
     assert_stopped_at_step_6(folder)
 
 
@@ -69,3 +76,133 @@ def test_a_metric_that_is_not_logged_is_told(recipe, capsys):
     stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/los", "patience": 2}}
     assert main(["fit", *recipe(trainer__callbacks=[stopping])]) == 2
     assert "val/los" in capsys.readouterr().err
+
+
+# The rule ---------------------------------------------------------------------------------------------------------
+
+
+class Values:
+    """What Lightning's callback asks of a trainer, over a list of values."""
+
+    fast_dev_run, current_epoch, should_stop = False, 0, False
+    strategy = type("Strategy", (), {"reduce_boolean_decision": staticmethod(lambda decision, all: decision)})
+
+    def __init__(self, values):
+        self.values, self.looked = values, 0
+
+    def lightnings(self, callback) -> tuple[int, dict]:
+        """How many values it looks at before it stops, and its state."""
+        for value in self.values:
+            self.looked += 1
+            self.callback_metrics = {"val/loss": torch.tensor(value, dtype=torch.float64)}
+            callback._run_early_stopping_check(self)
+            if self.should_stop:
+                break
+        return self.looked, callback.state_dict()
+
+    def ours(self, rule) -> tuple[int, dict]:
+        for value in self.values:
+            self.looked += 1
+            if rule.check({"val/loss": value}):
+                break
+        return self.looked, rule.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_rule_is_lightnings(mode, capsys):
+    dice = random.Random(0)
+    stopped = set()
+    for _ in range(400):
+        fields = {"mode": mode, "min_delta": dice.choice([0.0, 0.125, -0.125]), "patience": dice.randint(1, 4),
+                  "check_finite": dice.random() < 0.5, "stopping_threshold": dice.choice([None, 0.25, 0.75]),
+                  "divergence_threshold": dice.choice([None, 0.0, 1.0])}
+        values = [dice.choice([dice.randint(-1, 9) / 8, dice.random(), math.nan, math.inf, -math.inf])
+                  for _ in range(dice.randint(1, 12))]
+        theirs, ours = Lightnings("val/loss", **fields), EarlyStoppingRule("val/loss", **fields)
+        number, state = Values(values).lightnings(theirs)
+        found, kept = Values(values).ours(ours)
+        assert (found, kept["wait_count"], kept["stopping_reason"]) == (
+            number, state["wait_count"], state["stopping_reason"]), (fields, values)
+        assert kept["best_score"] == state["best_score"].item(), (fields, values)
+        assert ours.state_key == theirs.state_key
+        stopped.add(kept["stopping_reason"])
+    assert stopped == {0, 1, 2, 3, 4}
+
+
+def old_states() -> dict[str, dict]:
+    """What this project's checkpoints held before, of a run whose best was 2.5 two validations ago."""
+    torchs = {"wait_count": 2, "stopped_epoch": 0, "best_score": torch.tensor(2.5), "patience": 5,
+              "stopping_reason": 0, "stopping_reason_message": None}
+    return {"torch": torchs, "jax": {"wait_count": 2, "best": 2.5}}
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_older_checkpoints_of_both_engines_go_on(engine):
+    rule = EarlyStoppingRule("val/loss", patience=4)
+    rule.load_state_dict(old_states()[engine])
+    assert not rule.begin(validates=True)
+    assert not rule.check({"val/loss": 3.0}) and rule.check({"val/loss": 3.0})
+    assert rule.state_dict()["best_score"] == 2.5 and rule.state_dict()["wait_count"] == 4
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_an_older_run_that_had_stopped_stays_so_until_patience_is_raised(engine):
+    state = {**old_states()[engine], **({"stopping_reason": 3} if engine == "torch" else {})}
+    for patience, stays in ((2, True), (3, False)):
+        rule = EarlyStoppingRule("val/loss", patience=patience)
+        rule.load_state_dict(state)
+        assert rule.begin(validates=True) is stays
+
+
+def test_when_it_checks():
+    for wanted, validates, moments in ((None, True, {"validated"}), (None, False, {"epoch", "both"}),
+                                       (True, True, {"epoch", "both"}), (False, True, {"validated", "both"})):
+        rule = EarlyStoppingRule("val/loss", check_on_train_epoch_end=wanted)
+        rule.begin(validates)
+        due = {name for name, moment in {"validated": (True, False), "epoch": (False, True), "both": (True, True)
+                                         }.items() if rule.is_due(*moment)}
+        assert due == moments | ({"both"} if wanted is None else set())
+
+
+def test_a_metric_may_come_later_where_that_is_said():
+    assert not EarlyStoppingRule("val/late", strict=False).check({"val/loss": 1.0})
+    with pytest.raises(UserError, match="which this run does not log .val/loss."):
+        EarlyStoppingRule("val/late").check({"val/loss": 1.0})
+
+
+# Both engines -----------------------------------------------------------------------------------------------------
+
+
+def saved_state(folder: RunFolder) -> dict:
+    found = state(folder)
+    return {**found, "best_score": round(found["best_score"], 4), "stopping_reason_message": ""}
+
+
+@pytest.mark.parametrize("first", ["torch", "jax"])
+def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first):
+    """The first engine ends after step 4 with a count of 1; the other stops at step 6, with config.yaml as recipe."""
+    second = {"torch": "jax", "jax": "torch"}[first]
+    folder = RunFolder(tmp_path / "run")
+    assert main(["fit", *flat, "--engine", first, "--trainer.max_steps", "4"]) == 0
+    assert state(folder)["wait_count"] == 1
+    before = saved_state(folder)
+    assert main(["fit", "--config", str(folder.config), "--engine", second, "--trainer.max_steps", "20",
+                 "--ckpt_path", "last"]) == 0
+    assert_stopped_at_step_6(folder)
+    assert saved_state(folder) == {**before, "wait_count": 2, "stopping_reason": 3}
+    assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last"]) == 0  # it stays stopped
+    assert_stopped_at_step_6(folder)
+    assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last", "--trainer.callbacks.patience", "3"]) == 0
+    assert folder.names()[-1] == "step=8" and state(folder)["wait_count"] == 3
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_run_without_validation_is_checked_each_epoch(recipe, tmp_path, engine):
+    """An epoch is 9 steps; the loss of a rate of 0 without dropout and shuffling is that of the rows alone."""
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "train/loss", "patience": 1,
+                                                             "min_delta": 100.0}}
+    folder = RunFolder(tmp_path / "run")
+    assert main(["fit", *recipe(engine=engine, trainer__max_steps=40, trainer__callbacks=[stopping],
+                                data__init_args__val_size=0, model__init_args__quantize=None,
+                                trainer__val_check_interval=None, checkpoint__keep_best=0)]) == 0
+    assert folder.names()[-1] == "step=18" and state(folder)["wait_count"] == 1 and folder.completed.exists()

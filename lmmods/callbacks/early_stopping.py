@@ -1,0 +1,59 @@
+"""Lightning's moments of early stopping."""
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping
+
+from lmmods.evaluation.early_stopping import EarlyStoppingRule
+
+_FIELDS = ("monitor", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
+           "divergence_threshold")
+
+
+class SharedEarlyStopping(L.Callback):
+    """Both engines' early stopping in the place of Lightning's, whose checks and state are its own.
+
+    Stands before Checkpoint in the list: the count is part of the checkpoint of the same moment.
+    """
+
+    def __init__(self, rule: EarlyStoppingRule) -> None:
+        self.rule = rule
+
+    @classmethod
+    def instead_of(cls, callback: L.Callback) -> L.Callback:
+        """What stands for a callback of the recipe: Lightning's own class is replaced, a subclass of it is not."""
+        if type(callback) is not EarlyStopping:
+            return callback
+        sign = 1 if callback.mode == "max" else -1
+        return cls(EarlyStoppingRule(min_delta=sign * callback.min_delta,
+                                     check_on_train_epoch_end=callback._check_on_train_epoch_end,
+                                     **{name: getattr(callback, name) for name in _FIELDS}))
+
+    @property
+    def state_key(self) -> str:
+        return self.rule.state_key
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.rule.begin(trainer.validates):
+            trainer.should_stop = True
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if not trainer.validation_is_due():
+            self._check(trainer, validated=False)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._check(trainer, validated=True)
+
+    def _check(self, trainer: L.Trainer, validated: bool) -> None:
+        epoch_ends = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if self.rule.is_due(validated, epoch_ends) and not trainer.fast_dev_run:
+            found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop

@@ -1,0 +1,130 @@
+"""Early stopping: one rule and one state for both engines. No torch, no jax."""
+
+import math
+from enum import IntEnum
+from typing import Any, Literal
+
+from lmmods.console import say
+from lmmods.errors import UserError
+from lmmods.settings import require
+
+
+class Reason(IntEnum):
+    """Why a run has stopped; numbers of Lightning's EarlyStoppingReason, as checkpoints hold them."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStoppingRule:
+    """Stop when a metric no longer improves; fields and rules of Lightning's EarlyStopping.
+
+    Args:
+        monitor: Metric to watch, for example val/loss.
+        min_delta: Least change that counts as an improvement.
+        patience: Checks without improvement after which the run stops.
+        verbose: Say each improvement.
+        mode: Whether the smaller or the larger value is better.
+        strict: Refuse a metric that the run does not log; false waits for it.
+        check_finite: Stop when the metric is not a number.
+        stopping_threshold: Stop when the metric is better than this.
+        divergence_threshold: Stop when the metric is worse than this.
+        check_on_train_epoch_end: Check at the end of each epoch instead of after each validation; null does so where
+            the run does not validate.
+        log_rank_zero_only: No effect: only the first process speaks.
+    """
+
+    def __init__(self, monitor: str, min_delta: float = 0.0, patience: int = 3, verbose: bool = False,
+                 mode: Literal["min", "max"] = "min", strict: bool = True, check_finite: bool = True,
+                 stopping_threshold: float | None = None, divergence_threshold: float | None = None,
+                 check_on_train_epoch_end: bool | None = None, log_rank_zero_only: bool = False):
+        require(mode in ("min", "max"), "EarlyStopping.mode", mode, "min or max")
+        self.monitor, self.min_delta, self.patience, self.verbose, self.mode = (
+            monitor, min_delta, patience, verbose, mode)
+        self.strict, self.check_finite = strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.wait_count, self.best_score = 0, math.inf if mode == "min" else -math.inf
+        self.reason, self.message = Reason.NOT_STOPPED, ""
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """Under which the state lies in a checkpoint."""
+        return f"EarlyStopping{ {'monitor': self.monitor, 'mode': self.mode} }"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wait_count": self.wait_count, "best_score": self.best_score, "stopping_reason": int(self.reason),
+                "stopping_reason_message": self.message}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Also that of Lightning's class, whose best score is a tensor, and of this project's older JAX engine."""
+        self.wait_count = int(state["wait_count"])
+        self.best_score = float(state["best_score"] if "best_score" in state else state["best"])
+        self.message = state.get("stopping_reason_message") or ""
+        waited = Reason.PATIENCE_EXHAUSTED if self.wait_count >= self.patience else Reason.NOT_STOPPED
+        self.reason = Reason(state.get("stopping_reason", waited))
+
+    def begin(self, validates: bool) -> bool:
+        """Start or go on. A run that had stopped stays so, unless `patience` was raised; returns whether it does.
+
+        Args:
+            validates: Whether the run has validations.
+        """
+        if self.check_on_train_epoch_end is None:
+            self.check_on_train_epoch_end = not validates
+        if self.reason is Reason.PATIENCE_EXHAUSTED and self.wait_count < self.patience:
+            self.reason, self.message = Reason.NOT_STOPPED, ""
+        if self.message:
+            say(self.message)
+        return self.reason is not Reason.NOT_STOPPED
+
+    # Checking --------------------------------------------------------------------------------------------------------
+
+    def is_due(self, validated: bool, epoch_ends: bool) -> bool:
+        """Whether to check now, before the checkpoint of this moment is written."""
+        return self.reason is Reason.NOT_STOPPED and (epoch_ends if self.check_on_train_epoch_end else validated)
+
+    def check(self, metrics: dict[str, float]) -> bool:
+        """Look at the metric, and say whether the run stops.
+
+        Raises:
+            UserError: The run does not log it.
+        """
+        if self.monitor not in metrics:
+            if self.strict:
+                raise UserError(f"EarlyStopping.monitor is {self.monitor!r}, which this run does not log "
+                                f"({', '.join(sorted(metrics))}).")
+            return False
+        value = float(metrics[self.monitor])
+        self.reason, why = self._judge(value)
+        if self.reason is Reason.NOT_STOPPED:
+            return False
+        self.message = f"EarlyStopping: {self.monitor} {value:.6g} {why}."
+        say(self.message)
+        return True
+
+    def _judge(self, value: float) -> tuple[Reason, str]:
+        if self.check_finite and not math.isfinite(value):
+            return Reason.NON_FINITE_METRIC, "is not a number"
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return Reason.STOPPING_THRESHOLD, f"is better than stopping_threshold {self.stopping_threshold}"
+        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+            return Reason.DIVERGENCE_THRESHOLD, f"is worse than divergence_threshold {self.divergence_threshold}"
+        if self._better(value - (self.min_delta if self.mode == "max" else -self.min_delta), self.best_score):
+            self.best_score, self.wait_count = value, 0
+            if self.verbose:
+                say(f"EarlyStopping: {self.monitor} {value:.6g} is the best so far.")
+            return Reason.NOT_STOPPED, ""
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return Reason.NOT_STOPPED, ""
+        return Reason.PATIENCE_EXHAUSTED, (f"did not improve in the last {self.wait_count} checks. The best was "
+                                           f"{self.best_score:.6g}")
+
+    def _better(self, value: float, other: float) -> bool:
+        return value < other if self.mode == "min" else value > other
