@@ -9,7 +9,6 @@
 The folder appears under its name only when all of it is on disk.
 """
 
-import json
 import os
 import shutil
 import threading
@@ -105,7 +104,7 @@ def _write(tree: Any, arrays: dict[str, np.ndarray], folder: Path, temporary: Pa
         by_file.setdefault(FILES.get(top, REST), {})[rest if top in FILES else name] = np.asarray(array, order="C")
     for file, part in by_file.items():
         save_file(part, temporary / file, metadata={"format": "pt"})
-    write_json(temporary / "state.json", tree)
+    write_json(temporary / treefile.PLAIN, tree)
     treefile.write_manifest(temporary)
     commit_folder(temporary, folder)
 
@@ -117,7 +116,7 @@ def read(folder: Path) -> dict[str, Any]:
     for top, file in (*FILES.items(), ("", REST)):
         if (folder / file).exists():
             arrays |= {f"{top}/{name}".lstrip("/"): array for name, array in load_file(folder / file).items()}
-    return treefile.join(json.loads((folder / "state.json").read_text()), arrays)
+    return treefile.read_tree(folder, arrays)
 
 
 def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """loss.png of the run folder."""
 
-import csv
 from pathlib import Path
+
+from lmmods.runs.repair import read_table
 
 
 def draw_curves(metrics_csv: Path, picture: Path) -> None:
     """Draw training and validation loss over the steps; nothing where no step was logged."""
     if not metrics_csv.exists():
         return
-    with open(metrics_csv, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(metrics_csv).rows
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

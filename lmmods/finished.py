@@ -46,7 +46,7 @@ class FinishedRun:
         has_adapter = (folder.model / "adapter_config.json").is_file()
         if not has_adapter and not (folder.model / "config.json").is_file():
             raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished.")
-        model = read_recipe(folder.config)["model"]
+        model = cls._model(run, folder)
         if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM"):
             raise UserError(f"--run {run}: {command} takes runs of SFT and CLM, this one is of {model['class_path']}.")
         options = model["init_args"]
@@ -54,6 +54,16 @@ class FinishedRun:
         return cls(folder, has_adapter, options.get("pretrained"), options.get("config_overrides") or {},
                    options.get("revision"), bool(options.get("trust_remote_code")), options.get("quantize"),
                    bool(options.get("double_quant", True)))
+
+    @staticmethod
+    def _model(run: str, folder: RunFolder) -> dict[str, Any]:
+        """The block `model` of config.yaml."""
+        model = read_recipe(folder.config).get("model")
+        if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
+                and isinstance(model.get("init_args"), dict)):
+            raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote "
+                            "it.")
+        return model
 
     @property
     def model(self) -> Path:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.redaction import redact
 from lmmods.runs.folder import write_text
+from lmmods.runs.repair import mended_table
 
 
 class MetricsCSV(Logger):
@@ -36,11 +37,9 @@ class MetricsCSV(Logger):
     def rewind(self, step: int) -> None:
         """Read the file back and drop the rows after `step`, which the resumed run will log again."""
         if self.path.exists():
-            with open(self.path, newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if row["step"].isdigit() and int(row["step"]) <= step]
-                self._columns = list(reader.fieldnames or ["step"])
-            self._rows = [{name: value for name, value in row.items() if value} for row in rows]
+            table = mended_table(self.path)
+            self._columns = table.columns
+            self._rows = [row for row in table.rows if int(row["step"]) <= step]
             self._rewrite()
 
     @rank_zero_only

@@ -6,6 +6,7 @@ from typing import Any
 from lmmods.console import say, warn
 from lmmods.errors import UserError
 from lmmods.runs.folder import RunFolder, write_text
+from lmmods.runs.repair import mended_samples
 from lmmods.settings import Generation, require
 
 PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters of a line on the console
@@ -62,7 +63,7 @@ class SampleWriter:
             folder.manifest.claim(self._path.name)
         if resumed_step is None:
             return
-        rows = [row for row in self._rows() if row["step"] <= resumed_step]
+        rows = [row for row in mended_samples(self._path) if row["step"] <= resumed_step]
         if self._path.exists():
             self._rewrite(rows)
         self._base = {row["prompt"]: row["output"] for row in rows if row["step"] == 0}
@@ -86,15 +87,11 @@ class SampleWriter:
         base = self._base if self.compare_base else {}
         rows = [{"step": step, "prompt": prompt, "base": base.get(prompt), "output": output}
                 for prompt, output in zip(self.prompts, outputs, strict=True)]
-        self._rewrite([row for row in self._rows() if row["step"] < step] + rows)
+        self._rewrite([row for row in mended_samples(self._path) if row["step"] < step] + rows)
         for row in rows:
             say(f"sample at step {step}: {_cut(row['prompt'], PROMPT_WIDTH)} -> {_cut(row['output'], OUTPUT_WIDTH)}")
         for logger in loggers:
             _log(logger, rows, step)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        return [json.loads(line) for line in text.split("\n") if line]
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         write_text(self._path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -10,6 +10,14 @@ from lmmods.errors import UserError
 from lmmods.runs.folder import write_json
 
 MANIFEST = "manifest.json"
+_KINDS = {dict: "an object", list: "a list", int: "a whole number"}
+# What a run needs of a checkpoint, of either engine and any age.
+_CONTENT = {
+    "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
+    "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
+    "callbacks|Checkpoint|best": list, "window": dict,
+    "loops|fit_loop|epoch_progress": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict,
+}
 PLAIN = "state.json"
 
 
@@ -71,22 +79,72 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, *names: str) -> None:
-    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut short or altered."""
+    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut, altered or not listed."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        name = first_damaged(folder, {name: manifest[name] for name in names} if names else manifest)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        manifest = json.loads(_text_of(folder / MANIFEST))
+        read = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
+        unlisted = sorted(read - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
+        damaged = None if unlisted else first_damaged(
+            folder, {name: manifest[name] for name in names} if names else manifest)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
                         ) from error
-    if name is not None:
-        raise UserError(f"Checkpoint {folder} is damaged: {name} is not as it was written. Resume from another "
+    if unlisted:
+        raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} does not list {unlisted[0]}. Resume from another "
+                        "one.")
+    if damaged is not None:
+        raise UserError(f"Checkpoint {folder} is damaged: {damaged} is not as it was written. Resume from another "
                         f"one, for example --ckpt_path {folder.parent}/step=N.")
 
 
 def read_plain(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside arrays. Raises UserError where that cannot be read, or not as it was written."""
+    """What a checkpoint of a run holds beside arrays.
+
+    Raises:
+        UserError: That cannot be read, or lacks what both engines need to go on.
+    """
     check_manifest(folder, PLAIN)
     try:
-        return json.loads((folder / PLAIN).read_text())
-    except (OSError, ValueError) as error:
+        plain = json.loads(_text_of(folder / PLAIN))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
+    _check_object(folder, plain)
+    _check_content(folder, plain)
+    return plain
+
+
+def read_tree(folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
+    """state.json of a folder with its arrays back in their places.
+
+    Raises:
+        UserError: It is no such tree, or names an array that is not there.
+    """
+    try:
+        tree = join(json.loads(_text_of(folder / PLAIN)), arrays)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} does not fit its arrays ({error}). Resume from "
+                        "another one.") from error
+    _check_object(folder, tree)
+    return tree
+
+
+def _check_object(folder: Path, tree: Any) -> None:
+    if not isinstance(tree, dict):
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds a {type(tree).__name__}. Resume from another "
+                        "one.")
+
+
+def _check_content(folder: Path, content: dict[str, Any]) -> None:
+    for path, kind in _CONTENT.items():
+        value: Any = content
+        for key in path.split("|"):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds no {path.replace('|', '.')} that is "
+                            f"{_KINDS[kind]}. Resume from another one.")
+
+
+def _text_of(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path.read_text(encoding="utf-8")

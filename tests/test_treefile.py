@@ -37,12 +37,18 @@ def test_what_cannot_be_stored_is_named():
         treefile.split({"a": [{1}]}, is_array)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "delete", "manifest"])
+MANIFESTS = {"cut off": "{", "list": "[]", "nothing in it": "{}", "number": "7", "null": "null",
+             "names": '["state.json"]', "a file is missing": '{"state.json": [1, 2]}', "not text": b"\xff",
+             "deep": "[" * 100_000}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "delete", *MANIFESTS])
 def test_damage_is_found(tmp_path, damage):
-    (tmp_path / "x.bin").write_bytes(bytes(range(200)))
+    (tmp_path / "state.json").write_text("{}")
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(bytes(range(200)))
     treefile.write_manifest(tmp_path)
     treefile.check_manifest(tmp_path)
-    file = tmp_path / "x.bin"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:100])
     elif damage == "flip":
@@ -50,6 +56,7 @@ def test_damage_is_found(tmp_path, damage):
     elif damage == "delete":
         file.unlink()
     else:
-        (tmp_path / treefile.MANIFEST).write_text("{")
+        content = MANIFESTS[damage]
+        (tmp_path / treefile.MANIFEST).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match="damaged"):
         treefile.check_manifest(tmp_path)

@@ -1,7 +1,6 @@
 """Checkpoints: when they are written, which are kept, and how they lie on disk."""
 
 import collections
-import json
 import os
 import shutil
 from collections.abc import Callable, Hashable
@@ -68,7 +67,7 @@ class FolderCheckpointIO(CheckpointIO):
                       temporary / f"{file}{part}.safetensors")
         barrier()
         if rank == 0:
-            write_json(temporary / "state.json", tree)
+            write_json(temporary / treefile.PLAIN, tree)
             treefile.write_manifest(temporary)
             commit_folder(temporary, path)
 
@@ -87,7 +86,7 @@ class FolderCheckpointIO(CheckpointIO):
         tensors = {}
         for top, file in (*self.FILES.items(), ("", self.REST)):
             tensors |= {f"{top}/{name}".lstrip("/"): tensor for name, tensor in _load(path, file).items()}
-        content = treefile.join(json.loads((path / "state.json").read_text()), tensors)
+        content = treefile.read_tree(path, tensors)
         # Lightning asks which of its versions wrote a checkpoint; the JAX engine knows none.
         content.setdefault("pytorch-lightning_version", L.__version__)
         return content

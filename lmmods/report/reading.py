@@ -180,6 +180,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} cannot be read: it is no regular file.")
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -197,6 +197,11 @@ def _measure(column: str, value: Any) -> str:
 
 
 def _remarks(source: dict) -> list[str]:
-    dropped = [f"dropped {full(entry['rows'])}: {reason} (first {entry['first'][0]})"
-               for reason, entry in _mapping(source.get("dropped")).items()]
-    return [*dropped, *map(str, source.get("notes") or [])]
+    dropped = [f"dropped {full(entry.get('rows'))}: {reason}" + (f" (first {first[0]})" if first else "")
+               for reason, entry in _mapping(source.get("dropped")).items() if isinstance(entry, dict)
+               for first in [_list(entry.get("first"))]]
+    return [*dropped, *map(str, _list(source.get("notes")))]
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []

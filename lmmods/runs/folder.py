@@ -5,7 +5,6 @@ Both engines write the same folder. No torch, no jax.
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ import yaml
 from lmmods.errors import UserError
 from lmmods.runs.atomic import REPLACED, commit_files, commit_folder, files_in, restore, write_json, write_text
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
+from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
 from lmmods.runs.inputs import check_inputs
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.manifest import ANSWERS, NAMES, Manifest
 from lmmods.runs.recognition import wandb_paths
+from lmmods.runs.repair import mended_numbers
 
 CHECKPOINT_PREFIX = "step="
-_CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
 
 
 class RunFolder:
@@ -122,6 +122,7 @@ class RunFolder:
         if not self._owns(checkpoint):
             return self.check_can_start(overwrite)
         self._check_writable()
+        check_places(self.root, self.checkpoints)
         self._check_names()
         later = self._later_than(checkpoint)
         if later and not overwrite:
@@ -182,13 +183,14 @@ class RunFolder:
         """
         if ckpt_path in ("last", "best"):
             found = self.find(ckpt_path)
-        elif ckpt_path.isdigit():
-            found = self.checkpoint(checkpoint_name(int(ckpt_path)))
+        elif CHECKPOINT_NAME.fullmatch(f"{CHECKPOINT_PREFIX}{ckpt_path.removeprefix(CHECKPOINT_PREFIX)}"):
+            found = self.checkpoint(checkpoint_name(*checkpoint_position(ckpt_path)))
         else:
-            found = Path(ckpt_path).resolve()
-        if found is None or not found.is_dir():
+            found = place_of(ckpt_path)
+        if found is None or not found.exists():
             here = ", ".join(self.names()) or "none"
             raise UserError(f"--ckpt_path {ckpt_path}: there is no such checkpoint (in {self.checkpoints}: {here}).")
+        refuse_foreign(ckpt_path, found)
         return found
 
     def point(self, alias: str, checkpoint: Path) -> None:
@@ -276,8 +278,7 @@ class RunFolder:
     def merge_metrics(self, metrics: dict[str, float]) -> None:
         """Add final numbers to metrics.json."""
         self.manifest.claim("metrics.json")
-        known = json.loads(self.metrics_json.read_text()) if self.metrics_json.exists() else {}
-        write_json(self.metrics_json, {**known, **metrics})
+        write_json(self.metrics_json, {**mended_numbers(self.metrics_json), **metrics})
 
     def write_predictions(self, found: Any) -> str:
         """Write `rows`, `files` and `scores` of predict; returns what to say of it."""
@@ -299,7 +300,7 @@ def checkpoint_name(step: int, open_batches: int = 0) -> str:
 def checkpoint_names(folder: Path) -> list[str]:
     """Names of the checkpoints in a folder, oldest first; what is called otherwise is none."""
     names = [path.name for path in folder.glob(f"{CHECKPOINT_PREFIX}*")
-             if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+             if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(names, key=checkpoint_position)
 
 

@@ -1,0 +1,59 @@
+"""What `--ckpt_path` names, where that is no checkpoint, and what stands where a run will write."""
+
+import os
+import re
+from pathlib import Path
+
+from lmmods.errors import UserError
+
+CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
+_A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"
+
+
+def place_of(text: str) -> Path | None:
+    """The path that a text names; None where no path can be called so."""
+    try:
+        path = Path(text).resolve()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL in it, links in a circle
+        return None
+
+
+def refuse_foreign(asked: str, path: Path) -> None:
+    """Raise UserError, which says what it is, unless a path may be a checkpoint."""
+    if path.is_dir() and ((path / "state.json").exists() or path.name.startswith("step=")):
+        return  # whole or damaged: reading it will tell
+    raise UserError(f"--ckpt_path {asked} is {_what(path)}, but must be last, best, a step number, or {_A_CHECKPOINT}.")
+
+
+def _what(path: Path) -> str:
+    if not path.is_dir():
+        return ("a file of weights (name the folder it is in as model.pretrained or model.adapter to start from it)"
+                if path.suffix == ".safetensors" else "a single file, as other programs write")
+    kinds = {"checkpoints": "a run folder", "last": "the checkpoints of a run",
+             "trainer_state.json": "a checkpoint of transformers' Trainer (model.pretrained or model.adapter starts "
+                                   "from its weights)",
+             "adapter_config.json": "an adapter (model.adapter starts from it)",
+             "config.json": "a model folder (model.pretrained starts from it)"}
+    return next((kind for name, kind in kinds.items() if os.path.lexists(path / name)), "a folder without a state.json")
+
+
+def check_places(root: Path, checkpoints: Path) -> None:
+    """Refuse to go on in a run folder where something else stands under a name that the run will write.
+
+    Raises:
+        UserError: A folder for a file, a file for a checkpoint, a copy of one for the link to it.
+    """
+    for name in ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "completed"):
+        _refuse(root / name, (root / name).is_file(), "a file")
+    for alias in ("last", "best"):
+        link = checkpoints / alias
+        _refuse(link, link.is_symlink(), "a link to a checkpoint (a copy of it is none)")
+    for path in checkpoints.glob("step=*"):
+        is_foreign = not CHECKPOINT_NAME.fullmatch(path.name)
+        _refuse(path, is_foreign or path.is_dir(), "the folder of a checkpoint")
+
+
+def _refuse(path: Path, is_right: bool, wanted: str) -> None:
+    if os.path.lexists(path) and not is_right:
+        raise UserError(f"{path} stands where the run writes {wanted}. Move it away, or delete it.")

@@ -1,0 +1,113 @@
+"""Files of a run read back: what cannot be read is left out, kept aside and said; never a traceback, never silence."""
+
+import csv
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Table:
+    """metrics.csv: `rows` hold the cells that are not empty, by column; `damaged` the numbers of the lines left out."""
+
+    columns: list[str] = field(default_factory=lambda: ["step"])
+    rows: list[dict[str, str]] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+
+
+def read_table(path: Path) -> Table:
+    """What of metrics.csv can be read; nothing where there is none."""
+    lines, torn = _lines(path)
+    if not lines:
+        return Table(damaged=torn)
+    columns = _cells(lines[0])
+    if "step" not in columns or len(set(columns)) != len(columns) or "" in columns:
+        return Table(damaged=list(range(1, len(lines) + 1)) + torn)
+    table = Table(columns, damaged=torn)
+    for number, line in enumerate(lines[1:], 2):
+        cells = _cells(line)
+        row = {name: cell for name, cell in zip(columns, cells) if cell}
+        if len(cells) == len(columns) and re.fullmatch("[0-9]{1,18}", row.get("step", "")) and _are_numbers(row):
+            table.rows.append(row)
+        else:
+            table.damaged.append(number)
+    return table
+
+
+def mended_table(path: Path) -> Table:
+    """`read_table`; lines that cannot be read are said, and the file as it was is kept beside."""
+    table = read_table(path)
+    _tell(path, table.damaged)
+    return table
+
+
+def mended_samples(path: Path) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl; lines that are none are said, and the file as it was is kept beside."""
+    lines, damaged = _lines(path)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        row = _from_json(line)
+        if isinstance(row, dict) and type(row.get("step")) is int and all(
+                isinstance(row.get(name), str) for name in ("prompt", "output")):
+            rows.append(row)
+        elif line:
+            damaged.append(number)
+    _tell(path, sorted(damaged))
+    return rows
+
+
+def mended_numbers(path: Path) -> dict[str, Any]:
+    """metrics.json; where it holds no keys and values, that is said, and the file as it was is kept beside."""
+    if not path.is_file():
+        return {}
+    content = _from_json(path.read_text(encoding="utf-8", errors="replace"))
+    if isinstance(content, dict):
+        return content
+    _warn(path, "holds no numbers by name any more")
+    return {}
+
+
+def _lines(path: Path) -> tuple[list[str], list[int]]:
+    """Whole lines of a file, and the number of the last where it is cut off."""
+    if not path.is_file():
+        return [], []
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return lines, [len(lines) + 1] if rest else []
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line], strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _are_numbers(row: dict[str, str]) -> bool:
+    try:
+        return bool([float(cell) for cell in row.values()])
+    except ValueError:
+        return False
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tell(path: Path, damaged: list[int]) -> None:
+    if damaged:
+        which = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first of them {damaged[0]}"
+        _warn(path, f"cannot be read in {which}, left out here")
+
+
+def _warn(path: Path, what: str) -> None:
+    from lmmods.console import warn  # `report` reads run folders without the libraries behind it
+
+    kept = path.with_name(f"{path.name}.damaged")
+    shutil.copyfile(path, kept)
+    warn(f"{path} {what}. The file as it was is {kept.name}.")

@@ -1,0 +1,326 @@
+"""Files of a run folder that were cut, edited or replaced: mended and said, or refused by name; never a traceback."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from lmmods import treefile
+from lmmods.cli import main
+from lmmods.errors import UserError
+from lmmods.finished import FinishedRun
+from lmmods.loggers import MetricsCSV
+from lmmods.report.page import render
+from lmmods.report.reading import read_runs
+from lmmods.runs.folder import RunFolder, write_text
+from lmmods.runs.repair import mended_samples
+from lmmods.samples import SampleWriter
+
+# Mended ----------------------------------------------------------------------------------------------------------
+
+TABLE = "step,train/loss,val/loss\n1,2.5,\n2,2.0,1.5\n3,nan,\n"
+
+
+def rewound(path: Path, content: bytes, step: int = 3) -> str:
+    """metrics.csv after a resume at a step."""
+    path.write_bytes(content)
+    MetricsCSV(path).rewind(step)
+    return path.read_text()
+
+
+def test_a_whole_table_stays_as_it_is(tmp_path, capsys):
+    assert rewound(tmp_path / "metrics.csv", TABLE.encode()) == TABLE
+    assert rewound(tmp_path / "metrics.csv", TABLE.encode(), step=2) == TABLE.replace("3,nan,\n", "")
+    assert capsys.readouterr().out == "" and os.listdir(tmp_path) == ["metrics.csv"]
+
+
+BROKEN_LINES = {
+    "too few values": b"2,2.0\n", "too many values": b"2,2.0,1.5,9\n", "a step that is none": b"two,2.0,1.5\n",
+    "half a step": b"2.5,2.0,1.5\n", "a step of 5000 digits": b"2" * 5000 + b",2.0,1.5\n", "a word": b"2,high,1.5\n",
+    "an open quote": b'2,"2.0,1.5\n', "binary": b"\x00\xff\xfe,\x80,\x01\n", "no step": b",2.0,1.5\n",
+    "an empty line": b"\n", "a field without end": b"2," + b"9" * 200_000 + b"x,1.5\n",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_LINES)
+def test_lines_of_the_table_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, broken):
+    path, content = tmp_path / "metrics.csv", TABLE.encode().replace(b"2,2.0,1.5\n", BROKEN_LINES[broken])
+    assert rewound(path, content) == TABLE.replace("2,2.0,1.5\n", "")
+    said = capsys.readouterr().out
+    assert "metrics.csv cannot be read in line 3, left out here" in said and "metrics.csv.damaged" in said
+    assert (tmp_path / "metrics.csv.damaged").read_bytes() == content
+    MetricsCSV(path).rewind(3)
+    assert capsys.readouterr().out == ""  # mended
+
+
+@pytest.mark.parametrize("header", [b"stop,train/loss,val/loss\n", b"\x00\x01\n", b"step,step,val/loss\n", b"[]\n",
+                                    b"\n"])
+def test_a_table_without_its_header_is_begun_anew(tmp_path, capsys, header):
+    path = tmp_path / "metrics.csv"
+    logger = MetricsCSV(path)
+    path.write_bytes(header + TABLE.encode().split(b"\n", 1)[1])
+    logger.rewind(3)
+    logger.log_metrics({"train/loss": 1.0}, step=4)
+    assert path.read_text() == "step,train/loss\n4,1.0\n"
+    assert "cannot be read in 4 lines, the first of them 1" in capsys.readouterr().out
+
+
+def test_a_table_that_is_cut_off_loses_its_last_line_only(tmp_path, capsys):
+    assert rewound(tmp_path / "metrics.csv", TABLE[:-4].encode()) == TABLE.replace("3,nan,\n", "")
+    assert "in line 4, left out" in capsys.readouterr().out
+    assert rewound(tmp_path / "metrics.csv", b"step,train/l") == "step\n"
+    assert rewound(tmp_path / "metrics.csv", b"") == "step\n"
+
+
+SAMPLES = [{"step": step, "prompt": "1 + 1", "base": None, "output": str(step)} for step in (0, 2, 4)]
+BROKEN_SAMPLES = ['{"step": 2, "prompt": "1', "[]", "null", '{"step": "2", "prompt": "1 + 1", "output": "2"}',
+                  "\x00\x01", '{"step": 2, "output": "2"}', '{"step": true, "prompt": "1 + 1", "output": "2"}',
+                  "[" * 100_000,
+                  '{"step": 2, "prompt": 7, "output": "2"}', '{"step": 2, "prompt": "1 + 1", "output": null}']
+
+
+@pytest.mark.parametrize("broken", BROKEN_SAMPLES, ids=range(len(BROKEN_SAMPLES)))
+@pytest.mark.parametrize("place", ["middle", "end"])
+def test_samples_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, broken, place):
+    folder, lines = RunFolder(tmp_path), [json.dumps(row) + "\n" for row in SAMPLES]
+    if place == "middle":
+        content = lines[0] + broken + "\n" + lines[1] + lines[2]
+    else:  # half a line, without its end
+        content = "".join(lines) + broken
+    folder.manifest.claim(folder.samples.name)
+    write_text(folder.samples, content)
+    writer = SampleWriter(["1 + 1"])
+    writer.begin(folder, 2)
+    assert mended_samples(folder.samples) == SAMPLES[:2]
+    said = capsys.readouterr().out
+    assert f"samples.jsonl cannot be read in line {2 if place == 'middle' else 4}" in said
+    assert (tmp_path / "samples.jsonl.damaged").read_text() == content
+    writer.write(4, ["5"], [])
+    assert [row["output"] for row in mended_samples(folder.samples)] == ["0", "2", "5"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"7", b'{"val/loss": 1.0', b"\xff\x00", b"null", b"[" * 100_000])
+def test_numbers_that_are_none_are_begun_anew(tmp_path, capsys, content):
+    folder = RunFolder(tmp_path)
+    folder.manifest.claim(folder.metrics_json.name)
+    folder.metrics_json.write_bytes(content)
+    folder.merge_metrics({"val/loss": 2.0})
+    assert json.loads(folder.metrics_json.read_text()) == {"val/loss": 2.0}
+    assert (tmp_path / "metrics.json.damaged").read_bytes() == content
+    assert "metrics.json holds no numbers by name any more" in capsys.readouterr().out
+    folder.merge_metrics({"val/f1": 3.0})
+    assert json.loads(folder.metrics_json.read_text()) == {"val/loss": 2.0, "val/f1": 3.0}
+
+
+# Refused ---------------------------------------------------------------------------------------------------------
+
+
+def state_with(change) -> Callable[[RunFolder], None]:
+    """Damage to state.json that its manifest knows, as only an editor makes it."""
+    def damage(run: RunFolder) -> None:
+        path = run.resolve("last") / "state.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+        (path.parent / "manifest.json").unlink()
+        treefile.write_manifest(path.parent)
+    return damage
+
+
+def file_in_checkpoint(name: str, content: str) -> Callable[[RunFolder], None]:
+    return lambda run: (run.resolve("last") / name).write_text(content)
+
+
+def fifo(run: RunFolder) -> None:
+    path = run.resolve("last") / "manifest.json"
+    path.unlink()
+    os.mkfifo(path)
+
+
+def in_checkpoints(name: str, make) -> Callable[[RunFolder], None]:
+    return lambda run: make(run.checkpoints / name)
+
+
+def copy_instead_of_link(run: RunFolder) -> None:
+    target = run.resolve("last")
+    (run.checkpoints / "last").unlink()
+    shutil.copytree(target, run.checkpoints / "last")
+
+
+DAMAGES = {
+    "manifest is a list": (file_in_checkpoint("manifest.json", "[]"), "manifest.json does not list"),
+    "manifest is empty": (file_in_checkpoint("manifest.json", "{}"), "manifest.json does not list model.safetensors"),
+    "manifest is a pipe": (fifo, "manifest.json cannot be read"),
+    "state is cut off": (file_in_checkpoint("state.json", "{"), "state.json is not as it was written"),
+    "state is a list": (state_with(lambda state: []), "state.json holds a list"),
+    "state without steps": (state_with(lambda state: state.pop("global_step") and state),
+                            "holds no global_step that is a whole number"),
+    "steps are text": (state_with(lambda state: {**state, "global_step": "2"}),
+                       "holds no global_step that is a whole number"),
+    "callbacks are a list": (state_with(lambda state: {**state, "callbacks": []}), "holds no callbacks.Metrics"),
+    "best is a number": (state_with(lambda state: state["callbacks"]["Checkpoint"].update(best=3) or state),
+                         "holds no callbacks.Checkpoint.best that is a list"),
+    "an array that is not there": (state_with(lambda state: {**state, "window": {"$array": "x"}}), "does not fit its"),
+    "a step is a file": (in_checkpoints("step=4", Path.touch), "step=4 stands where the run writes"),
+    "a step leads nowhere": (in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 stands where"),
+    "last is a copy": (copy_instead_of_link, "last stands where the run writes a link"),
+    "numbers are a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "metrics.json stands"),
+    "table is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)), "metrics.csv stands where"),
+}
+HARMLESS = {
+    "folders of other names": lambda run: [(run.checkpoints / name).mkdir() for name in (
+        "step=abc", "step=", "step=1e3", "step=" + "9" * 40, "step=-1", "step=1+", "steps")],
+    "files of other names": lambda run: (run.checkpoints / "step=abc").write_text("mine"),
+    "links of other names": lambda run: (run.checkpoints / "step=x").symlink_to("gone"),
+    "last leads nowhere": lambda run: run.point("last", run.checkpoint("step=9")),
+    "last is gone": lambda run: (run.checkpoints / "last").unlink(),
+    "tables are damaged": lambda run: [path.write_bytes(b"\xff\x00[") for path in (run.metrics_csv, run.metrics_json)],
+}
+
+
+@pytest.fixture
+def finished(recipe, tmp_path):
+    """A run of two steps, as often as it is asked for, and the arguments to go on to the fourth."""
+    changes = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2, "alpha": 4},
+               "trainer__limit_val_batches": 0}
+
+    def make(engine: str):
+        assert main(["fit", *recipe(**changes, engine=engine, trainer__max_steps=2)]) == 0
+        shutil.copytree(tmp_path / "run", tmp_path / "whole", symlinks=True)
+        arguments = recipe(**changes, engine=engine, trainer__max_steps=4)
+
+        def again() -> RunFolder:
+            shutil.rmtree(tmp_path / "run")
+            shutil.copytree(tmp_path / "whole", tmp_path / "run", symlinks=True)
+            return RunFolder(tmp_path / "run")
+
+        return again, [*arguments, "--ckpt_path", "last"]
+
+    return make
+
+
+def reported(run: RunFolder) -> None:
+    """`report` shows the folder or says what is wrong with it."""
+    with contextlib.suppress(UserError):
+        read_runs([str(run.root)])
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_damage_is_refused_by_name(finished, capfd, engine):
+    again, arguments = finished(engine)
+    for name, (damage, message) in DAMAGES.items():
+        run = again()
+        damage(run)
+        before = sorted(run.root.rglob("*"))
+        capfd.readouterr()
+        assert main(["fit", *arguments]) == 2, name
+        said = capfd.readouterr().err
+        assert message in said and said.startswith("error: "), (name, said)
+        assert sorted(run.root.rglob("*")) == before, name
+        reported(run)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_what_is_not_the_runs_does_no_harm(finished, engine):
+    again, arguments = finished(engine)
+    for name, damage in HARMLESS.items():
+        run = again()
+        damage(run)
+        theirs = {path.name for path in run.checkpoints.iterdir()} - {"last", "best", *run.names()}
+        reported(run)
+        assert main(["fit", *arguments]) == 0, name
+        assert run.names() == ["step=2", "step=4"] and run.resolve("last").name == "step=4", name
+        assert theirs <= {path.name for path in run.checkpoints.iterdir()}, name
+        read_runs([str(run.root)])
+
+
+def test_a_report_over_files_of_other_types(tmp_path):
+    """Each value of the files replaced by each kind of junk: a page or a message."""
+    source = {"rows": 3, "dropped": {"empty": {"rows": 1, "first": ["a:2"]}}, "notes": ["x"]}
+    splits = {"train": {"rows": 2, "length": {"median": 3}}}
+    files = {"data_report.json": {"sources": {"rows.jsonl": source}, "splits": splits},
+             "metrics.json": {"val/loss": 1.0, "mmlu/eval/accuracy": 0.5},
+             "config.yaml": {"engine": "jax", "trainer": {"max_steps": 4}, "model": {"class_path": "SFT"}}}
+    (tmp_path / "metrics.csv").write_text(TABLE)
+    pages = 0
+    for name, content in files.items():
+        for damaged in itertools.islice(variants(content), 0, None, 2):  # of kinds that alternate
+            for each, whole in files.items():
+                (tmp_path / each).write_text(json.dumps(damaged if each == name else whole))
+            with contextlib.suppress(UserError):
+                pages += bool(render(read_runs([str(tmp_path)]), datetime.now().astimezone()))
+    assert pages > 60
+
+
+def variants(node):
+    """The tree with one of its nodes replaced."""
+    yield from (None, -1, math.nan, "x", [], {}, [1], {"a": 1}, True)
+    for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        for damaged in variants(node[key]):
+            copy = node.copy()
+            copy[key] = damaged
+            yield copy
+
+
+# --ckpt_path -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(tmp_path, llama_folder) -> dict[str, tuple[str, str]]:
+    """What is no checkpoint, and what is said of it."""
+    (tmp_path / "epoch=1.ckpt").write_bytes(b"\x80\x02}q\x00.")
+    (tmp_path / "notes.txt").write_text("step 4")
+    for name, file in (("adapter", "adapter_config.json"), ("trainer", "trainer_state.json"), ("other", "x.bin")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    (tmp_path / "a run" / "checkpoints" / "step=4").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to("loop")
+    return {str(tmp_path / name): said for name, said in {
+        "epoch=1.ckpt": "a single file, as other programs write", "notes.txt": "a single file",
+        "adapter": "an adapter (model.adapter starts from it)", "trainer": "a checkpoint of transformers' Trainer",
+        "other": "a folder without a state.json", "a run": "a run folder", "a run/checkpoints": "a folder without",
+        "loop": "no such checkpoint", "gone": "no such checkpoint", "x" * 5000: "no such checkpoint",
+    }.items()} | {str(llama_folder): "a model folder (model.pretrained starts from it)",
+                  str(llama_folder / "model.safetensors"): "a file of weights",
+                  "³": "no such checkpoint", "7" * 5000: "no such checkpoint", "7+x": "no such checkpoint",
+                  "step=7": "no such checkpoint", "\0": "no such checkpoint"}
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path, foreign):
+    folder = RunFolder(tmp_path / "run")
+    for asked, said in foreign.items():
+        with pytest.raises(UserError) as caught:
+            folder.resolve(asked)
+        assert said in str(caught.value), asked
+
+
+def test_a_checkpoint_is_found_by_number_and_by_name(tmp_path):
+    folder = RunFolder(tmp_path)
+    for name in ("step=5", "step=5+2"):
+        folder.checkpoint(name).mkdir(parents=True)
+    for asked, name in (("5", "step=5"), ("05", "step=5"), ("step=5", "step=5"), ("5+2", "step=5+2"),
+                        ("last", "step=5+2")):
+        assert folder.resolve(asked).name == name
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_a_file_of_another_program_is_not_read(recipe, tmp_path, capfd, engine, command):
+    path = tmp_path / "epoch=1.ckpt"
+    path.write_bytes(b"not even a pickle")
+    assert main([command, *recipe(engine=engine, model__init_args__quantize=None), "--ckpt_path", str(path)]) == 2
+    assert f"--ckpt_path {path} is a single file" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "model: 7", "{", "", "model: {class_path: SFT}", "model: {init_args: {}}"])
+def test_a_recipe_that_no_run_wrote_is_refused_by_commands(tmp_path, content):
+    folder = RunFolder(tmp_path)
+    write_text(folder.config, content)
+    write_text(folder.model / "config.json", "{}")
+    with pytest.raises(UserError, match="config.yaml"):
+        FinishedRun.read(str(tmp_path), "merge")
