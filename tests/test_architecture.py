@@ -17,6 +17,7 @@ UNREAD = {
     ("jax_engine.models.decoder.DecoderEmbedding", "build"): "constructed as EncoderEmbedding is, which reads it",
     ("jax_engine.tasks.base.Task", "compile"): "documented: everything is compiled",
     ("jax_engine.tasks.base.Task", "quant_storage"): "documented: torch's alone, it changes no number",
+    ("lmmods.evaluation.early_stopping.EarlyStoppingRule", "log_rank_zero_only"): "documented: one process speaks",
     ("lmmods.publishing.Publisher", "license"): "the model card reads it from the recipe",
 }
 
