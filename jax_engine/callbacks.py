@@ -14,8 +14,9 @@ class Callback(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def on_train_start(self, trainer: Any) -> None:
-        """Before the first step, after the state of a checkpoint is loaded."""
+    def on_train_start(self, trainer: Any) -> str:
+        """Before the first step, after the state of a checkpoint is loaded. Returns why the run is over, else nothing.
+        """
 
     @abstractmethod
     def on_check(self, trainer: Any, metrics: dict[str, float], validated: bool, epoch_ends: bool) -> None:
@@ -33,9 +34,8 @@ class Callback(ABC):
 class EarlyStopping(EarlyStoppingRule, Callback):
     __doc__ = EarlyStoppingRule.__doc__
 
-    def on_train_start(self, trainer: Any) -> None:
-        if self.begin(validates=trainer.plan.num_val_rounds > 0):
-            trainer.should_stop = True
+    def on_train_start(self, trainer: Any) -> str:
+        return self.begin(validates=trainer.plan.num_val_rounds > 0)
 
     def on_check(self, trainer: Any, metrics: dict[str, float], validated: bool, epoch_ends: bool) -> None:
         if self.is_due(validated, epoch_ends) and self.check(metrics):

@@ -163,7 +163,10 @@ class Trainer:
         self.window, self.open_batches = None, 0
         if resumed:
             self._restore(resumed)
-            if self._is_done() and self._was_complete():
+        stopped = [callback.on_train_start(self) for callback in self.callbacks]
+        self.should_stop = any(stopped)
+        if resumed:
+            if self._is_done() and self._was_complete(stopped):
                 return
         elif self.num_sanity_val_steps:
             self._evaluate("val", limit=self.num_sanity_val_steps, keep=False)
@@ -177,8 +180,8 @@ class Trainer:
             self.bar.close()
             self._writer.wait()
 
-    def _was_complete(self) -> bool:
-        told, was_complete = self.run_folder.nothing_left(self.position.step, self.max_steps, self.max_epochs)
+    def _was_complete(self, stopped: list[str]) -> bool:
+        told, was_complete = self.run_folder.nothing_left(self.position.step, self.max_steps, self.max_epochs, stopped)
         say(told)
         return was_complete
 
@@ -373,8 +376,6 @@ class Trainer:
         say(self._description)
         if resumed:
             say(f"Resumed at step {self.position.step} from {resumed}.")
-        for callback in self.callbacks:
-            callback.on_train_start(self)
 
     # The loop --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
+from lmmods.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.console import say
 
 
@@ -14,8 +15,12 @@ class FitLoop(_FitLoop):
     @property
     def skip(self) -> bool:
         trainer = self.trainer
-        if not super().skip or trainer.resumed_from is None or trainer.limit_train_batches == 0:
+        if trainer.resumed_from is None or trainer.limit_train_batches == 0:
             return super().skip
-        told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, *trainer.length)
+        stopped = [callback.rule.begin(trainer.validates) for callback in trainer.callbacks
+                   if isinstance(callback, SharedEarlyStopping)]
+        if not super().skip and not any(stopped):
+            return False
+        told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, *trainer.length, stopped)
         say(told)
         return trainer.was_complete

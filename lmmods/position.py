@@ -28,22 +28,3 @@ def recount(ready: int, data: dict[str, Any], before: int, now: int, kind: str) 
                         f"with as many {kind} as before.")
     current = -(-everywhere // now)
     return current, earlier + current
-
-
-def nothing_left(state: dict[str, Any], max_steps: int | None, max_epochs: int | float | None) -> str | None:
-    """What to say where a checkpoint stands at the end of the run that the recipe asks for, or behind it.
-
-    Args:
-        state: Of the checkpoint, as state.json has it.
-        max_steps: Optimiser steps of the run; None or -1 leaves it to the epochs.
-        max_epochs: Epochs of the run; None or -1 leaves it to the steps.
-    """
-    step, fit = state["global_step"], state["loops"]["fit_loop"]
-    epochs = fit["epoch_progress"]["current"]
-    inside = epochs["ready"] > epochs["completed"]  # Lightning counts an epoch when it has left it
-    finished = epochs["completed"] + (inside and fit["epoch_loop.batch_progress"]["is_last_batch"])
-    for key, limit, done in (("max_steps", max_steps, step), ("max_epochs", max_epochs, finished)):
-        if limit not in (None, -1) and done >= limit:
-            return (f"Nothing is left to train: the checkpoint is at step {step} (epoch {finished}), and "
-                    f"trainer.{key} is {limit}. Raise it to go on.")
-    return None

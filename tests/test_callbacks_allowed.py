@@ -5,11 +5,11 @@ import json
 import lightning.pytorch.callbacks as theirs
 import pytest
 import yaml
-from runs import assert_same_checkpoint
 
 from lmmods.callbacks.allowed import ALLOWED, REFUSED
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from runs import assert_same_checkpoint
 
 KNOWN = {name for name in theirs.__all__ if issubclass(getattr(theirs, name), theirs.Callback)}
 NEEDED = {"EarlyStopping": {"monitor": "val/loss", "patience": 9}}

@@ -151,7 +151,7 @@ def test_an_older_run_that_had_stopped_stays_so_until_patience_is_raised(engine)
     for patience, stays in ((2, True), (3, False)):
         rule = EarlyStoppingRule("val/loss", patience=patience)
         rule.load_state_dict(state)
-        assert rule.begin(validates=True) is stays
+        assert bool(rule.begin(validates=True)) is stays
 
 
 def test_when_it_checks():
@@ -179,7 +179,7 @@ def saved_state(folder: RunFolder) -> dict:
 
 
 @pytest.mark.parametrize("first", ["torch", "jax"])
-def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first):
+def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first, capfd):
     """The first engine ends after step 4 with a count of 1; the other stops at step 6, with config.yaml as recipe."""
     second = {"torch": "jax", "jax": "torch"}[first]
     folder = RunFolder(tmp_path / "run")
@@ -190,7 +190,11 @@ def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first):
                  "--ckpt_path", "last"]) == 0
     assert_stopped_at_step_6(folder)
     assert saved_state(folder) == {**before, "wait_count": 2, "stopping_reason": 3}
+    capfd.readouterr()
+    exported = folder.completed.stat().st_mtime_ns
     assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last"]) == 0  # it stays stopped
+    assert "a complete run, which ended at step 6: EarlyStopping: val/loss" in (said := capfd.readouterr().out)
+    assert "Raise its patience" in said and folder.completed.stat().st_mtime_ns == exported
     assert_stopped_at_step_6(folder)
     assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last", "--trainer.callbacks.patience", "3"]) == 0
     assert folder.names()[-1] == "step=8" and state(folder)["wait_count"] == 3

@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from lmmods.cli import main
 from lmmods.data.base import DataModule
 from lmmods.data.sft import SFTData
 from lmmods.errors import UserError
-from lmmods.position import nothing_left
 from lmmods.runs.folder import RunFolder, write_json
 from lmmods.runs.identity import Comparison, identity_tree
 from lmmods.runs.identity_keys import REFUSED, TOLD, UNSEEN, is_among
@@ -396,41 +394,6 @@ def test_a_checkpoint_without_recipe_is_held_against_the_network(trained, recipe
         error = capfd.readouterr().err
         assert "This checkpoint is of another model" in error and message in error
 
-
-def test_nothing_left():
-    def at(step: int, completed: int, ready: int, is_last: bool) -> dict:
-        return {"global_step": step, "loops": {"fit_loop": {
-            "epoch_progress": {"current": {"completed": completed, "ready": ready}},
-            "epoch_loop.batch_progress": {"is_last_batch": is_last}}}}
-
-    assert nothing_left(at(4, 0, 1, False), 5, None) is None
-    assert "step 5" in nothing_left(at(5, 0, 1, False), 5, None)
-    assert nothing_left(at(5, 1, 2, False), -1, 2) is None
-    assert "trainer.max_epochs is 2" in nothing_left(at(5, 1, 2, True), -1, 2)
-    assert nothing_left(at(5, 2, 2, True), -1, 3) is None
-
-
-# Once a start -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_sources_are_hashed_and_described_once_a_start(recipe, instructions, monkeypatch, engine):
-    from lmmods.data import base
-
-    calls: Counter = Counter()
-
-    def counted(name, function):
-        def call(*args, **kwargs):
-            if name == "describe_rows" or getattr(args[0], "name", "") == str(instructions):
-                calls[name] += 1
-            return function(*args, **kwargs)
-        return call
-
-    monkeypatch.setattr(hashlib, "file_digest", counted("file_digest", hashlib.file_digest))
-    monkeypatch.setattr(base, "describe_rows", counted("describe_rows", base.describe_rows))
-    arguments = recipe(**{**common(engine), "trainer__max_steps": 1})
-    assert main(["fit", *arguments]) == 0
-    assert calls == {"file_digest": 1, "describe_rows": 2}  # a file; training and validation rows
 
 
 def data_module(source: Path, tokenizer: Path, cache: Path) -> SFTData:

@@ -69,8 +69,8 @@ class EarlyStoppingRule:
         waited = Reason.PATIENCE_EXHAUSTED if self.wait_count >= self.patience else Reason.NOT_STOPPED
         self.reason = Reason(state.get("stopping_reason", waited))
 
-    def begin(self, validates: bool) -> bool:
-        """Start or go on. A run that had stopped stays so, unless `patience` was raised; returns whether it does.
+    def begin(self, validates: bool) -> str:
+        """Start or go on. A run that had stopped stays so, unless `patience` was raised; returns why, else nothing.
 
         Args:
             validates: Whether the run has validations.
@@ -79,9 +79,9 @@ class EarlyStoppingRule:
             self.check_on_train_epoch_end = not validates
         if self.reason is Reason.PATIENCE_EXHAUSTED and self.wait_count < self.patience:
             self.reason, self.message = Reason.NOT_STOPPED, ""
-        if self.message:
-            say(self.message)
-        return self.reason is not Reason.NOT_STOPPED
+        if self.reason is Reason.NOT_STOPPED:
+            return ""
+        return self.message or f"EarlyStopping: {self.monitor} has stopped it."
 
     # Checking --------------------------------------------------------------------------------------------------------
 

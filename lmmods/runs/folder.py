@@ -260,14 +260,22 @@ class RunFolder:
             shutil.copyfile(self.model / "loss.png", self.loss_png)
         self.completed.touch()
 
-    def nothing_left(self, step: int, max_steps: int, max_epochs: int | float | None) -> tuple[str, bool]:
-        """What to say of a run resumed at a step where nothing is left to train, and whether it was complete."""
-        limit = f"max_steps is {max_steps}" if max_steps not in (-1, None) and step >= max_steps else (
-            f"max_epochs is {max_epochs}")
+    def nothing_left(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str]
+                     ) -> tuple[str, bool]:
+        """What to say of a run resumed at a step where nothing is left to train, and whether it was complete.
+
+        Args:
+            stopped: Why callbacks had stopped it; empty texts of those that had not.
+        """
+        if any(stopped):
+            why = f"{' '.join(filter(None, stopped))} Raise its patience, or take the callback away, to go on"
+        elif max_steps not in (-1, None) and step >= max_steps:
+            why = f"trainer.max_steps is {max_steps}. Raise that to go on"
+        else:
+            why = f"trainer.max_epochs is {max_epochs}. Raise that to go on"
         if self.completed.exists():
-            return (f"{self.root} holds a complete run: it ended at step {step}, and trainer.{limit}. Raise that to go "
-                    "on; nothing was changed."), True
-        return f"{self.root} holds a run at step {step} without its end, which is written now.", False
+            return f"{self.root} holds a complete run, which ended at step {step}: {why}; nothing was changed.", True
+        return f"{self.root} holds a run at step {step} without its end, which is written now: {why}.", False
 
     def write_files(self, files: dict[str, Any]) -> None:
         """Write results under their names as JSON."""

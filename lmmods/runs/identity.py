@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from lmmods.errors import UserError
-from lmmods.position import nothing_left
 from lmmods.runs.atomic import append_json
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity_keys import ASKED, SHARES, TOLD, UNSEEN, is_among
@@ -95,7 +94,7 @@ class RunIdentity:
             checkpoint: From which the run goes on; None starts one.
 
         Returns:
-            What to say: what has changed, what could not be compared, and whether nothing is left to train.
+            What to say: what has changed, and what could not be compared.
 
         Raises:
             UserError: It would become another run; each key is named with its old and new value.
@@ -106,8 +105,7 @@ class RunIdentity:
         if checkpoint is None:
             return []
         state, was = saved_identity(checkpoint)
-        length = self._recipe["trainer"]
-        lines = [nothing_left(state, length.get("max_steps"), length.get("max_epochs"))]
+        lines: list[str | None] = []
         if was is None:
             lines.append(f"{checkpoint} does not tell which recipe wrote it, so nothing could be compared.")
         else:

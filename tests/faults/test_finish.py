@@ -61,7 +61,7 @@ def test_a_complete_run_says_so_and_goes_on_when_it_is_longer(recipe, tmp_path, 
     capfd.readouterr()
     assert main(["fit", *recipe(engine=engine, **PLAIN), "--ckpt_path", "last"]) == 0
     said = capfd.readouterr().out
-    assert f"{run.root} holds a complete run: it ended at step 4, and trainer.max_steps is 4. Raise that" in said
+    assert f"{run.root} holds a complete run, which ended at step 4: trainer.max_steps is 4. Raise that" in said
     assert {name: (run.root / name).stat().st_mtime_ns for name in files_in(run.root)} == before
     assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 5}), "--ckpt_path", "last"]) == 0
     assert run.names()[-1] == "step=5" and run.completed.exists()
