@@ -41,7 +41,8 @@ class Window:
     def add_piece(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
         """Add a further piece of the micro-batch that was added last."""
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
-        self._sums = new if self._sums is None else self._sums + new
+        # A checkpoint's sums come on the CPU.
+        self._sums = new if self._sums is None else self._sums.to(new.device) + new
 
     def sums(self) -> Tensor:
         """[4] float64: summed loss, weight, real tokens and rows of this rank's open window."""
