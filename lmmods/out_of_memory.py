@@ -10,6 +10,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch (on a CPU it has no type for it), XLA, numpy or Python itself got no memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
+    if isinstance(error, ValueError):  # of XLA where a compiled program is called again
+        return str(error).startswith("RESOURCE_EXHAUSTED")
     return type(error).__name__ in KINDS and any(word in str(error) for word in WORDS)
 
 

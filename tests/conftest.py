@@ -38,6 +38,16 @@ def few_memory_maps():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def no_ranks_left():
+    """What a strategy of several processes leaves in this one must not reach the processes that later tests start."""
+    yield
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory) -> Path:
     """A byte-level tokenizer of 320 tokens with <s>, </s>, <unk> and no pad token."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-CHECKS = {"require", "check_least", "check_start"}  # functions that only raise
+CHECKS = {"require", "check_range", "check_start"}  # functions that only raise
 
 
 class Owner(NamedTuple):

@@ -81,7 +81,7 @@ def test_a_setting_that_nobody_reads_is_found():
             if start is not None:
                 start.args.kwonlyargs.append(ast.arg("ignored"))
                 start.args.kw_defaults.append(ast.Constant(0))
-                start.body += ast.parse("check_least(ignored=(ignored, 0))\nself.ignored = ignored").body
+                start.body += ast.parse("check_range(ignored=(ignored, 0))\nself.ignored = ignored").body
             elif any("dataclass" in ast.unparse(item) for item in node.decorator_list):
                 node.body += ast.parse("ignored: int = 0").body
             else:

@@ -320,7 +320,7 @@ def test_the_new_task_of_the_page_trains(tree, monkeypatch):
     (tree / "retell.yaml").write_text(yaml.safe_dump({
         "model": {"class_path": "retell_module.Retell", "init_args": {"pretrained": "demo/llama"}},
         "data": {"class_path": "retell_data.RetellData", "init_args": {"source": "texts.jsonl", "val_size": 2}}}))
-    assert main(tiny(["fit", "--config", "retell.yaml"], 2)) == 0
+    assert main(tiny(["fit", "--config", "retell.yaml", "--trust_recipe_code", "true"], 2)) == 0
 
 
 def test_the_new_family_of_the_page_is_one():

@@ -349,7 +349,7 @@ def test_a_resume_is_noted_and_its_identity_is_the_new_one(trained, recipe, tmp_
     assert was["data"] == now["data"] and now["model"]["optimizer"]["lr"] == 0.02
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     said = capfd.readouterr().out
-    assert "Changed since" not in said and "Raise it to go on" in said
+    assert "Changed since" not in said and "Raise that to go on" in said
 
 
 def older(run: RunFolder, to: Path) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lmmods import fingerprints
 from lmmods.data.cache import Cache
-from lmmods.data.checks import check_least
+from lmmods.data.checks import check_range
 from lmmods.data.collate import Collator
 from lmmods.data.encoded import Encoder
 from lmmods.data.inspection import Which, choose_rows, shown_row
@@ -107,13 +107,13 @@ class DataModule(lightning.LightningDataModule, ABC):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        check_least(
+        check_range(
             batch_size=(batch_size, 1),
             eval_batch_size=(eval_batch_size, 1),
             max_length=(max_length, 2),
             pad_to_multiple_of=(pad_to_multiple_of, 1),
-            num_workers=(num_workers, 0),
-            num_proc=(num_proc, 1),
+            num_workers=(num_workers, 0, 1024),
+            num_proc=(num_proc, 1, 1024),
             val_size=(val_size, 0),
             stream_window=(stream_window, 1),
         )

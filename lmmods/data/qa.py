@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.data.base import DataModule, Role
-from lmmods.data.checks import check_least
+from lmmods.data.checks import check_range
 from lmmods.data.encoded import Encoder
 from lmmods.data.formats import RowProblem, as_text
 from lmmods.data.predictions import Predictions
@@ -54,7 +54,7 @@ class QAData(DataModule):
         super().__init__(source, **common)
         if self.packing:
             raise UserError("data.packing is not for question answering: a window is a row of its own")
-        check_least(stride=(stride, 0), question_max_length=(question_max_length, 1), n_best_size=(n_best_size, 1),
+        check_range(stride=(stride, 0), question_max_length=(question_max_length, 1), n_best_size=(n_best_size, 1),
                     max_answer_length=(max_answer_length, 1))
         self.stride = stride
         self.spans = SpanSettings(n_best_size, max_answer_length, null_score_diff_threshold, version_2_with_negative)

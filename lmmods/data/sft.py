@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lmmods.data.base import DataModule
-from lmmods.data.checks import check_least
+from lmmods.data.checks import check_range
 from lmmods.data.conversations import Limits, Overflow, SFTEncoder
 from lmmods.data.encoded import Encoder
 from lmmods.data.encoding import TextEncoder
@@ -53,7 +53,7 @@ class SFTData(DataModule):
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
-        check_least(source_max_length=(source_max_length, 1), target_max_length=(target_max_length, 1))
+        check_range(source_max_length=(source_max_length, 1), target_max_length=(target_max_length, 1))
         if dataset_format is not None:
             find_format(dataset_format)
         self.template = template

@@ -11,7 +11,7 @@ _TRAINER = """accelerator devices num_nodes strategy precision plugins determini
     limit_predict_batches num_sanity_val_steps log_every_n_steps logger callbacks enable_checkpointing
     enable_progress_bar detect_anomaly model_registry"""
 _MODEL = """generation top_k gradient_checkpointing attention save_dtype piece_tokens fast_kernels compile quant_storage
-    trust_remote_code optimizer.lr optimizer.weight_decay optimizer.schedule optimizer.warmup optimizer.decay
+    max_memory trust_remote_code optimizer.lr optimizer.weight_decay optimizer.schedule optimizer.warmup optimizer.decay
     optimizer.min_lr_ratio"""
 _DATA = """val_source test_source predict_source eval_batch_size pad_to_multiple_of num_workers num_proc cache_dir
     rebuild_cache n_best_size max_answer_length null_score_diff_threshold version_2_with_negative"""

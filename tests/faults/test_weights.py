@@ -146,11 +146,12 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
 
 @pytest.mark.parametrize("fails", [asks_torch, asks_cuda, asks_jax, asks_numpy])
 def test_what_is_out_of_memory(fails):
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
+    with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
         fails()
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."))
 
 
 def test_out_of_memory_while_loading_is_no_damaged_folder(recipe, monkeypatch, capsys):
