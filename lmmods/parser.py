@@ -19,7 +19,7 @@ from lmmods.out_of_memory import is_out_of_memory, what_to_lower
 from lmmods.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.trainer_keys import check_blocks, check_values
+from lmmods.trainer_keys import check_blocks, check_nulls, check_values
 from lmmods.trust import FLAG, PACKAGES, check_recipe
 from lmmods.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
 
@@ -95,6 +95,7 @@ class EngineCLI(LightningCLI):
         self.arguments, self.config = args, self._parsed(parser, args)
         recipe = self.config[self.config.subcommand]
         check_blocks(recipe)
+        check_nulls(self._parser(self.config.subcommand), recipe)
         check_values(recipe, self.engine_name)
         for spec in _as_list(recipe.trainer.get("callbacks")):
             reason = self.engine.reason_against(spec.class_path)

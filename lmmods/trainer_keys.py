@@ -1,7 +1,7 @@
 """Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import Namespace
 
@@ -38,6 +38,22 @@ def check_blocks(recipe: Any) -> None:
         value = recipe.model.init_args.get(name)
         if value is not None and not hasattr(value, "__dict__"):
             _refuse(f"model.{name}", value, "a mapping of its keys")
+
+
+def check_nulls(parser: Any, recipe: Any) -> None:
+    """Keys that must have a value have one: to the parser null is a value of any key.
+
+    Args:
+        parser: Of the command, which knows types and defaults.
+
+    Raises:
+        UserError: One is null.
+    """
+    for action in parser._actions:
+        takes_null = type(None) in get_args(getattr(action, "_typehint", None))
+        if (action.dest.split(".")[0] in BLOCKS[1:] and action.default is not None and not takes_null
+                and recipe.get(action.dest, action.default) is None):
+            _refuse(action.dest, None, f"set; without the key it is {action.default!r}")
 
 
 def check_values(recipe: Any, engine: str) -> None:

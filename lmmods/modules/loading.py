@@ -1,6 +1,7 @@
 """From a folder or hub id to a network ready to train: dtypes, quantisation, embeddings, adapters."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lmmods.architectures import check_saved_quantization, load_config, saved_quantization
 from lmmods.console import say, warn
-from lmmods.errors import UserError, first_line
+from lmmods.errors import UserError, first_line, one_line
 from lmmods.fresh import fresh_lora_A, fresh_weight
 from lmmods.modules.attention import choosing_attention
 from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.modules.spreading import keep_in_place, no_room, placement
+from lmmods.out_of_memory import is_out_of_memory
 from lmmods.settings import LoRA, quantised_in_full
 from lmmods.weights_files import check_weights, reading_weights
 
@@ -231,6 +233,17 @@ def _adaptable(model: nn.Module) -> list[str]:
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules()
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+
+
+@contextlib.contextmanager
+def sizes_checked() -> Iterator[None]:
+    """While a network of chosen sizes is made: sizes that no network has are told as what they are. UserError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"model.config: no network can be made of these fields: {one_line(error)}") from error
 
 
 def enable_checkpointing(model: nn.Module) -> None:
