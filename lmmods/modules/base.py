@@ -169,7 +169,7 @@ class TaskModule(L.LightningModule, ABC):
             config = load_config(self.config, self.config_overrides, self.revision, self.trust_remote_code,
                                  vocabulary_fields(self.trainer.datamodule.tokenizer, self.is_causal))
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-            with choosing_attention(self.attention), loading.sizes_checked():
+            with loading.sizes_checked(), choosing_attention(self.attention):
                 return getattr(transformers, self.auto_class).from_config(
                     config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)
         return loading.load_pretrained(
