@@ -9,7 +9,7 @@ import yaml
 from lmmods.callbacks.allowed import ALLOWED, REFUSED
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
-from runs import assert_same_checkpoint
+from tests.runs import assert_same_checkpoint
 
 KNOWN = {name for name in theirs.__all__ if issubclass(getattr(theirs, name), theirs.Callback)}
 NEEDED = {"EarlyStopping": {"monitor": "val/loss", "patience": 9}}
