@@ -165,10 +165,9 @@ class Trainer:
             self._restore(resumed)
         stopped = [callback.on_train_start(self) for callback in self.callbacks]
         self.should_stop = any(stopped)
-        if resumed:
-            if self._is_done() and self._was_complete(stopped):
-                return
-        elif self.num_sanity_val_steps:
+        if resumed and self._is_done() and self._was_complete(stopped):
+            return
+        if not resumed and self.num_sanity_val_steps:
             self._evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(resumed)
         try:

@@ -115,7 +115,7 @@ class EngineCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:  # the last of XLA: see is_out_of_memory
             if not is_out_of_memory(error):
                 raise
             last = self.trainer.run_folder.find("last") if subcommand == "fit" else None

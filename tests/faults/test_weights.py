@@ -103,6 +103,10 @@ def asks_jax(*_args, **_kwargs):
     return jnp.zeros(10**15)
 
 
+def asks_jax_again(*_args, **_kwargs):
+    raise ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 4000000000000000 bytes.")
+
+
 def asks_numpy(*_args, **_kwargs):
     return np.empty(10**15)
 
@@ -119,7 +123,7 @@ def after(count, function, fails):
 
 
 @pytest.mark.parametrize(("engine", "fails"), [("torch", asks_torch), ("torch", asks_cuda), ("torch", asks_numpy),
-                                               ("jax", asks_jax)])
+                                               ("jax", asks_jax), ("jax", asks_jax_again)])
 def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, recipe, tmp_path, monkeypatch, capsys):
     changes = {"engine": engine, "trainer__max_steps": 4, "trainer__limit_val_batches": 0,
                "model__init_args__quantize": None}
@@ -144,7 +148,7 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
     assert (tmp_path / "run" / "completed").exists()
 
 
-@pytest.mark.parametrize("fails", [asks_torch, asks_cuda, asks_jax, asks_numpy])
+@pytest.mark.parametrize("fails", [asks_torch, asks_cuda, asks_jax, asks_jax_again, asks_numpy])
 def test_what_is_out_of_memory(fails):
     with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
         fails()
