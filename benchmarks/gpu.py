@@ -270,7 +270,7 @@ def tokenised(sizes: Sizes, folder: Path) -> list[dict[str, list[int]]]:
 
 def repeat_first_batch() -> None:
     """From now on our loaders hand out their first batch for ever, at no cost."""
-    from lmmods.data.loader import StatefulLoader
+    from lmmods.data.batches.loader import StatefulLoader
 
     begin = StatefulLoader.__iter__
 
@@ -295,7 +295,7 @@ def torch_leaks(sizes: Sizes) -> Figures:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lmmods.modules.attention import prefer_varlen
+    from lmmods.torch_engine.nn.attention import prefer_varlen
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes.clm_config(sizes.row_layers))).to(sizes.device, torch.bfloat16).eval()
@@ -318,7 +318,7 @@ def jax_leaks(sizes: Sizes) -> Figures:
     import jax.numpy as jnp
 
     from jax_engine.models import hub
-    from lmmods.architectures import load_config
+    from lmmods.core.hf_config import load_config
 
     network = hub.network(load_config(sizes.clm_config(sizes.row_layers)), "causal", compute_dtype="bfloat16")
     params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), network.init(key)))(jax.random.key(0))
@@ -384,7 +384,7 @@ def run_part(name: str, folder: Path, smoke: bool, seconds: float) -> Figures:
 
 def table(found: dict[str, Figures], sizes: Sizes) -> str:
     """All figures as Markdown; what failed is said by the lines before it."""
-    from lmmods.throughput import peak_flops
+    from lmmods.core.throughput import peak_flops
 
     shape = sizes.clm
     per_layer = shape["hidden_size"] * (

@@ -20,14 +20,14 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jax_engine.distributed.tree import SUMS, Tree
 from jax_engine.optim import step_scalars
-from jax_engine.state import SUMS, Tree
-from lmmods import treefile
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
+from lmmods.runs import checkpoint_format as treefile
 from lmmods.runs.folder import commit_folder, write_json
 from lmmods.runs.identity import check_parameters
 from lmmods.runs.saving import saving
-from lmmods.settings import Optimizer
 
 FILES = {"state_dict": "model.safetensors", "optimizer_states": "optimizer.safetensors"}
 REST = "state.safetensors"

@@ -1,7 +1,7 @@
 """The door of this engine: what its recipes are made of."""
 
-from lmmods.cli import import_all
-from lmmods.errors import UserError
+from lmmods.core.engines import import_all
+from lmmods.core.errors import UserError
 
 
 def load() -> tuple[type, type, type, type, type, type]:
@@ -22,10 +22,10 @@ def load() -> tuple[type, type, type, type, type, type]:
     del flax, jax
     from jax_engine.tasks.base import Task
     from jax_engine.trainer import Trainer
-    from lmmods.keep import KeepRules
-    from lmmods.mmlu import Questionnaire
-    from lmmods.publishing import Publisher
-    from lmmods.samples import SampleWriter
+    from lmmods.evaluation.mmlu import Questionnaire
+    from lmmods.evaluation.samples import SampleWriter
+    from lmmods.runs.checkpoint_policy import KeepRules
+    from lmmods.runs.hub_upload import Publisher
 
     import_all("jax_engine.tasks")
     return Trainer, Task, KeepRules, SampleWriter, Questionnaire, Publisher

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jax_engine.steps import check_finite, window_figures
-from lmmods.loggers import Logger
-from lmmods.progress import Bar, describe
-from lmmods.throughput import Laps, Stopwatch
+from jax_engine.distributed.steps import check_finite, window_figures
+from lmmods.core.progress_bar import Bar, describe
+from lmmods.core.throughput import Laps, Stopwatch
+from lmmods.runs.csv_logger import Logger
 
 
 @dataclass

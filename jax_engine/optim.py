@@ -1,4 +1,4 @@
-"""Update rules by the names in `lmmods.settings`, step for step as torch, transformers and bitsandbytes compute them.
+"""Update rules by the names in `lmmods.core.settings`, step for step as torch, transformers and bitsandbytes have them.
 
 Everything that depends on the number of the step alone (learning rate, bias corrections) is computed on the host in
 float64 and enters as a scalar: in float32 `1 - 0.999**1` is off by 5e-5, which is the largest difference between two
@@ -15,9 +15,9 @@ import numpy as np
 import optax
 from jax import Array
 
-from jax_engine.state import Path, Tree, flatten, unflatten
-from lmmods.errors import UserError
-from lmmods.settings import Optimizer
+from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
 
 Slots = dict[str, Array]
 

@@ -10,37 +10,37 @@ from typing import Any, Literal
 import jax
 
 from jax_engine import checkpoint as checkpoints
-from jax_engine import devices as machines
 from jax_engine.callbacks import Callback
-from jax_engine.devices import MeshSharding
-from jax_engine.feed import Feed, Group
-from jax_engine.generate import generate
+from jax_engine.distributed import devices as machines
+from jax_engine.distributed.devices import MeshSharding
+from jax_engine.distributed.parallel import Parallel
+from jax_engine.distributed.prefetch import Feed, Group
+from jax_engine.distributed.steps import Clipping, Steps
+from jax_engine.distributed.tree import Tree
+from jax_engine.distributed.weights import Weights
 from jax_engine.metrics import Metrics
+from jax_engine.models.generate import generate
 from jax_engine.optim import build, step_scalars
-from jax_engine.parallel import Parallel
-from jax_engine.plan import limited, make_plan
-from jax_engine.position import Position, read_position
-from jax_engine.state import Tree
-from jax_engine.steps import Clipping, Steps
+from jax_engine.progress import Position, read_position
+from jax_engine.schedule import limited, make_plan
 from jax_engine.tasks.base import Task
-from jax_engine.weights import Weights
-from lmmods.card import model_card
-from lmmods.console import say
-from lmmods.curves import draw_curves
-from lmmods.errors import UserError
-from lmmods.interruption import Interruption, stop
-from lmmods.keep import KeepRules, Kept
-from lmmods.loggers import Logger, MetricsCSV, log_checkpoint, log_recipe
-from lmmods.mmlu import Questionnaire
-from lmmods.progress import Bar, describe
-from lmmods.publishing import Publisher
-from lmmods.run_length import check_length
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.progress_bar import Bar, describe
+from lmmods.core.run_length import check_length
+from lmmods.core.signals import Interruption, stop
+from lmmods.core.throughput import Stopwatch, peak_flops
+from lmmods.evaluation.mmlu import Questionnaire
+from lmmods.evaluation.samples import SampleWriter
+from lmmods.runs.checkpoint_format import read_plain
+from lmmods.runs.checkpoint_policy import KeepRules, Kept
+from lmmods.runs.csv_logger import Logger, MetricsCSV, log_checkpoint, log_recipe
 from lmmods.runs.folder import RunFolder, checkpoint_name
+from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
-from lmmods.samples import SampleWriter
-from lmmods.throughput import Stopwatch, peak_flops
-from lmmods.treefile import read_plain
-from lmmods.wandb_runs import log_predictions
+from lmmods.runs.loss_plot import draw_curves
+from lmmods.runs.model_card import model_card
+from lmmods.runs.wandb_runs import log_predictions
 
 
 class Trainer:
@@ -236,7 +236,7 @@ class Trainer:
             rows: How many rows to show with their loss mask.
             which: Which rows: the first, the worst by a measure, or these numbers of training rows.
         """
-        from lmmods.inspection import show_data
+        from lmmods.runs.inspect import show_data
 
         self._connect()
         self._prepare("fit", model, datamodule)

@@ -1,19 +1,18 @@
 """The command line: LightningCLI over the engine that the recipe names, and errors as one message."""
 
 import gc
-import importlib
 import os
-import pkgutil
 import signal
 import sys
 import traceback
 from typing import Any
 
-from lmmods.errors import UserError, user_error_in
-from lmmods.out_of_memory import is_out_of_memory, what_to_lower
-from lmmods.recipes import config_argument
-from lmmods.redaction import redact
-from lmmods.trust import guarded_imports, taken_flag, trusting
+from lmmods.commands.trust import guarded_imports, taken_flag, trusting
+from lmmods.core.engines import ENGINES
+from lmmods.core.errors import UserError, user_error_in
+from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
+from lmmods.core.recipes import config_argument
+from lmmods.core.redaction import redact
 
 # Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -22,8 +21,6 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 if not sys.stderr.isatty():
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar in a log file is a long line of debris
-
-ENGINES = ("torch", "jax")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments, trusted = taken_flag(arguments)
         if arguments[:1] == ["report"]:  # reads files only, so it starts without the libraries
-            from lmmods.report.command import main as report
+            from lmmods.commands.report.command import main as report
 
             enable_collector()
             report(arguments[1:])
@@ -60,9 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_interruptible(arguments: list[str]) -> int:
     """Run a command that loads the libraries. Returns 0, or 130 after Ctrl+C or SIGTERM."""
-    from lmmods.commands import COMMANDS, run_command
-    from lmmods.console import quiet_libraries, tell
-    from lmmods.interruption import Interrupted
+    from lmmods.commands.registry import COMMANDS, run_command
+    from lmmods.core.console import quiet_libraries, tell
+    from lmmods.core.signals import Interrupted
 
     quiet_libraries()
 
@@ -88,7 +85,7 @@ def run_engine(arguments: list[str]) -> None:
     engine = peek_engine(arguments)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lmmods.parser import EngineCLI, jax_engine, torch_engine
+    from lmmods.commands.engine_cli import EngineCLI, jax_engine, torch_engine
 
     classes = jax_engine() if engine == "jax" else torch_engine()
     enable_collector()
@@ -130,12 +127,6 @@ def _values(arguments: list[str], names: tuple[str, ...]) -> list[str]:
         if name in names:
             found.append(value if equals else arguments[i + 1] if i + 1 < len(arguments) else "")
     return found
-
-
-def import_all(package: str) -> None:
-    """Import every module of a package, so that the classes in it are known by their short names."""
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{package}.{module.name}")
 
 
 def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:

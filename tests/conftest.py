@@ -146,14 +146,14 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     """The clock by which both engines measure training."""
     clock = Clock()
-    monkeypatch.setattr("lmmods.throughput.time", clock)
+    monkeypatch.setattr("lmmods.core.throughput.time", clock)
     return clock
 
 
 @pytest.fixture
 def stop_at(monkeypatch):
     """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
-    from lmmods.callbacks.start import StartReport
+    from lmmods.torch_engine.callbacks.startup_report import StartReport
 
     left = {"batches": 0}
 

@@ -6,9 +6,9 @@ import lightning.pytorch.callbacks as theirs
 import pytest
 import yaml
 
-from lmmods.callbacks.allowed import ALLOWED, REFUSED
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.callbacks.allowed import ALLOWED, REFUSED
 from tests.runs import assert_same_checkpoint
 
 KNOWN = {name for name in theirs.__all__ if issubclass(getattr(theirs, name), theirs.Callback)}
@@ -34,7 +34,8 @@ def test_what_cannot_work_is_refused_by_name(recipe, capsys, name, tmp_path):
     assert f"{name} does not work here" in said or name in ABSTRACT, said
 
 
-@pytest.mark.parametrize("path", ["lmmods.callbacks.metrics.Metrics", "lightning.pytorch.cli.SaveConfigCallback"])
+@pytest.mark.parametrize("path", ["lmmods.torch_engine.callbacks.metrics.Metrics",
+                                  "lightning.pytorch.cli.SaveConfigCallback"])
 def test_what_is_there_already_or_unknown_is_refused(recipe, capsys, path):
     assert main(["fit", *recipe(trainer__callbacks={"class_path": path})]) == 2
     assert path.rsplit(".", 1)[-1] in capsys.readouterr().err

@@ -149,8 +149,8 @@ def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys):
 
 def test_merge_does_not_suffer_from_repacked_weights(recipe, folder, tmp_path):
     """Merging after an eval forward of bitsandbytes' 4-bit layers gives garbage; `merge` reads the base afresh."""
-    from lmmods.finished import FinishedRun
-    from lmmods.merge import _distance, _merged, _reference
+    from lmmods.commands.exported_model import FinishedRun
+    from lmmods.commands.merge import _distance, _merged, _reference
 
     assert main(["fit", *recipe()]) == 0
     run = FinishedRun.read(str(folder.root), "merge")

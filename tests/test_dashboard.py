@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lmmods.cli import main
-from lmmods.dashboard import workspace
+from lmmods.commands.dashboard import workspace
 
 pytest.importorskip("wandb_workspaces")
 

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.commands import COMMANDS, command_parser
-from lmmods.data.sources import Source
-from lmmods.report.command import report_parser
-from lmmods.settings import LoRA
+from lmmods.commands.registry import COMMANDS, command_parser
+from lmmods.commands.report.command import report_parser
+from lmmods.core.settings import LoRA
+from lmmods.data.sources.sources import Source
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

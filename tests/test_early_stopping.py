@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping as Lightnings
 
 from lmmods.cli import main
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.evaluation.early_stopping import EarlyStoppingRule
 from lmmods.runs.folder import RunFolder
 

@@ -10,11 +10,11 @@ from jax_engine.tasks.mlm import MLM as JaxMLM
 from jax_engine.tasks.qa import QA as JaxQA
 from jax_engine.tasks.sft import SFT as JaxSFT
 from jax_engine.trainer import Trainer as JaxTrainer
-from lmmods.modules.clm import CLM
-from lmmods.modules.mlm import MLM
-from lmmods.modules.qa import QA
-from lmmods.modules.sft import SFT
-from lmmods.trainer import Trainer
+from lmmods.torch_engine.tasks.clm import CLM
+from lmmods.torch_engine.tasks.mlm import MLM
+from lmmods.torch_engine.tasks.qa import QA
+from lmmods.torch_engine.tasks.sft import SFT
+from lmmods.torch_engine.trainer import Trainer
 
 
 def fields(cls: type) -> dict[str, tuple]:

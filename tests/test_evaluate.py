@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lmmods.cli import main
-from lmmods.modules.cpu_kernels import work_around_cpu_kernels
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
 
 QUESTIONS = [("the quick brown", ["fox", "dog", "3"], 0), ("Add 1 and 2.", ["1", "2", "3"], 2),
              ("jumps over the", ["lazy", "quick", "fox"], 1), ("### Response:", ["dog", "fox", "Write"], 1),

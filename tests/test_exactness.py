@@ -109,8 +109,8 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig
 
+    from lmmods.core.initializers import fresh_lora_A
     from lmmods.data.sft import SFTData
-    from lmmods.fresh import fresh_lora_A
 
     adam = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
     rows, _ = run(recipe, tmp_path / "ours", model__init_args__pretrained=str(no_dropout),

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lmmods.fresh import fresh_lora_A, fresh_weight
+from lmmods.core.initializers import fresh_lora_A, fresh_weight
 
 
 def test_the_first_a_is_distributed_as_pefts():

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from lmmods.cli import main
+from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
+from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json
 from lmmods.runs.identity import Comparison, identity_tree
 from lmmods.runs.identity_keys import REFUSED, TOLD, UNSEEN, is_among
 from lmmods.runs.model_facts import model_facts
-from lmmods.treefile import write_manifest
 from tests.test_docs import by_task  # noqa: F401 - a fixture
 
 ENGINES = ["torch", "jax"]
@@ -180,7 +180,7 @@ def test_a_model_is_its_configuration_and_its_weights(model_folder, llama_folder
 
 
 def test_large_files_are_sampled(tmp_path, monkeypatch):
-    from lmmods import fingerprints
+    from lmmods.core import fingerprints
 
     monkeypatch.setattr(fingerprints, "SAMPLED_ABOVE", 2**20)
     path, seen = tmp_path / "weights", set()

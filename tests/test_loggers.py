@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.loggers import MetricsCSV
+from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
 
 WANDB = [{"class_path": "WandbLogger", "init_args": {"project": "test"}}]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmmods.metrics import best_threshold, exact_match, normalize_answer, squad_scores, token_f1
+from lmmods.core.text_metrics import best_threshold, exact_match, normalize_answer, squad_scores, token_f1
 
 
 def test_normalisation():

@@ -15,15 +15,15 @@ from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lmmods.callbacks import mmlu as torch_side
 from lmmods.cli import main
-from lmmods.data.encoding import TextEncoder
+from lmmods.core.errors import UserError
+from lmmods.core.text_metrics import choice_scores
+from lmmods.data.encode.encoding import TextEncoder
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
-from lmmods.metrics import choice_scores
-from lmmods.mmlu import Questionnaire, choice_tokens
-from lmmods.modules.causal import CausalHead, choice_logits
+from lmmods.evaluation.mmlu import Questionnaire, choice_tokens
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.callbacks import mmlu as torch_side
+from lmmods.torch_engine.nn.lm_head import CausalHead, choice_logits
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.runs import assert_same_checkpoint, seconds_of_steps
@@ -206,7 +206,7 @@ def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
 
 
 def test_several_files_and_mapped_columns(tmp_path, data, rows):
-    from lmmods.data.sources import Source
+    from lmmods.data.sources.sources import Source
 
     first = write(tmp_path / "first.jsonl", rows[:3])
     second = write(tmp_path / "second.jsonl", [{"question": row["input"], "right": row["output"]} for row in rows[3:]])

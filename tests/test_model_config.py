@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lmmods.architectures import known_fields, load_config
 from lmmods.cli import main
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import known_fields, load_config
 
 
 @pytest.mark.parametrize(("fields", "told"), [

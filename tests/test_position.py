@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmmods.errors import UserError
-from lmmods.position import recount
+from lmmods.core.errors import UserError
+from lmmods.runs.progress import recount
 
 DATA = {"num_rows": 38, "batch_size": 3}  # 13 micro-batches an epoch
 

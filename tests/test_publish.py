@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 from safetensors.torch import load_file
 
-from lmmods.callbacks.publish import Publish
 from lmmods.cli import main
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.callbacks.publish import Publish
 
 TOKEN = "hf_secretOfThisTest"
 

@@ -22,14 +22,14 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import lmmods.report.page as page_module
+import lmmods.commands.report.page as page_module
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
-from lmmods.report.numbers import full, short
-from lmmods.report.page import COLOURS, SHAPES, render
-from lmmods.report.reading import Run, labels, read_curves, read_runs, read_samples
-from lmmods.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
+from lmmods.commands.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
+from lmmods.commands.report.numbers import full, short
+from lmmods.commands.report.page import COLOURS, SHAPES, render
+from lmmods.commands.report.reading import Run, labels, read_curves, read_runs, read_samples
+from lmmods.commands.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
+from lmmods.core.errors import UserError
 
 PACKAGE = Path(page_module.__file__).parent
 VOID = {"meta", "input", "br", "wbr", "link", "img", "hr"}
@@ -173,7 +173,7 @@ def test_only_a_report_is_replaced_unasked(tmp_path, capsys):
 
 def test_its_parts_are_packaged():
     declared = tomllib.loads((PACKAGE.parent.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = declared["package-data"]["lmmods.report"]
+    patterns = declared["package-data"]["lmmods.commands.report"]
     parts = [path.name for path in PACKAGE.iterdir() if path.is_file() and path.suffix != ".py"]
     assert len(parts) == 3 and all(any(fnmatch.fnmatch(part, p) for p in patterns) for part in parts)
 
@@ -357,7 +357,7 @@ def test_the_best_of_a_row_is_marked(tmp_path):
     assert best["val/loss"] == [False, True, False] and best["val/accuracy"] == [False, True, True]
     assert best["val/f1"] == [False, False, True] and not any(best["train/lr"]) and not any(best["train/loss"])
     assert [cell.text for cell in rows["only"].cells] == ["1", "–", "–"] and rows["val/f1"].cells[0].text == "NaN"
-    other = write_run(tmp_path / "qa", final={"val/loss": 0.1}, model={"class_path": "lmmods.modules.qa.QA"})
+    other = write_run(tmp_path / "qa", final={"val/loss": 0.1}, model={"class_path": "lmmods.torch_engine.tasks.qa.QA"})
     mixed = {row.name: row for row in metrics_table(read_runs([str(folders[0]), str(other)]))}
     assert not any(cell.best for cell in mixed["val/loss"].cells)
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_text
-from lmmods.treefile import write_manifest
 
 
 @pytest.fixture

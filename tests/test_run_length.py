@@ -6,8 +6,8 @@ import json
 import pytest
 
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.run_length import check_length, num_steps
+from lmmods.core.errors import UserError
+from lmmods.core.run_length import check_length, num_steps
 from lmmods.runs.folder import RunFolder
 from tests.runs import assert_same_checkpoint
 

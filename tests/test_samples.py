@@ -17,12 +17,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
+from lmmods.core.errors import UserError
 from lmmods.data.clm import CLMData
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
-from lmmods.modules import decoding
+from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.folder import RunFolder
-from lmmods.samples import SampleWriter
+from lmmods.torch_engine.nn import decoding
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.runs import assert_same_checkpoint, seconds_of_steps

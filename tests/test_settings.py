@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
-from lmmods.errors import UserError
-from lmmods.settings import Generation, LoRA, Optimizer
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Generation, LoRA, Optimizer
 
 
 def theirs(name: str, warmup: int, steps: int) -> list[float]:

@@ -43,7 +43,7 @@ def of_packages(modules: list[str], *packages: str) -> list[str]:
 @pytest.mark.slow
 def test_a_torch_run_imports_no_jax(recipe, tmp_path):
     seen = walk_in(tmp_path, "fit", *recipe(trainer__max_steps=2, data__init_args__packing=True))
-    assert of_packages(seen["modules"], "lmmods.modules.sft", "peft", "bitsandbytes")  # a run of QLoRA it was
+    assert of_packages(seen["modules"], "lmmods.torch_engine.tasks.sft", "peft", "bitsandbytes")  # it was QLoRA
     assert not of_packages(seen["modules"], "jax", "jaxlib", "flax", "optax", "orbax", "jax_engine")
     assert seen["enabled"] and seen["frozen"]
 
@@ -51,9 +51,9 @@ def test_a_torch_run_imports_no_jax(recipe, tmp_path):
 @pytest.mark.slow
 def test_a_jax_run_imports_no_network_of_torch(recipe, tmp_path):
     seen = walk_in(tmp_path, "fit", "--engine", "jax", *recipe(trainer__max_steps=2, data__init_args__packing=True))
-    assert of_packages(seen["modules"], "jax_engine.tasks.sft", "jax_engine.quant")
-    assert not of_packages(seen["modules"], "peft", "bitsandbytes", "lmmods.modules", "lmmods.callbacks",
-                           "lmmods.trainer", "lmmods.strategies", "transformers.modeling_utils")
+    assert of_packages(seen["modules"], "jax_engine.tasks.sft", "jax_engine.models.quant")
+    assert not of_packages(seen["modules"], "peft", "bitsandbytes", "lmmods.torch_engine",
+                           "transformers.modeling_utils")
     networks = [name for name in seen["modules"]
                 if name.startswith("transformers.models.") and name.rsplit(".", 1)[-1].startswith("modeling_")]
     assert networks in ([], ["transformers.models.auto.modeling_auto"])  # that one is a list of names
@@ -82,7 +82,7 @@ def test_a_store_opens_without_pandas(instructions, llama_folder, tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from lmmods.data.store import Store
+from lmmods.data.store.store import Store
 store = Store(next(Path({str(tmp_path)!r}).glob("sftdata-*")))
 assert store.row(3)["input_ids"].size and store.column("input_ids").all() and store.column("index")[3] == 3
 assert "pandas" not in sys.modules

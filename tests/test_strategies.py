@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from transformers import AutoModelForCausalLM
 
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.strategies import FSDP2, chosen
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.strategies import FSDP2, chosen
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.test_distributed import same_figures, same_weights, task, with_two  # noqa: F401 - a fixture
 

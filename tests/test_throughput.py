@@ -5,10 +5,10 @@ import csv
 import numpy as np
 import pytest
 
-from lmmods import throughput
 from lmmods.cli import main
+from lmmods.core import throughput
+from lmmods.core.throughput import Laps, Stopwatch
 from lmmods.runs.folder import RunFolder
-from lmmods.throughput import Laps, Stopwatch
 
 TOKENS = [10, 20, 30, 40, 50, 60, 70]
 SECONDS = [1.0, 2.0, 1.0, 3.0, 2.0, 1.0, 4.0]
@@ -93,8 +93,8 @@ def micro_batches(monkeypatch):
     """A clock that a micro-batch moves by a second, on either engine."""
     from jax import block_until_ready
 
-    from jax_engine.steps import Steps
-    from lmmods.modules.base import TaskModule
+    from jax_engine.distributed.steps import Steps
+    from lmmods.torch_engine.tasks.base import TaskModule
 
     clock = Clock()
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lmmods import treefile
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.runs import checkpoint_format as treefile
 
 TREE = {"a": [1, 2.5, None, True, "x"], "betas": (0.9, 0.999), "state": {0: {"m": np.arange(3)}, "b": np.ones(())},
         "empty": {}, "$odd": {"deep": [np.zeros((0, 2))]}, "nan": float("inf")}

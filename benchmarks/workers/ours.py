@@ -10,7 +10,7 @@ def pace_torch(rounds: Rounds, check: dict) -> None:
     """Report from within Lightning's loop."""
     import torch
 
-    from lmmods.callbacks.metrics import Metrics
+    from lmmods.torch_engine.callbacks.metrics import Metrics
 
     begin, end = Metrics.on_train_start, Metrics.on_train_batch_end
 

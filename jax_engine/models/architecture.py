@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 Head = Literal["causal", "masked", "qa"]
 

@@ -11,9 +11,9 @@ from jax import Array
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Rope
-from jax_engine.models.blocked import attend_blocked
+from jax_engine.models.cpu_attention import attend_blocked
 from jax_engine.models.linear import Build, Linear, Norm, fold, site_number
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 
 def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) -> Array:

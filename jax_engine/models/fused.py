@@ -15,10 +15,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jax_engine.distributed.parallel import SHARE_AXES, constrain
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
-from jax_engine.parallel import SHARE_AXES, constrain
-from lmmods.console import say
+from lmmods.core.console import say
 
 TRIAL_LENGTH, TRIAL_WINDOW = 130, 16  # not a multiple of any tile; a window off by one shows
 

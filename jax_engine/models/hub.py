@@ -13,14 +13,14 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers import PreTrainedConfig
 
-from jax_engine import lora as adapters
 from jax_engine.models import families
+from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
 from jax_engine.models.network import Network, Tree
-from lmmods.architectures import saved_quantization
-from lmmods.errors import UserError
-from lmmods.settings import LoRA
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import saved_quantization
+from lmmods.core.settings import LoRA
 
 SHARD_BYTES = 5 * 10**9
 
@@ -79,7 +79,7 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     """Write config.json and safetensors of at most 5 GB that transformers loads with from_pretrained.
 
     Args:
-        params: Whole tree; adapters in it are left out (see `jax_engine.lora` for them).
+        params: Whole tree; adapters in it are left out (see `jax_engine.models.lora` for them).
         dtype: Of the written weights; None keeps theirs.
     """
     folder = Path(folder)

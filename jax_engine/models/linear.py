@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jax_engine.quant import Quantized
-from lmmods.errors import UserError
-from lmmods.settings import LoRA
+from jax_engine.models.quant import Quantized
+from lmmods.core.errors import UserError
+from lmmods.core.settings import LoRA
 
 
 def exact_gelu(x: Array) -> Array:

@@ -13,16 +13,16 @@ import numpy as np
 from safetensors import safe_open
 from tqdm import tqdm
 
-from jax_engine import lora as adapters
-from jax_engine import quant
+from jax_engine.distributed.tree import Path as LeafPath
+from jax_engine.distributed.tree import flatten, unflatten
+from jax_engine.models import lora as adapters
+from jax_engine.models import quant
 from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
-from jax_engine.state import Path as LeafPath
-from jax_engine.state import flatten, unflatten
-from lmmods.console import say
-from lmmods.errors import UserError, first_line
-from lmmods.fresh import fresh_weight
-from lmmods.weights_files import check_weights, reading_weights
+from lmmods.core.console import say
+from lmmods.core.errors import UserError, first_line
+from lmmods.core.initializers import fresh_weight
+from lmmods.core.weights_files import check_weights, reading_weights
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
 # Buffers of older transformers versions: recomputed, never weights.

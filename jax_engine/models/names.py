@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
-from jax_engine.state import Path, flatten, unflatten
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")

@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
 
+from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
@@ -21,8 +22,7 @@ from jax_engine.models.decoder import CausalHead, DecoderEmbedding
 from jax_engine.models.encoder import EncoderEmbedding, MaskedHead, SpanHead
 from jax_engine.models.linear import Build, Linear, Norm, dropout, fold
 from jax_engine.models.names import Names
-from jax_engine.state import flatten, unflatten
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
 HEADS = {"causal": CausalHead, "masked": MaskedHead, "qa": SpanHead}

@@ -11,17 +11,19 @@ import jax
 import numpy as np
 from jax import Array
 
-from jax_engine import lora as adapters
-from jax_engine.feed import Group
-from jax_engine.losses import LossSums
+from jax_engine.distributed.loss import LossSums
+from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.tree import Tree, flatten, split, unflatten
+from jax_engine.distributed.weights import Weights
 from jax_engine.models import hub, loading
+from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
 from jax_engine.models.network import Network
-from jax_engine.quant import Quantized
-from jax_engine.state import Tree, flatten, split, unflatten
-from jax_engine.steps import Steps
-from jax_engine.weights import Weights
-from lmmods.architectures import (
+from jax_engine.models.quant import Quantized
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import (
     check_saved_quantization,
     known_fields,
     load_config,
@@ -30,9 +32,7 @@ from lmmods.architectures import (
     special_ids,
     vocabulary_fields,
 )
-from lmmods.console import say
-from lmmods.errors import UserError
-from lmmods.settings import LoRA, Optimizer, check_start, quantised_in_full
+from lmmods.core.settings import LoRA, Optimizer, check_start, quantised_in_full
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 

@@ -1,6 +1,6 @@
 """Causal language modelling on JAX: from scratch, full or with adapters."""
 
-from jax_engine.tasks.causal import CausalTask
+from jax_engine.tasks.causal_task import CausalTask
 
 
 class CLM(CausalTask):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.devices import gather
-from jax_engine.feed import Group
-from jax_engine.losses import IGNORED, LossSums, span_loss
-from jax_engine.state import Tree
-from jax_engine.steps import Steps
+from jax_engine.distributed.devices import gather
+from jax_engine.distributed.loss import IGNORED, LossSums, span_loss
+from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.tree import Tree
+from jax_engine.distributed.weights import Weights
 from jax_engine.tasks.base import Task
-from jax_engine.weights import Weights
 
 
 class QA(Task):

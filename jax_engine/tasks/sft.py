@@ -1,6 +1,6 @@
 """Supervised fine-tuning on JAX: full or LoRA."""
 
-from jax_engine.tasks.causal import CausalTask
+from jax_engine.tasks.causal_task import CausalTask
 
 
 class SFT(CausalTask):

@@ -9,25 +9,25 @@ from typing import Any, Literal
 import lightning
 import numpy as np
 
-from lmmods import fingerprints
-from lmmods.data.cache import Cache
+from lmmods.core import fingerprints
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import redact
+from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.batches.packing import PackedSet
+from lmmods.data.batches.sampler import BatchOrder, evaluation_order, training_order
+from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number, first_usable_window
 from lmmods.data.checks import check_range
-from lmmods.data.collate import Collator
-from lmmods.data.encoded import Encoder
+from lmmods.data.encode.encoded import Encoder
+from lmmods.data.encode.tokenizer import RepairedTokenizer, load_tokenizer
 from lmmods.data.inspection import Which, choose_rows, shown_row
-from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
-from lmmods.data.packing import PackedSet
 from lmmods.data.predictions import Predictions
-from lmmods.data.readers import Row
 from lmmods.data.report import describe_rows, describe_source, render_table
-from lmmods.data.rows import PromptSet, RowSet, split, weighted
-from lmmods.data.sampler import BatchOrder, evaluation_order, training_order
-from lmmods.data.sources import Source, SourceReader, as_sources
-from lmmods.data.store import Store
-from lmmods.data.stream import StreamLoader, StreamSource, draw_number, first_usable_window
-from lmmods.data.tokenizer import RepairedTokenizer, load_tokenizer
-from lmmods.errors import UserError
-from lmmods.redaction import redact
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.sources import Source, SourceReader, as_sources
+from lmmods.data.store.cache import Cache
+from lmmods.data.store.rows import PromptSet, RowSet, split, weighted
+from lmmods.data.store.store import Store
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024

@@ -1,6 +1,6 @@
 """Checks of settings that several data modules share."""
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
 

@@ -2,15 +2,15 @@
 
 from typing import Any, Literal
 
+from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
-from lmmods.data.blocks import BlockSet
-from lmmods.data.encoded import Encoder
-from lmmods.data.encoding import TextEncoder
-from lmmods.data.readers import Row
-from lmmods.data.rows import RowSet
-from lmmods.data.sources import Source, SourceReader
-from lmmods.data.texts import TextRowEncoder
-from lmmods.errors import UserError
+from lmmods.data.batches.blocks import BlockSet
+from lmmods.data.encode.encoded import Encoder
+from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.texts import TextRowEncoder
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.sources import Source, SourceReader
+from lmmods.data.store.rows import RowSet
 
 
 class CLMData(DataModule):

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lmmods.data.rows import RowSet
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.data.store.rows import RowSet
 
 Which = Literal["first", "longest", "most_cut", "most_unknown"]
 

@@ -5,18 +5,18 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.core.errors import UserError
+from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
 from lmmods.data.base import DataModule, Role
 from lmmods.data.checks import check_range
-from lmmods.data.encoded import Encoder
-from lmmods.data.formats import RowProblem, as_text
+from lmmods.data.encode.encoded import Encoder
+from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.data.predictions import Predictions
-from lmmods.data.readers import Row
-from lmmods.data.rows import RowSet
-from lmmods.data.sources import Source
+from lmmods.data.sources.formats import RowProblem, as_text
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.sources import Source
 from lmmods.data.spans import Answers, SpanSettings, WindowLogits, choose_answer
-from lmmods.data.windows import WindowEncoder, flat_questions, gold_answers
-from lmmods.errors import UserError
-from lmmods.metrics import best_threshold, exact_match, squad_scores, token_f1
+from lmmods.data.store.rows import RowSet
 
 
 class QAData(DataModule):

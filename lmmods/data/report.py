@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from lmmods.data.packing import best_fit_decreasing
-from lmmods.data.sampler import evaluation_order, training_order
+from lmmods.data.batches.packing import best_fit_decreasing
+from lmmods.data.batches.sampler import evaluation_order, training_order
 
 PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.checks import check_range
-from lmmods.data.conversations import Limits, Overflow, SFTEncoder
-from lmmods.data.encoded import Encoder
-from lmmods.data.encoding import TextEncoder
-from lmmods.data.formats import RowProblem, detect_format, find_format
-from lmmods.data.readers import Row
-from lmmods.data.sources import Source
-from lmmods.data.templates import ChatTemplateRenderer, TemplateRenderer
-from lmmods.errors import UserError
+from lmmods.data.encode.conversations import Limits, Overflow, SFTEncoder
+from lmmods.data.encode.encoded import Encoder
+from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.templates import ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.sources.formats import RowProblem, detect_format, find_format
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.sources import Source
 
 
 class SFTData(DataModule):

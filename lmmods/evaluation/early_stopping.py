@@ -4,9 +4,9 @@ import math
 from enum import IntEnum
 from typing import Any, Literal
 
-from lmmods.console import say
-from lmmods.errors import UserError
-from lmmods.settings import require
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.settings import require
 
 
 class Reason(IntEnum):

@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-MANIFEST = "manifest.json"  # name of each file, with size and checksum (lmmods.treefile)
+MANIFEST = "manifest.json"  # name of each file, with size and checksum (lmmods.runs.checkpoint_format)
 
 
 def own_files(checkpoint: Path) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
 _A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"

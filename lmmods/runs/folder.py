@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.runs.atomic import REPLACED, commit_files, commit_folder, files_in, restore, write_json, write_text
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign

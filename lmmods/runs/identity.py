@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.runs.atomic import append_json
+from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity_keys import ASKED, SHARES, TOLD, UNSEEN, is_among
 from lmmods.runs.model_facts import model_facts
-from lmmods.treefile import read_plain
 
 FACTS = ("content", "weights", "commit")  # fingerprints of what a path leads to
 PLACES = ("path", "revision")  # where it lies

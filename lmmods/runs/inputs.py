@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 KEYS = ("pretrained", "adapter", "tokenizer", "source", "val_source", "test_source", "predict_source")
 

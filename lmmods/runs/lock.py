@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 FILE = ".run-lock"
 # What flock says on file systems that have no locks.

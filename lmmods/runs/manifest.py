@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.runs.atomic import write_json
 from lmmods.runs.checkpoint_files import remove_checkpoints
 from lmmods.runs.recognition import ANSWERS, FILES, recognised

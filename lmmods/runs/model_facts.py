@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lmmods import fingerprints
-from lmmods.errors import UserError
+from lmmods.core import fingerprints
+from lmmods.core.errors import UserError
 
 # What libraries write about themselves, and how the weights are stored there.
 _BOOKKEEPING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "peft_version",

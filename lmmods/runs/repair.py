@@ -106,7 +106,7 @@ def _tell(path: Path, damaged: list[int]) -> None:
 
 
 def _warn(path: Path, what: str) -> None:
-    from lmmods.console import warn  # `report` reads run folders without the libraries behind it
+    from lmmods.core.console import warn  # `report` reads run folders without the libraries behind it
 
     kept = path.with_name(f"{path.name}.damaged")
     shutil.copyfile(path, kept)

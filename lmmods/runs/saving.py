@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.runs.folder import checkpoint_names
 
 # No room, no room within the quota, larger than a file may be, the disk itself fails or can no longer be written.

@@ -9,8 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lmmods.data.sources import Source, SourceReader
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.data.sources.sources import Source, SourceReader
 
 pytestmark = pytest.mark.timeout(60)  # what would wait for a pipe fails here
 
@@ -110,14 +110,14 @@ def test_kinds_of_urls(folder):
     memory = fsspec.filesystem("memory")
     memory.pipe({"/kinds/a.jsonl": b'{"n": "1"}\n', "/kinds/notes.md": b"x", "/kinds/.b.jsonl": b"no"})
     assert values("memory://kinds") == ["1"]
-    from lmmods.data.paths import compression, file_type
+    from lmmods.data.sources.paths import compression, file_type
 
     assert file_type("https://host/x.jsonl.gz?token=a/b") == ".jsonl"
     assert compression("https://host/x.jsonl.gz?token=a/b") == "gzip" and compression("zip://a.csv::b.gz") is None
 
 
 def test_zstandard_without_its_package(folder, monkeypatch):
-    monkeypatch.setattr("lmmods.data.readers.compr", {None: None})
+    monkeypatch.setattr("lmmods.data.sources.readers.compr", {None: None})
     (folder / "a.jsonl.zst").write_bytes(b"x")
     with pytest.raises(UserError, match="needs the package zstandard"):
         list(SourceReader(Source(str(folder / "a.jsonl.zst"))))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from lmmods.data.formats import FORMATS, RowProblem, detect_format, find_format
-from lmmods.data.readers import Row
+from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
+from lmmods.data.sources.formats import FORMATS, RowProblem, detect_format, find_format
+from lmmods.data.sources.readers import Row
 
 EXCHANGE = [("user", "ask"), ("assistant", "reply")]
 TWO_TURNS = [*EXCHANGE, ("user", "more"), ("assistant", "end")]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
-from lmmods.data.sampler import evaluation_order, training_order
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.batches.sampler import evaluation_order, training_order
 
 NUM_ROWS, BATCH_SIZE = 23, 3
 LENGTHS = np.random.default_rng(0).integers(1, 90, NUM_ROWS)

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from lmmods.core.errors import UserError
 from lmmods.data.clm import CLMData
 from lmmods.data.mlm import MLMData
 from lmmods.data.qa import QAData
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
 GOOD = {"instruction": "Add 1 and 2.", "output": "3"}

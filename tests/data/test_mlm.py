@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lmmods.data.masking import Masker
+from lmmods.core.errors import UserError
+from lmmods.data.batches.masking import Masker
 from lmmods.data.mlm import MLMData
-from lmmods.errors import UserError
 from tests.data.conftest import CORPUS
 
 LINE = "The quick brown fox jumps over the lazy dog, again and again."

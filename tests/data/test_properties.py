@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lmmods.data.conversations import Limits, SFTEncoder
-from lmmods.data.encoding import NOT_SCORED, TextEncoder
-from lmmods.data.masking import Masker
-from lmmods.data.packing import PackedSet, best_fit_decreasing
-from lmmods.data.sampler import PADDING_ROW, deal, training_order
-from lmmods.data.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
-from lmmods.data.tokenizer import load_tokenizer
+from lmmods.data.batches.masking import Masker
+from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
+from lmmods.data.batches.sampler import PADDING_ROW, deal, training_order
+from lmmods.data.encode.conversations import Limits, SFTEncoder
+from lmmods.data.encode.encoding import NOT_SCORED, TextEncoder
+from lmmods.data.encode.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.encode.tokenizer import load_tokenizer
 
 SPECIAL = [
     "<s>",

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from lmmods.data.encode.windows import locate
 from lmmods.data.qa import QAData
-from lmmods.data.windows import locate
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
 CONTEXT = (

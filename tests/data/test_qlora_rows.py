@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
 
 START = "Below is an instruction that describes a task"
 END = "Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"

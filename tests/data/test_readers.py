@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from lmmods.data.readers import read_file
-from lmmods.data.sources import Source, SourceReader
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.data.sources.readers import read_file
+from lmmods.data.sources.sources import Source, SourceReader
 
 DAMAGED = {
     "cut.jsonl": (b'{"a": 1}\n{"a": ', r"cut.jsonl:2: broken JSON"),

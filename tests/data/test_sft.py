@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from lmmods.core.errors import UserError
+from lmmods.data.encode.templates import TEMPLATES
 from lmmods.data.sft import SFTData
-from lmmods.data.templates import TEMPLATES
-from lmmods.errors import UserError
 
 CHAT = [
     {

@@ -8,8 +8,8 @@ import datasets
 import numpy as np
 import pytest
 
+from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
 
 BUILD = """
 import sys
@@ -35,7 +35,7 @@ def build(path, folder, **fields):
 def test_second_run_reads_the_cache(spm_folder, write_jsonl, alpaca_rows, tmp_path, monkeypatch):
     path = write_jsonl(alpaca_rows)
     first = build(path, spm_folder).rows_for_inspection(99)
-    monkeypatch.setattr("lmmods.data.cache.build_store", lambda *args, **kwargs: pytest.fail("encoded again"))
+    monkeypatch.setattr("lmmods.data.store.cache.build_store", lambda *args, **kwargs: pytest.fail("encoded again"))
     assert build(path, spm_folder, batch_size=7, val_size=3, seed=9).rows_for_inspection(1)
     assert build(path, spm_folder).rows_for_inspection(99) == first
 

@@ -6,11 +6,11 @@ import types
 import datasets
 import pytest
 
+from lmmods.core.errors import UserError
+from lmmods.data.batches.stream import draw_number
 from lmmods.data.clm import CLMData
 from lmmods.data.mlm import MLMData
 from lmmods.data.sft import SFTData
-from lmmods.data.stream import draw_number
-from lmmods.errors import UserError
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
 

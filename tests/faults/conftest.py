@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lmmods.interruption import Interrupted
+from lmmods.core.signals import Interrupted
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def short_runs(monkeypatch):
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     from jax_engine.trainer import Trainer
-    from lmmods.callbacks.start import StartReport
+    from lmmods.torch_engine.callbacks.startup_report import StartReport
 
     def starts_processes(*_, **__):
         raise Interrupted("Other processes would be started here.")

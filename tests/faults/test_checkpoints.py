@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from jax_engine.checkpoint import Writer, read, write
-from lmmods.callbacks.checkpoint import FolderCheckpointIO
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.keep import KeepRules
-from lmmods.modules.optim import build_optimizer
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer, OptimizerName
+from lmmods.runs.checkpoint_policy import KeepRules
 from lmmods.runs.folder import RunFolder, checkpoint_name
-from lmmods.settings import Optimizer, OptimizerName
+from lmmods.torch_engine.callbacks.checkpoint import FolderCheckpointIO
+from lmmods.torch_engine.nn.optim import build_optimizer
 from tests.runs import assert_same_checkpoint
 
 OPTIMIZERS = get_args(OptimizerName)
@@ -262,7 +262,7 @@ def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
                                             ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
 def test_a_disk_that_fails_while_saving_is_told(recipe, tmp_path, monkeypatch, capfd, engine, number):
     """Once in the second checkpoint; then there is room again, and the run goes on."""
-    from lmmods import treefile
+    from lmmods.runs import checkpoint_format as treefile
 
     folder = RunFolder(tmp_path / "run")
     arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__limit_val_batches=0,
@@ -340,7 +340,7 @@ def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_disk_that_fails_elsewhere_is_told(recipe, monkeypatch, capfd, engine):
-    from lmmods.loggers import MetricsCSV
+    from lmmods.runs.csv_logger import MetricsCSV
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

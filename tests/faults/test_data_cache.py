@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from lmmods.cli import main
-from lmmods.data import building, cache
+from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.data.store import FILES, MANIFEST, damage
-from lmmods.errors import UserError
+from lmmods.data.store.store import FILES, MANIFEST, building, cache, damage
 from tests.data.conftest import alpaca_rows, spm_folder, write_jsonl  # noqa: F401 - fixtures
 from tests.data.test_store import BUILD
 

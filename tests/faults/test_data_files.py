@@ -2,12 +2,12 @@
 
 import pytest
 
+from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.clm import CLMData
 from lmmods.data.mlm import MLMData
 from lmmods.data.qa import QAData
 from lmmods.data.sft import SFTData
-from lmmods.errors import UserError
 from tests.data.conftest import spm_folder  # noqa: F401 - a fixture
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.faults.damaged_files import case

@@ -95,7 +95,7 @@ def test_a_full_disk_at_the_end_is_one_message_and_goes_on(recipe, tmp_path, mon
 @ENGINES
 def test_without_checkpoints_the_first_signal_ends_the_run(recipe, tmp_path, engine, capfd, monkeypatch):
     """The signal comes inside a window of two micro-batches; the run ends with its step and says what it kept."""
-    from lmmods.interruption import Interruption
+    from lmmods.core.signals import Interruption
 
     arguments = recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 9}, trainer__enable_checkpointing=False,
                        trainer__accumulate_grad_batches=2, trainer__limit_val_batches=0)

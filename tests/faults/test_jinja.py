@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from lmmods.cli import main
-from lmmods.data.chat_template import ChatTemplate
-from lmmods.data.formats import RowProblem
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.data.encode.chat_template import ChatTemplate
+from lmmods.data.sources.formats import RowProblem
 
 CHAT = [{"role": "user", "content": "Hi <b>&amp;"}, {"role": "assistant", "content": " Ho\n\n  there "},
         {"role": "user", "content": "2 > 1?"}, {"role": "assistant", "content": "é"}]

@@ -17,7 +17,8 @@ from lmmods.runs.folder import RunFolder
 from tests.runs import assert_same_run
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lmmods.trainer", "lmmods.parser", "jax_engine.trainer", "peft", "bitsandbytes"])
+CONTEXT.set_forkserver_preload(["lmmods.torch_engine.trainer", "lmmods.commands.engine_cli", "jax_engine.trainer",
+                                "peft", "bitsandbytes"])
 
 # A moment is a call and what its arguments look like: the process is killed right before it, or right after.
 MOMENTS = {
@@ -54,8 +55,8 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
 
     if call in ("train_batch", "evaluate"):
         from jax_engine.trainer import Trainer
-        from lmmods.callbacks.start import StartReport
-        from lmmods.modules.base import TaskModule
+        from lmmods.torch_engine.callbacks.startup_report import StartReport
+        from lmmods.torch_engine.tasks.base import TaskModule
 
         batch = (StartReport, "on_train_batch_start"), (Trainer, "_train_round")
         evaluation = (TaskModule, "on_validation_batch_start"), (Trainer, "_evaluate")

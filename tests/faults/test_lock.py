@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmmods.cli import main
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 from lmmods.runs import lock as locks
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.lock import FolderLock
@@ -153,8 +153,8 @@ def test_killing_the_trainer_leaves_no_process(recipe, tmp_path, engine):
 
 SLOW_ENCODER = """
 import sys, time
-from lmmods.data.building import encode_batches
-from lmmods.data.readers import Row
+from lmmods.data.store.building import encode_batches
+from lmmods.data.sources.readers import Row
 
 def sleep(rows):
     print("working", flush=True)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.recipes import MAX_NODES, check, config_argument, read_recipe
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import MAX_NODES, check, config_argument, read_recipe
 
 
 def told(capsys, arguments, pattern):

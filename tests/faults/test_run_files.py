@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from lmmods import treefile
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.finished import FinishedRun
-from lmmods.loggers import MetricsCSV
-from lmmods.report.page import render
-from lmmods.report.reading import read_runs
+from lmmods.commands.exported_model import FinishedRun
+from lmmods.commands.report.page import render
+from lmmods.commands.report.reading import read_runs
+from lmmods.core.errors import UserError
+from lmmods.evaluation.samples import SampleWriter
+from lmmods.runs import checkpoint_format as treefile
+from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples
-from lmmods.samples import SampleWriter
 
 # Mended ----------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from lmmods.cli import main
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json, write_text
 from lmmods.runs.manifest import LIST, NAMES, Manifest
-from lmmods.treefile import write_manifest
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 2,

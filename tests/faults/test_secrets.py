@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmmods.cli import main
-from lmmods.data.sources import Source, SourceReader
-from lmmods.errors import UserError
-from lmmods.redaction import HIDDEN, left_out, redact, redacted
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import HIDDEN, left_out, redact, redacted
+from lmmods.data.sources.sources import Source, SourceReader
 from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

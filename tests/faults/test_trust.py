@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.trust import taken_flag, trusting
+from lmmods.commands.trust import taken_flag, trusting
 
 EVIL = '''
 """Code that came with a recipe; importing it leaves a mark."""
@@ -190,7 +190,7 @@ def test_a_file_does_not_trust_remote_code(recipe, capsys):
 
 
 def test_a_run_folder_does_not_trust_remote_code(recipe, capsys, tmp_path):
-    from lmmods.finished import FinishedRun
+    from lmmods.commands.exported_model import FinishedRun
 
     run = tmp_path / "run"
     (run / "model").mkdir(parents=True)
@@ -216,7 +216,7 @@ def test_no_key_is_of_any_type(engine):
     """A key of type Any takes whatever a recipe names. Dictionaries of Any are kept as they are, never built."""
     from typing import Any, get_args
 
-    from lmmods import parser
+    from lmmods.commands.registry import engine_cli as parser
 
     def open_types(kind) -> bool:
         return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(

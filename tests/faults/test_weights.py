@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmmods.cli import main
-from lmmods.out_of_memory import is_out_of_memory
+from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.runs.folder import RunFolder
 
 ENGINES = ("torch", "jax")
@@ -128,7 +128,7 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
     changes = {"engine": engine, "trainer__max_steps": 4, "trainer__limit_val_batches": 0,
                "model__init_args__quantize": None}
     if engine == "torch":
-        from lmmods.modules.base import TaskModule
+        from lmmods.torch_engine.tasks.base import TaskModule
 
         owner, name = TaskModule, "training_step"
     else:

@@ -8,9 +8,9 @@ import torch
 from transformers import GenerationConfig
 from twins import Twin
 
-from jax_engine.generate import generate
-from lmmods.modules.decoding import generate as torch_generate
-from lmmods.settings import Generation
+from jax_engine.models.generate import generate
+from lmmods.core.settings import Generation
+from lmmods.torch_engine.nn.decoding import generate as torch_generate
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [30, 4, 21]]
 

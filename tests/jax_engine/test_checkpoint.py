@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from jax_engine.checkpoint import Writer, pack, pack_window, read, unpack, unpack_window, write
+from jax_engine.distributed.parallel import MeshSharding, Replicas
+from jax_engine.distributed.steps import Steps
 from jax_engine.optim import build, step_scalars
-from jax_engine.parallel import MeshSharding, Replicas
-from jax_engine.steps import Steps
-from lmmods.callbacks.checkpoint import FolderCheckpointIO
-from lmmods.errors import UserError
-from lmmods.modules.optim import build_optimizer
-from lmmods.settings import Optimizer
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
+from lmmods.torch_engine.callbacks.checkpoint import FolderCheckpointIO
+from lmmods.torch_engine.nn.optim import build_optimizer
 
 RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="adafactor", lr=1e-2),
          Optimizer(name="sgd", lr=1e-2), Optimizer(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),

@@ -12,7 +12,7 @@ import pytest
 STEPS = """
 import resource
 import jax, jax.numpy as jnp
-from jax_engine.devices import keep_freed_memory
+from jax_engine.distributed.devices import keep_freed_memory
 keep_freed_memory()
 step = jax.jit(lambda x: jnp.sin(x @ x).sum())
 x = jnp.ones((2048, 2048))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.feed import Feed, rounded
-from jax_engine.parallel import MeshSharding, Replicas
-from lmmods.data.collate import Collator
-from lmmods.data.loader import EvaluationLoader, Share, StatefulLoader
-from lmmods.data.sampler import evaluation_order, training_order
+from jax_engine.distributed.parallel import MeshSharding, Replicas
+from jax_engine.distributed.prefetch import Feed, rounded
+from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.batches.sampler import evaluation_order, training_order
 
 LENGTHS = np.array([3, 9, 5, 2, 7, 4, 6, 8, 1, 5, 3])
 PAD = 63

@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
 from twins import CAUSAL, Twin
 
-from jax_engine import decoding as filters
-from jax_engine import generate as ours
-from lmmods.errors import UserError
-from lmmods.settings import Generation
+from jax_engine.models import decoding as filters
+from jax_engine.models import generate as ours
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Generation
 
 EOS = [2, 11]
 

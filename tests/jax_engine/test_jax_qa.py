@@ -8,8 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, AutoTokenizer
 from two_processes import with_two
 
-from lmmods.architectures import tells_token_types
 from lmmods.cli import main
+from lmmods.core.hf_config import tells_token_types
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

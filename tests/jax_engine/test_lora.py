@@ -13,11 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from twins import Twin
 
-from jax_engine import lora as adapters
+from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading
-from jax_engine.state import flatten, merge, split
-from lmmods.errors import UserError
-from lmmods.settings import LoRA
+from jax_engine.models import lora as adapters
+from lmmods.core.errors import UserError
+from lmmods.core.settings import LoRA
 
 TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 

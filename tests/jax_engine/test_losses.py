@@ -9,11 +9,11 @@ import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_engine import losses
-from jax_engine.losses import IGNORED, span_loss, token_loss
-from jax_engine.parallel import SHARE_AXES, MeshSharding
-from lmmods.modules import loss as torch_loss
-from lmmods.modules import qa
+from jax_engine.distributed import loss as losses
+from jax_engine.distributed.loss import IGNORED, span_loss, token_loss
+from jax_engine.distributed.parallel import SHARE_AXES, MeshSharding
+from lmmods.torch_engine.nn import loss as torch_loss
+from lmmods.torch_engine.tasks import qa
 
 B, T, D, V = 8, 9, 12, 50
 

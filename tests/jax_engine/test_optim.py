@@ -7,11 +7,11 @@ import optax
 import pytest
 import torch
 
+from jax_engine.distributed.tree import flatten
 from jax_engine.optim import build, step_scalars
-from jax_engine.state import flatten
-from lmmods.errors import UserError
-from lmmods.modules.optim import build_optimizer, build_schedule
-from lmmods.settings import Optimizer
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
+from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule
 
 NUM_STEPS = 50
 SHAPES = {"matrix": (6, 10), "vector": (7,), "stack_matrix": (3, 5, 8), "stack_vector": (3, 9)}

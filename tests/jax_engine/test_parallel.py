@@ -14,13 +14,13 @@ import pytest
 import torch
 from toy import Toy
 
-from jax_engine.feed import Feed
-from jax_engine.losses import IGNORED, shift_labels, token_loss
+from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
+from jax_engine.distributed.parallel import MeshSharding, Replicas
+from jax_engine.distributed.prefetch import Feed
+from jax_engine.distributed.steps import Clipping, Steps, window_figures
 from jax_engine.optim import build, step_scalars
-from jax_engine.parallel import MeshSharding, Replicas
-from jax_engine.steps import Clipping, Steps, window_figures
-from lmmods.errors import UserError
-from lmmods.settings import Optimizer
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
 
 FLAG = "--xla_force_host_platform_device_count"
 B, NUM_STEPS = 2, 20

@@ -13,15 +13,14 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from twins import AUTO, FAMILIES, PAIRS
 
-from jax_engine import lora as adapters
-from jax_engine import quant
-from jax_engine.models import hub, loading
-from jax_engine.parallel import MeshSharding
-from jax_engine.state import flatten, merge, split
-from lmmods.architectures import load_config
-from lmmods.errors import UserError
-from lmmods.modules.cpu_kernels import work_around_cpu_kernels
-from lmmods.settings import LoRA
+from jax_engine.distributed.parallel import MeshSharding
+from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.models import hub, loading, quant
+from jax_engine.models import lora as adapters
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import load_config
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
 
 # Rows of whole blocks; rows that begin inside a block; a last block of a few; an odd number of elements.
 SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]

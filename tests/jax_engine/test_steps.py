@@ -7,14 +7,14 @@ import optax
 import pytest
 import torch
 
-from jax_engine.losses import IGNORED, shift_labels, token_loss
+from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
+from jax_engine.distributed.parallel import Replicas
+from jax_engine.distributed.steps import Clipping, Steps, check_finite, row_keys, window_figures
+from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.optim import build, step_scalars
-from jax_engine.parallel import Replicas
-from jax_engine.state import flatten, merge, split
-from jax_engine.steps import Clipping, Steps, check_finite, row_keys, window_figures
-from lmmods.errors import UserError
-from lmmods.modules.optim import build_optimizer
-from lmmods.settings import Optimizer
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
+from lmmods.torch_engine.nn.optim import build_optimizer
 
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)
 B, T = 4, 10

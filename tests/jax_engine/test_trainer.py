@@ -68,7 +68,7 @@ def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
         assert_same_run(straight, broken)
 
 
-MESH = "jax_engine.devices.MeshSharding"
+MESH = "jax_engine.distributed.devices.MeshSharding"
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ from lmmods.cli import main
 assert main(sys.argv[1:]) == 0
 networks = {name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name}
 assert networks <= {"transformers.models.auto.modeling_auto"}, networks
-assert not {"peft", "bitsandbytes", "lmmods.modules.base", "lmmods.trainer"} & set(sys.modules)
+assert not {"peft", "bitsandbytes", "lmmods.torch_engine.tasks.base", "lmmods.torch_engine.trainer"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program, "fit", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

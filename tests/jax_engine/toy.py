@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_engine.state import flatten, unflatten
+from jax_engine.distributed.tree import flatten, unflatten
 
 
 class Toy:

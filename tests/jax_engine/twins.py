@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from jax_engine.models import hub, loading
-from lmmods.architectures import load_config
+from lmmods.core.hf_config import load_config
 
 VOCAB = 37
 DECODER = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}

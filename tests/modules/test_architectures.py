@@ -11,8 +11,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from lmmods.cli import main
-from lmmods.modules.base import TaskModule
-from lmmods.modules.causal import keeps_packed_apart
+from lmmods.torch_engine.nn.lm_head import keeps_packed_apart
+from lmmods.torch_engine.tasks.base import TaskModule
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

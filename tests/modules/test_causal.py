@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lmmods.modules import loss as loss_module
-from lmmods.modules.causal import CausalHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn import loss as loss_module
+from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

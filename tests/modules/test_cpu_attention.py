@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from lmmods.modules import attention
-from lmmods.modules.attention import FLOAT32, prefer_float32
+from lmmods.torch_engine.nn import attention
+from lmmods.torch_engine.nn.attention import FLOAT32, prefer_float32
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "max_position_embeddings": 64}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmmods.modules.cpu_kernels import work_around_cpu_kernels
+from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
 
 
 def by_hand(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:

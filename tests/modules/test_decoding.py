@@ -16,8 +16,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from lmmods.errors import UserError
-from lmmods.modules.decoding import contrastive_search, generate, group_beam_search
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.nn.decoding import contrastive_search, generate, group_beam_search
 
 SEED = 70_000_000
 PADDED = torch.tensor([[0, 0, 0, 5, 17, 33, 8], [0, 41, 7, 9, 90, 12, 64], [3, 14, 15, 92, 65, 35, 89]])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
-from lmmods.modules import loss as loss_module
-from lmmods.modules.encoder import TokenHead, masked_loss
+from lmmods.torch_engine.nn import loss as loss_module
+from lmmods.torch_engine.nn.mlm_head import TokenHead, masked_loss
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,

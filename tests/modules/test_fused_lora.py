@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.modules import fused_lora
-from lmmods.modules.cpu_kernels import work_around_cpu_kernels
-from lmmods.modules.fused_lora import fuse_adapters
+from lmmods.torch_engine.nn import fused_lora
+from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
+from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 
 
 class Network(nn.Module):

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.modules.loading import enable_checkpointing
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.nn.loading import enable_checkpointing
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lmmods.modules.optim import total_norm
+from lmmods.torch_engine.nn.optim import total_norm
 
 
 def test_the_norm_of_a_large_table_is_accurate():

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.modules import cpu_kernels
-from lmmods.modules import loss as loss_module
-from lmmods.modules.cpu_kernels import bound_onednn_cache, onednn_products, stays_float32
-from lmmods.modules.loading import compile_layers, fuse_activations
-from lmmods.modules.loss import IGNORED, token_loss
+from lmmods.torch_engine.nn import cpu_kernels
+from lmmods.torch_engine.nn import loss as loss_module
+from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache, onednn_products, stays_float32
+from lmmods.torch_engine.nn.loading import compile_layers, fuse_activations
+from lmmods.torch_engine.nn.loss import IGNORED, token_loss
 
 
 @pytest.fixture

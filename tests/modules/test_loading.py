@@ -6,9 +6,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lmmods.errors import UserError
-from lmmods.modules import loading, summary
-from lmmods.settings import LoRA
+from lmmods.core.errors import UserError
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn import loading, summary
 
 
 def load(folder, **options):
@@ -203,7 +203,7 @@ def test_8bit_layers_are_bitsandbytes_own(llama_folder):
 def test_rotary_positions_are_scaled_by_an_override(llama_folder, overrides):
     from transformers import AutoConfig, LlamaForCausalLM
 
-    from lmmods.architectures import load_config
+    from lmmods.core.hf_config import load_config
 
     config = AutoConfig.from_pretrained(llama_folder)
     config.rope_parameters = {"rope_type": "linear", "rope_theta": config.rope_parameters["rope_theta"], "factor": 4.0}

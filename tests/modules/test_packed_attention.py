@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lmmods.modules import attention
-from lmmods.modules.attention import VARLEN, prefer_varlen
-from lmmods.modules.causal import CausalHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn import attention
+from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
+from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -2,7 +2,7 @@
 
 import torch
 
-from lmmods.modules.pieces import cut
+from lmmods.torch_engine.nn.micro_batching import cut
 
 
 def batch(lengths: list[int], width: int, left: bool = False) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import torch
 from transformers import BertConfig, BertForQuestionAnswering
 
 from lmmods.cli import main
-from lmmods.metrics import squad_scores
-from lmmods.modules.qa import span_loss
+from lmmods.core.text_metrics import squad_scores
+from lmmods.torch_engine.tasks.qa import span_loss
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 

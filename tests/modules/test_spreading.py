@@ -6,9 +6,9 @@ from accelerate import infer_auto_device_map, init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmmods.cli import main
-from lmmods.errors import UserError
-from lmmods.modules.spreading import keep_in_place, placement
+from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.spreading import keep_in_place, placement
 
 
 @pytest.fixture

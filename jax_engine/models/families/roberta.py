@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family
 from jax_engine.models.families.bert import MODULES, bert_like
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from jax_engine.models import attention, blocked, hub
+from jax_engine.models import attention, hub
+from jax_engine.models import cpu_attention as blocked
 from jax_engine.models.attention import attend, attention_mask
-from jax_engine.models.blocked import attend_blocked
+from jax_engine.models.cpu_attention import attend_blocked
 
 LENGTH = 10
 LENGTHS = np.array([[1] * 10, [1] * 7 + [0] * 3, [0] * 4 + [1] * 6])

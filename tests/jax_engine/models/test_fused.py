@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from twins import VOCAB
 
+from jax_engine.distributed.parallel import MeshSharding
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import Fused, choose, trial, tried, unfit
-from jax_engine.parallel import MeshSharding
-from lmmods.architectures import load_config
+from lmmods.core.hf_config import load_config
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = np.array([[1] * 10, [1] * 7 + [0] * 3])

@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file
 
 from jax_engine.models import hub
-from lmmods.architectures import load_config
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import load_config
 
 
 def test_saving_in_another_dtype_rounds_once(twin, tmp_path):

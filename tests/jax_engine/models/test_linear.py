@@ -9,7 +9,7 @@ from flax import nnx
 from transformers.activations import ACT2FN
 
 from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Norm, dropout, known_activation, product
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32) * 3
 

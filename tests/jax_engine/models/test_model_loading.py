@@ -10,10 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from jax_engine.distributed.tree import flatten
 from jax_engine.models import hub, loading
-from jax_engine.state import flatten
-from lmmods.architectures import load_config
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import load_config
 
 
 def rewritten(twin, folder, change):

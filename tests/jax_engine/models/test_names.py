@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from lmmods.errors import UserError
+from lmmods.core.errors import UserError
 
 
 def test_any_tree_of_this_shape_goes_both_ways(twin):

@@ -8,8 +8,8 @@ import torch
 import transformers
 from twins import AUTO, CAUSAL, FAMILIES, PAIRS
 
+from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
-from jax_engine.state import flatten, unflatten
 
 every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
 LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
@@ -265,7 +265,7 @@ def test_a_row_of_padding_gives_finite_gradients(twin):
 
 
 def test_rows_longer_than_the_positions_are_refused(twin):
-    from lmmods.errors import UserError
+    from lmmods.core.errors import UserError
 
     for name, head, room in (("gpt2", "causal", 32), ("roberta", "masked", 28)):
         tw = twin(name, head)

@@ -1,0 +1,169 @@
+"""The devices of a run: which, how many processes, and what these do together."""
+
+import ctypes
+import os
+import pickle
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jax_engine.distributed import parallel
+from jax_engine.distributed.parallel import Parallel, Replicas
+from lmmods.core.errors import UserError
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+FAKED = "xla_force_host_platform_device_count"
+
+
+@dataclass
+class MeshSharding:
+    """A mesh of devices over which parameters, optimiser state and batches are cut.
+
+    Args:
+        data: Copies of the parameters.
+        fsdp: Devices over which a copy is spread, each with a micro-batch of its own. -1: all that are left.
+        tensor: Devices that share the work on one micro-batch.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool
+          ) -> Parallel:
+    """Join the other processes, if any, and lay the run out over the devices.
+
+    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md).
+
+    Raises:
+        UserError: There are not as many devices or processes as asked for.
+    """
+    if accelerator != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
+    on_cpu = jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins")
+    if FAKED not in os.environ.get("XLA_FLAGS", ""):
+        if devices not in ("auto", -1, 1):
+            with suppress(RuntimeError):  # devices are there already; below their number is checked
+                jax.config.update("jax_num_cpu_devices", int(devices))
+        elif on_cpu:
+            keep_freed_memory()
+    if detect_anomaly:
+        jax.config.update("jax_debug_nans", True)
+    _join(num_nodes)
+    _keep_compiled()
+    local = jax.local_devices()
+    wanted = len(local) if devices in ("auto", -1) else int(devices)
+    if not 1 <= wanted <= len(local):
+        raise UserError(f"trainer.devices is {devices}, but this machine has {len(local)} ({local[0].platform}). "
+                        "Lower it, or set it to auto.")
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    chosen = [device for process in sorted(by_process) for device in by_process[process][:wanted]]
+    if strategy in ("auto", "ddp"):
+        return Replicas(chosen)
+    mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
+    return parallel.MeshSharding(mesh.data, mesh.fsdp, mesh.tensor, chosen)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc hand freed memory out again instead of returning it to the system after each step.
+
+    XLA on CPUs allocates the room for a step's activations anew in each step, and the system clears each page of it: a
+    third of the time of a small model. Steps then run in the thread that calls them, as only its heap can grow so far:
+    for one device in a process; several would run in threads of their own. Does nothing with another C library, or
+    where the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, -1)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def choose_precision() -> tuple[str, str]:
+    """What `trainer.precision: auto` means on the devices at hand, and why."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return "32-true", "XLA multiplies bfloat16 slowly on CPUs"
+    if device.platform == "gpu" and float(device.compute_capability) < 8:
+        return "32-true", "this GPU does not multiply bfloat16"
+    return "bf16-mixed", f"this {device.platform.upper()} multiplies bfloat16"
+
+
+def peak_memory() -> int | None:
+    """Most bytes that were in use on the first device; None where it does not tell, as on CPUs."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _join(num_nodes: int) -> None:
+    """Connect the processes of several machines (jax.distributed)."""
+    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+    if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
+        return
+    if "MASTER_ADDR" in os.environ:  # torchrun, which keeps MASTER_PORT for itself, or by hand in its way
+        port = int(os.environ.get("MASTER_PORT", "29500")) + 1
+        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{port}", int(os.environ["WORLD_SIZE"]),
+                                   int(os.environ["RANK"]))
+    else:
+        jax.distributed.initialize()
+    if jax.process_count() % num_nodes:
+        raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
+
+
+def _keep_compiled() -> None:
+    """Compiled programs outlive the process, beside the data cache."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        root = os.environ.get("LMMODS_CACHE", os.path.expanduser("~/.cache/lmmods"))
+        jax.config.update("jax_compilation_cache_dir", os.path.join(root, "xla"))
+
+
+def barrier(name: str) -> None:
+    """Wait for all processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether any process says so. All processes must call this at the same place."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def on_first(function: Callable[[], Any]) -> Any:
+    """What `function` returns on the first process, on every process; so too its UserError."""
+    if jax.process_count() == 1:
+        return function()
+    outcome: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            outcome["value"] = function()
+        except UserError as error:
+            outcome["mistake"] = error
+    outcome = gather(outcome)
+    if "mistake" in outcome:
+        raise outcome["mistake"]
+    return outcome["value"]
+
+
+def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
+    """The parts of all processes in one mapping, on every process."""
+    if jax.process_count() == 1:
+        return parts
+    own = np.frombuffer(pickle.dumps(parts), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(own)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(own)] = own
+    everywhere = multihost_utils.process_allgather(padded)
+    return {key: value for part, size in zip(everywhere, sizes, strict=True)
+            for key, value in pickle.loads(part[:size].tobytes()).items()}

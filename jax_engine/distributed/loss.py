@@ -1,0 +1,182 @@
+"""Losses as sums over what is scored, from hidden states, without logits of all positions ever existing.
+
+Most positions of a fine-tuning batch carry no label, and the output head is the widest layer of a small model. So the
+head sees labelled positions only, a chunk at a time, and its gradient is taken on the way forward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+
+from jax_engine.distributed.parallel import SHARE_AXES, constrain, num_shares_here
+
+IGNORED = -100
+# The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
+# and where they train also their gradient, which on GPUs costs more than the memory.
+CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES_GPU = 256 * 2**20
+
+
+class LossSums(NamedTuple):
+    """Sums over the scored positions of a batch.
+
+    Args:
+        total: Summed loss, scalar float32, differentiable.
+        weight: Number of scored positions, scalar int32.
+        correct: How many of them the argmax gets right, scalar int32; None unless asked for.
+    """
+
+    total: Array
+    weight: Array
+    correct: Array | None = None
+
+
+def shift_labels(labels: Array) -> Array:
+    """Labels [B, T] moved so that position t holds the token it predicts; the last position predicts nothing."""
+    return jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
+
+
+def scored_rows(batch: dict[str, Array]) -> Array:
+    """[B] bool: which rows carry a label. Rows without one even out batches and count nothing."""
+    return (batch["labels"] != IGNORED).any(1) if "labels" in batch else batch["start_positions"] != IGNORED
+
+
+def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
+               count_correct: bool = False, plain: bool = False) -> LossSums:
+    """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
+
+    The time it takes grows with the number of labelled positions, which need not be known when compiling.
+
+    Args:
+        hidden: [B, T, D] hidden states, already aligned with `targets`.
+        targets: [B, T] token ids or IGNORED.
+        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over get their gradient.
+        vocab_size: V, which decides the chunk length.
+        count_correct: Also count argmax hits.
+        plain: Make the logits of all positions at once.
+    """
+    if plain:
+        total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
+                                        targets.reshape(-1))
+        return LossSums(total, (targets != IGNORED).sum(), correct if count_correct else None)
+    # Each device works on its own share of the rows, with positions in one line and the labelled ones in front.
+    hidden = _own_share(hidden.reshape(num_shares_here(), -1, hidden.shape[-1]))
+    targets = _own_share(targets.reshape(num_shares_here(), -1))
+    order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
+    chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
+    chunk = min(max(chunk_bytes // (4 * vocab_size), 1), targets.shape[1])
+    pad = ((0, 0), (0, -targets.shape[1] % chunk))
+    sorted_targets = jnp.pad(jnp.take_along_axis(targets, order, axis=1), pad, constant_values=IGNORED)
+    counts = (targets != IGNORED).sum(1)
+    num_chunks = -(-counts.max() // chunk)
+    pure_head, params = jax.closure_convert(head, hidden[0, :chunk])
+    total, correct = _chunked_cross_entropy(pure_head, chunk, count_correct, hidden, params, sorted_targets,
+                                            jnp.pad(order, pad), num_chunks)
+    return LossSums(total, counts.sum(), correct if count_correct else None)
+
+
+def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
+    """Sum over windows of the mean of start and end cross-entropy over the window's own tokens.
+
+    Args:
+        logits: [B, T, 2] of start and end.
+        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored; `attention_mask` [B, T].
+    """
+    logits = logits.astype(jnp.float32)
+    outside = batch["attention_mask"] == 0
+    log_probs = jax.nn.log_softmax(jnp.where(outside[..., None], jnp.finfo(jnp.float32).min, logits), axis=1)
+    positions = jnp.stack([batch["start_positions"], batch["end_positions"]], axis=-1)
+    picked = jnp.take_along_axis(log_probs, jnp.maximum(positions, 0)[:, None], axis=1)[:, 0]
+    total = -jnp.where(positions == IGNORED, 0.0, picked).sum() / 2
+    return LossSums(total, (batch["start_positions"] != IGNORED).sum())
+
+
+def _own_share(x: Array) -> Array:
+    return constrain(x, PartitionSpec(SHARE_AXES))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked_cross_entropy(head, chunk, count_correct, hidden, params, targets, order, num_chunks):
+    """(total, correct) of S shares: `hidden` [S, M, D]; `targets`, `order` [S, M'] with M' a multiple of `chunk`."""
+    def step(number, sums):
+        start = number * chunk
+        values = jax.vmap(lambda h, t: _cross_entropy(head, count_correct, h, params, t))(
+            _take(hidden, order, start, chunk), jax.lax.dynamic_slice_in_dim(targets, start, chunk, 1))
+        return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
+
+    params = _gathered(params)
+    return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)))
+
+
+def _forward(head, chunk, count_correct, hidden, params, targets, order, num_chunks):
+    hidden, targets, order, num_chunks = (arg.value for arg in (hidden, targets, order, num_chunks))
+    trained = [i for i, p in enumerate(params) if p.perturbed]
+    params = _gathered([p.value for p in params])
+    shares = len(hidden)
+
+    def loss(h, chosen, t):
+        mixed = list(params)
+        for i, p in zip(trained, chosen, strict=True):
+            mixed[i] = p
+        return _cross_entropy(head, count_correct, h, mixed, t)
+
+    differentiate = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0))
+
+    def step(number, carry):
+        total, correct, by_position, by_param = carry
+        start = number * chunk
+        (new_total, new_correct), (g_hidden, g_params) = differentiate(
+            _take(hidden, order, start, chunk), [params[i] for i in trained],
+            jax.lax.dynamic_slice_in_dim(targets, start, chunk, 1))
+        by_position = jax.lax.dynamic_update_slice_in_dim(by_position, g_hidden, start, 1)
+        by_param = [summed + new for summed, new in zip(by_param, g_params, strict=True)]
+        return total + new_total.sum(), correct + new_correct.sum(), by_position, by_param
+
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32),
+             _own_share(jnp.zeros((shares, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
+             # a sum for each share, so that devices meet once, after the loop, and not in each round
+             [_own_share(jnp.zeros((shares, *params[i].shape), jnp.float32)) for i in trained])
+    total, correct, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
+    place = jnp.argsort(order[:, : hidden.shape[1]], axis=1)
+    g_hidden = jnp.take_along_axis(by_position, place[..., None], axis=1)
+    g_params: list[Array | None] = [None] * len(params)
+    for i, summed in zip(trained, by_param, strict=True):
+        g_params[i] = summed.sum(0).astype(params[i].dtype)
+    return (total, correct), (g_hidden, g_params)
+
+
+def _backward(head, chunk, count_correct, gradients, cotangents):
+    factor = cotangents[0]
+    if isinstance(factor, SymbolicZero):
+        return None, None, None, None, None
+    scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
+    return *scaled, None, None, None
+
+
+_chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _cross_entropy(head, count_correct, hidden, params, targets):
+    """Summed loss and argmax hits of positions [C, D] with targets [C]."""
+    logits = head(hidden, *params)
+    scored = targets != IGNORED
+    picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    losses = jax.nn.logsumexp(logits, axis=1) - picked
+    hits = (scored & (logits.argmax(1) == targets)).sum() if count_correct else jnp.zeros((), jnp.int32)
+    return jnp.where(scored, losses, 0.0).sum(), hits
+
+
+def _take(hidden: Array, order: Array, start: Array, chunk: int) -> Array:
+    places = jax.lax.dynamic_slice_in_dim(order, start, chunk, 1)
+    return jnp.take_along_axis(hidden, places[..., None], axis=1)
+
+
+def _gathered(params: list[Array]) -> list[Array]:
+    """Sharded weights made whole before the loop instead of in each round."""
+    return [constrain(p, PartitionSpec()) for p in params]

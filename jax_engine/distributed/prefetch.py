@@ -1,0 +1,150 @@
+"""Any loader of torch batches, stacked for the devices ahead of time.
+
+With N shares a step takes N consecutive micro-batches, one per share, as N torch ranks would. Every process reads all
+micro-batches and keeps those of its own shares: so all agree on lengths and on the end of the epoch without asking
+each other, and a position does not depend on the number of processes. Give such a loader world size 1.
+"""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jax_engine.distributed.loss import IGNORED
+from jax_engine.distributed.parallel import Parallel
+
+_FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED, "index": -1}
+
+
+@dataclass
+class Group:
+    """One micro-batch for each share.
+
+    Args:
+        batch: On the devices: [shares, B, ...] int32, with `place` [shares, 2], the epoch and the number of the
+            micro-batch in it.
+        host: This process's shares of it in host memory.
+        num_batches: Micro-batches of the loader in it; the remaining shares hold padding.
+        position: `state_dict()` of the loader after these micro-batches; None where it has none.
+    """
+
+    batch: dict[str, Array]
+    host: dict[str, np.ndarray]
+    num_batches: int
+    position: dict[str, Any] | None
+
+
+class Feed:
+    """One pass over a loader; iterate once, and close it (or use `with`) when leaving early.
+
+    A thread reads ahead and brings batches to the devices. What it raises is raised to whoever iterates.
+
+    Args:
+        loader: Yields dicts of CPU tensors, rows first.
+        parallel: Shares and devices.
+        batch_size: Rows of a micro-batch; smaller ones are filled up.
+        pad_id: Token to fill with.
+        epoch: Epoch of this pass.
+        start: Number of its first micro-batch within the epoch.
+        max_length: Lengths are rounded up, but not above this; None leaves them as they are.
+        ahead: Groups to prepare in advance.
+    """
+
+    def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int, epoch: int = 0,
+                 start: int = 0, max_length: int | None = None, ahead: int = 2):
+        self._loader, self._parallel, self._batch_size = loader, parallel, batch_size
+        self._fill = {**_FILL, "input_ids": pad_id}
+        self._epoch, self._start, self._max_length = epoch, start, max_length
+        self._ready: queue.Queue = queue.Queue(ahead)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._produce, name="feed", daemon=True)
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Group]:
+        self._thread.start()
+        try:
+            while (item := self._ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the thread; groups that nobody took are dropped."""
+        self._closed.set()
+        while self._thread.is_alive():
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    # In the thread ---------------------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        try:
+            for host, num_batches, position in self._groups():
+                if not self._put(Group(self._parallel.put_batch(host), host, num_batches, position)):
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Any) -> bool:
+        """Hand an item over; False once the feed is closed."""
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.05)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _groups(self) -> Iterator[tuple[dict[str, np.ndarray], int, dict[str, Any] | None]]:
+        group: list[dict[str, np.ndarray]] = []
+        number = self._start
+        for batch in self._loader:
+            group.append({name: np.asarray(tensor) for name, tensor in batch.items()})
+            if len(group) == self._parallel.num_shares:
+                yield self._stack(group, number), len(group), self._position()
+                number += len(group)
+                group = []
+        if group:
+            yield self._stack(group, number), len(group), self._position()
+
+    def _position(self) -> dict[str, Any] | None:
+        return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+
+    def _stack(self, group: list[dict[str, np.ndarray]], number: int) -> dict[str, np.ndarray]:
+        """Arrays [own shares, B, ...] of micro-batches `number`, `number + 1`, ... of the epoch."""
+        length = max(batch["input_ids"].shape[1] for batch in group)
+        if self._max_length is not None:
+            length = max(length, min(rounded(length), self._max_length))
+        own = self._parallel.local_shares
+        stacked = {name: np.stack([self._filled(name, group[share][name] if share < len(group) else x[:0], length)
+                                   for share in own]) for name, x in group[0].items()}
+        stacked["place"] = np.array([[self._epoch, number + share] for share in own], np.int32)
+        return stacked
+
+    def _filled(self, name: str, x: np.ndarray, length: int) -> np.ndarray:
+        """A micro-batch's array with rows up to the batch size and columns up to `length`, int32."""
+        shape = (self._batch_size, length, *x.shape[2:]) if x.ndim > 1 else (self._batch_size,)
+        full = np.full(shape, self._fill.get(name, 0), np.int32)
+        full[tuple(slice(size) for size in x.shape)] = x
+        if name in ("attention_mask", "segment_ids"):
+            full[len(x) :, 0] = 1  # so that no softmax is over nothing
+        return full
+
+
+def rounded(length: int) -> int:
+    """A length that several share, so that few shapes are compiled: at most a quarter longer, or a multiple of 32."""
+    step = max(32, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step

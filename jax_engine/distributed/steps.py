@@ -1,0 +1,206 @@
+"""The compiled pieces of a run: sums over a window of micro-batches, one division, one update.
+
+A window of several micro-batches is `open_window`, a `micro_step` each, `update`; a window of one is `full_step`. They
+are separate calls because the micro-batches of a window may differ in length. None of them waits for a device.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jax_engine.distributed.loss import LossSums, scored_rows
+from jax_engine.distributed.parallel import Parallel, num_shares_here
+from jax_engine.distributed.tree import Tree, merge, new_state, new_window
+from lmmods.core.errors import UserError
+
+Batch = dict[str, Array]
+# (parameters, rows, row keys or None, count argmax hits) -> sums
+Loss = Callable[[Tree, Batch, Array | None, bool], LossSums]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """`trainer.gradient_clip_val` (None or 0 is off) and `trainer.gradient_clip_algorithm`."""
+
+    value: float | None = None
+    algorithm: Literal["norm", "value"] = "norm"
+
+
+class Steps:
+    """The steps of one run; each is compiled once for each shape of batch.
+
+    Batches are what `Feed` yields: arrays [shares, B, ...] with `place` [shares, 2], the epoch and the number of the
+    micro-batch in it.
+
+    Args:
+        parallel: Spread over devices.
+        loss: The task's loss of rows [N, T].
+        optimizer: From `optim.build`.
+        seed: Seed of the run; with a row's place in the data it decides the row's dropout.
+        clipping: What happens to large gradients.
+        predict: (parameters, rows) -> tree of arrays [N, ...].
+    """
+
+    def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, seed: int,
+                 clipping: Clipping = Clipping(), predict: Callable[[Tree, Batch], Any] | None = None):
+        self._parallel, self._loss, self._optimizer = parallel, loss, optimizer
+        self._seed, self._clipping, self._predict = seed, clipping, predict
+        compile = parallel.compile
+        self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
+                                  donate=(0,))
+        self._new_window = compile(lambda trainable: (new_window(trainable),), ("state",), ("state",))
+        self._micro = compile(self._micro_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
+        self._update = compile(self._close_window, ("state", "state", "scalar"), ("state", "scalar"), donate=(0,))
+        self._full = compile(self._full_step, ("state", "state", "batch", "scalar"), ("state", "scalar"), donate=(0,))
+        self._eval = compile(self._eval_step, ("state", "state", "batch"), ("scalar",))
+        self._rows = compile(self._predict_step, ("state", "state", "batch"), ("batch",))
+
+    # What the trainer calls ------------------------------------------------------------------------------------------
+
+    def new_state(self, trainable: Tree) -> Tree:
+        """State around the first parameters, which it consumes."""
+        return self._new_state(trainable)[0]
+
+    def open_window(self, state: Tree) -> Tree:
+        """A window without micro-batches."""
+        return self._new_window(state["trainable"])[0]
+
+    def micro_step(self, state: Tree, frozen: Tree, window: Tree, batch: Batch) -> Tree:
+        """The window with one more micro-batch of each share in it. Consumes the old one."""
+        return self._micro(state, frozen, window, batch)[0]
+
+    def update(self, state: Tree, window: Tree, scalars: dict[str, Array]) -> tuple[Tree, dict[str, Array]]:
+        """Close the window: the state after its optimiser step, and its figures. Consumes the state.
+
+        Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and `grad_norm`, that of the
+        averaged gradient before clipping.
+
+        Args:
+            scalars: `optim.step_scalars` of this step, from `Parallel.put_scalars`.
+        """
+        return self._update(state, window, scalars)
+
+    def full_step(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]
+                  ) -> tuple[Tree, dict[str, Array]]:
+        """`open_window`, `micro_step` and `update` in one. Consumes the state."""
+        return self._full(state, frozen, batch, scalars)
+
+    def eval_step(self, trainable: Tree, frozen: Tree, batch: Batch) -> dict[str, Array]:
+        """Scalars `total`, `weight` and, where the task counts it, `correct` over all shares, without dropout."""
+        return self._eval(trainable, frozen, batch)[0]
+
+    def predict_step(self, trainable: Tree, frozen: Tree, batch: Batch) -> Any:
+        """What the task predicts, [shares, B, ...]; `Parallel.fetch_rows` brings it to the host."""
+        return self._rows(trainable, frozen, batch)[0]
+
+    def fetch_rows(self, rows: Any) -> Any:
+        """What `predict_step` returned, of this process's shares, on the host."""
+        return self._parallel.fetch_rows(rows)
+
+    def memory(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]) -> dict[str, int]:
+        """Bytes on each device that a compiled `full_step` needs: `arguments` (state and batch) and `temporary`."""
+        found = self._full.lower(state, frozen, batch, scalars).compile().memory_analysis()
+        return {"arguments": found.argument_size_in_bytes, "temporary": found.temp_size_in_bytes}
+
+    # What is compiled ------------------------------------------------------------------------------------------------
+
+    def _micro_step(self, state, frozen, window, batch):
+        gradients, sums = self._differentiate(state, frozen, batch)
+        added = jax.tree.map(lambda old, new: old + new.astype(old.dtype), window["gradients"], gradients)
+        return ({"gradients": added, "sums": jax.tree.map(jnp.add, window["sums"], sums)},)
+
+    def _full_step(self, state, frozen, batch, scalars):
+        gradients, sums = self._differentiate(state, frozen, batch)
+        return self._apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums, scalars)
+
+    def _close_window(self, state, window, scalars):
+        return self._apply(state, window["gradients"], window["sums"], scalars)
+
+    def _eval_step(self, trainable, frozen, batch):
+        sums = self._loss(merge(trainable, frozen), _rows_of(batch), None, True)._asdict()
+        return (self._parallel.sum({name: value for name, value in sums.items() if value is not None}),)
+
+    def _predict_step(self, trainable, frozen, batch):
+        predicted = self._predict(merge(trainable, frozen), _rows_of(batch))
+        return (jax.tree.map(lambda x: x.reshape(num_shares_here(), -1, *x.shape[1:]), predicted),)
+
+    def _differentiate(self, state, frozen, batch):
+        """Gradient of the summed loss and the sums of a micro-batch of each share in sight."""
+        rows = _rows_of(batch)
+        keys = row_keys(self._seed, batch["place"], batch["input_ids"].shape[1])
+
+        def summed(trainable):
+            sums = self._loss(merge(trainable, frozen), rows, keys, False)
+            return sums.total, sums.weight
+
+        (total, weight), gradients = jax.value_and_grad(summed, has_aux=True)(state["trainable"])
+        scored = scored_rows(rows)
+        num_tokens = (rows["attention_mask"] * scored[:, None]).sum()
+        return gradients, {"total": total, "weight": weight, "num_tokens": num_tokens, "num_rows": scored.sum()}
+
+    def _apply(self, state, gradients, sums, scalars):
+        """Divide by the weight of all devices, clip, update."""
+        gradients, sums = self._parallel.sum((gradients, sums))
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(sums["weight"], 1), gradients)
+        norm = optax.global_norm(gradients)
+        gradients = _clip(gradients, norm, self._clipping)
+        trainable, slots = state["trainable"], state["optimizer"]
+        updates, slots = self._optimizer.update(gradients, slots, trainable, **scalars)
+        return ({"trainable": optax.apply_updates(trainable, updates), "optimizer": slots},
+                {**sums, "grad_norm": norm})
+
+
+def row_keys(seed: int, place: Array, batch_size: int) -> Array:
+    """Typed keys of rows: functions of seed, epoch and the row's place in it, whichever batch or device it is on.
+
+    Args:
+        place: [shares, 2] epoch and number of the micro-batch.
+        batch_size: B.
+
+    Returns:
+        [shares * B] keys.
+    """
+    def key(epoch, row):
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), epoch), row)
+
+    rows = place[:, 1, None] * batch_size + jnp.arange(batch_size)
+    return jax.vmap(key)(jnp.repeat(place[:, 0], batch_size), rows.reshape(-1))
+
+
+def window_figures(figures: dict[str, Array]) -> dict[str, float]:
+    """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device."""
+    plain = {name: value.item() for name, value in jax.device_get(figures).items()}
+    return {**plain, "loss": plain["total"] / max(plain["weight"], 1)}
+
+
+def check_finite(figures: dict[str, float], step: int, epoch: int) -> None:
+    """Raise UserError when loss or gradient of optimiser step `step` is not a number.
+
+    Call it before what comes of the step is saved; the step itself has been taken by then.
+    """
+    if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
+        raise UserError(
+            f"Step {step} (epoch {epoch}): loss is {figures['loss']}, gradient norm {figures['grad_norm']}. Training "
+            "stops and no checkpoint of this step is written. Go on from the last checkpoint with a lower "
+            "optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")
+
+
+def _rows_of(batch: Batch) -> Batch:
+    """Rows [shares * B, ...] of what the network and the loss see."""
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items() if name != "place"}
+
+
+def _clip(gradients: Tree, norm: Array, clipping: Clipping) -> Tree:
+    """As torch's clip_grad_norm_ and clip_grad_value_."""
+    if not clipping.value:
+        return gradients
+    if clipping.algorithm == "value":
+        return jax.tree.map(lambda g: jnp.clip(g, -clipping.value, clipping.value), gradients)
+    factor = jnp.minimum(clipping.value / (norm + 1e-6), 1.0)
+    return jax.tree.map(lambda g: g * factor, gradients)

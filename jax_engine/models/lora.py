@@ -1,0 +1,177 @@
+"""Adapters: which modules carry one, what trains, and PEFT's folders in and out. The maths is in models/linear.py."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jax_engine.distributed.tree import Path as LeafPath
+from jax_engine.distributed.tree import flatten, split, unflatten
+from jax_engine.models.architecture import Head
+from jax_engine.models.names import LORA_LEAVES
+from jax_engine.models.network import Network, Tree
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.initializers import fresh_lora_A
+from lmmods.core.settings import LoRA
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
+# What an adapter made elsewhere may have beyond these settings, and the value with which it changes nothing.
+NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
+           "layers_to_transform": None, "layer_replication": None, "exclude_modules": None, "target_parameters": None,
+           "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None,
+           "use_qalora": False, "use_bdlora": None, "ensure_weight_tying": False}
+
+
+def adapt(network: Network, lora: LoRA) -> Network:
+    """The network with adapters on the targets; `modules_to_save` (and the head for qa) train in full beside them.
+
+    Raises:
+        UserError: A target or module to save matches nothing, or not every layer.
+    """
+    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+    linear = network.linears()
+    adapted = set(linear) if "all-linear" in targets else _matching(network, "lora.targets", targets, linear)
+    # A tied head has no weights of its own until it is saved apart.
+    to_save = _matching(network, "lora.modules_to_save", lora.modules_to_save or [], {*network.modules(), "head"})
+    to_save |= {"head"} if network.head == "qa" else set()
+    if both := sorted(adapted & to_save):
+        raise UserError(f"lora.modules_to_save: {network.torch_modules(both[0])[0]} is also among lora.targets: "
+                        "take it out of one of them.")
+    ends = {"embed.tokens", "head"} & to_save
+    if network.head == "masked" and ends:
+        raise UserError("lora.modules_to_save: the embedding and the output of a masked LM are one matrix, which the "
+                        "JAX engine does not train apart. Take them out, or use engine: torch.")
+    if lora.dropout and "head.dense" in adapted:
+        say("lora.dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
+    arch = network.arch
+    if network.head == "causal" and arch.tied and ends:
+        arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT
+    build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted))
+    return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
+
+
+def _matching(network: Network, key: str, names: list[str], present: Iterable[str]) -> set[str]:
+    """Our modules whose torch name, in every layer, is one of `names` or ends in one."""
+    found, unused = set(), set(names)
+    for ours in present:
+        layers = network.torch_modules(ours)
+        hits = [{name for name in names if full == name or full.endswith(f".{name}")} for full in layers]
+        if any(hits) and not all(hits):
+            raise UserError(f"{key}: {min(set.union(*hits))!r} names a module in some layers only. The JAX engine "
+                            "adapts all layers alike: leave the layer's number out, or use engine: torch.")
+        if all(hits):
+            found.add(ours)
+            unused -= set.union(*hits)
+    if unused:
+        candidates = sorted({full.rsplit(".", 1)[-1] for ours in network.linears()
+                             for full in network.torch_modules(ours)})
+        raise UserError(f"{key}: {sorted(unused)[0]!r} matches no module of this model. "
+                        f"Candidates: {', '.join(candidates)}.")
+    return found
+
+
+def add_fresh(network: Network, base: Tree, seed: int) -> Tree:
+    """The base with new adapters beside it, float32: A as `fresh_lora_A`, B zero, DoRA's magnitudes |W|.
+
+    Args:
+        base: Numpy arrays without adapters.
+    """
+    leaves = flatten(base)
+    if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
+        # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
+        leaves["head", "weight"] = leaves["embed", "tokens", "weight"].copy()
+    first: dict[LeafPath, list[np.ndarray]] = {}
+    for name, path, _ in network.names():
+        if path[-1] == "lora_A":
+            first.setdefault(path, []).append(fresh_lora_A(seed, name, network.shape(path)))
+    for path, shape in flatten(network.shapes).items():
+        if path[-1] == "lora_A":
+            leaves[path] = np.stack(first[path]).reshape(shape.shape)
+        elif path[-1] == "lora_B":
+            leaves[path] = np.zeros(shape.shape, np.float32)
+        elif path[-1] == "lora_magnitude_vector":
+            weight = leaves[(*path[:-1], "weight")].astype(np.float32)
+            leaves[path] = np.linalg.norm(weight, axis=-2 if network.arch.conv1d else -1)
+    return unflatten(leaves)
+
+
+def save_adapter(network: Network, params: Tree, folder: str | Path, base: str | None = None) -> None:
+    """Write what trains as a PEFT folder.
+
+    Args:
+        params: The trainable leaves, or the whole tree.
+        base: Name of the base model, noted for PEFT's loaders.
+    """
+    folder, lora = Path(folder), network.lora
+    folder.mkdir(parents=True, exist_ok=True)
+    trained, _ = split(params, network.trainable(params))
+    save_file({_file_name(name): value for name, value in network.to_torch(trained).items()}, folder / WEIGHTS,
+              metadata={"format": "pt"})
+    adapted = sorted(name for ours in network.build.adapted for name in network.torch_modules(ours))
+    to_save = sorted(name for ours in network.to_save for name in network.torch_modules(ours))
+    settings = {
+        "peft_type": "LORA", "task_type": TASK_TYPES[network.head], "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora, "use_rslora": lora.rslora,
+        "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
+        "modules_to_save": to_save or None, "bias": "none", "fan_in_fan_out": network.arch.conv1d,
+        "init_lora_weights": True, "inference_mode": True}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def adapter_settings(folder: str | Path) -> LoRA:
+    """Settings of the adapter in a PEFT folder.
+
+    Raises:
+        UserError: No adapter there, or one of a kind that the JAX engine does not have.
+    """
+    try:
+        found: dict[str, Any] = json.loads((Path(folder) / SETTINGS).read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"model.adapter: {folder} holds no {SETTINGS}. Name a folder written by PEFT's "
+                        "save_pretrained, for example runs/NAME/model.") from error
+    for name, neutral in NEUTRAL.items():
+        if found.get(name, neutral) not in (neutral, None):
+            raise UserError(f"model.adapter: {folder}/{SETTINGS} has {name}: {found[name]!r}, which the JAX engine "
+                            "does not support. Use engine: torch.")
+    targets = found["target_modules"]
+    if isinstance(targets, str) and targets != "all-linear":
+        raise UserError(f"model.adapter: {folder}/{SETTINGS} has a pattern as target_modules, {targets!r}; the JAX "
+                        "engine takes lists of names. Use engine: torch.")
+    return LoRA(rank=found["r"], alpha=found["lora_alpha"], dropout=found.get("lora_dropout", 0.0), targets=targets,
+                modules_to_save=found.get("modules_to_save"), dora=found.get("use_dora", False),
+                rslora=found.get("use_rslora", False))
+
+
+def load_adapter(network: Network, folder: str | Path) -> Tree:
+    """The trainable leaves from a PEFT folder, for a network made with its `adapter_settings`.
+
+    Raises:
+        UserError: Weights that are missing, left over or of another shape.
+    """
+    file = Path(folder) / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"model.adapter: {folder} holds no {WEIGHTS}.")
+    tensors = load_file(file)
+    wanted = {_file_name(name): (name, network.shape(path)) for name, path, _ in network.names()
+              if network.trains(path)}
+    wrong = [f"{name} {tensors[name].shape} (wanted {shape})" for name, (_, shape) in wanted.items()
+             if name in tensors and tensors[name].shape != shape]
+    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    if missing or extra or wrong:
+        raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model. "
+                        f"Missing: {missing[:5] or 'nothing'}. Not expected: {extra[:5] + wrong[:5] or 'nothing'}.")
+    return network.from_torch({wanted[name][0]: value for name, value in tensors.items()})
+
+
+def _file_name(name: str) -> str:
+    """PEFT's name of a parameter in its file, where the adapter's own name is left out."""
+    name = name.replace(".modules_to_save.default.", ".")
+    for leaf in LORA_LEAVES[:2]:
+        name = name.replace(f".{leaf}.default.", f".{leaf}.")
+    return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")

@@ -1,0 +1,259 @@
+"""Quantised weights: NF4 and FP4 (QLoRA, Dettmers et al. 2023) and int8 by rows, with the bits of bitsandbytes.
+
+A frozen weight stays quantised on the devices. `astype` makes the matrix inside a step, for one product at a time.
+"""
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lmmods.core.errors import UserError
+
+Quantize = Literal["nf4", "fp4", "int8"]
+BLOCK, NESTED_BLOCK = 64, 256
+# Values of the sixteen codes: appendix E of the QLoRA paper; sign, two bits of exponent and one of mantissa.
+CODEBOOKS = {
+    "nf4": np.array([
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32),
+    "fp4": np.array([sign * value for sign in (1, -1) for value in
+                     (0.0, 0.0052083334885537624, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)], np.float32),
+}
+_GRID = 65535  # steps from -1 to 1 on which bitsandbytes' CPU code looks for the nearest value of the dynamic type
+# What bitsandbytes saves beside a weight.
+_STATE = "weight.quant_state.bitsandbytes__"
+_PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
+_CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
+
+
+def _static() -> Any:
+    return field(metadata={"static": True})
+
+
+class Quantized(ABC):
+    """A matrix kept in codes; looks like an array of the matrix to whoever counts parameters."""
+
+    kind: str
+    shape: tuple[int, ...]  # of the matrix as the layer sees it; leading axes, as of stacked layers, come first
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the code."""
+        return self.kind
+
+    @abstractmethod
+    def astype(self, dtype: Any) -> Array:
+        """The matrix."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class FourBit(Quantized):
+    """A matrix in 4-bit codes with a scale for each 64 of them.
+
+    Blocks run along the rows of torch's [out, in], which is one long row where `in` is not a multiple of 64.
+
+    Args:
+        packed: uint8 [..., rows, columns / 2], the earlier code in the high bits.
+        absmax: Scales, float32 [..., rows, columns / 64], or with double quantisation their uint8 codes.
+        nested: Of double quantisation: scales of 256 codes each [..., ceil(blocks / 256)], and the mean [...].
+        kind: nf4 or fp4.
+        matrix: (out, in).
+        transposed: The layer keeps its matrix as [in, out] (Conv1D).
+    """
+
+    packed: Array
+    absmax: Array
+    nested: tuple[Array, Array] | None
+    kind: str = _static()
+    matrix: tuple[int, int] = _static()
+    transposed: bool = _static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-2], *(self.matrix[::-1] if self.transposed else self.matrix))
+
+    def astype(self, dtype: Any) -> Array:
+        lead, rows = self.packed.shape[:-2], self.packed.shape[-2]
+        codes = jnp.stack([self.packed >> 4, self.packed & 15], axis=-1)
+        values = jnp.asarray(CODEBOOKS[self.kind])[codes].reshape(*lead, rows, -1, BLOCK) * self._scales()[..., None]
+        size = math.prod(self.matrix)
+        values = values.reshape(*lead, -1)[..., :size].reshape(*lead, *self.matrix).astype(dtype)
+        return values.swapaxes(-1, -2) if self.transposed else values
+
+    def _scales(self) -> Array:
+        """float32 [..., rows, columns / 64]."""
+        if self.nested is None:
+            return self.absmax
+        steps, mean = self.nested
+        shape = self.absmax.shape
+        steps = jnp.repeat(steps, NESTED_BLOCK, axis=-1)[..., :shape[-2] * shape[-1]].reshape(shape)
+        return jnp.asarray(DYNAMIC)[self.absmax] * steps + mean[..., None, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class EightBit(Quantized):
+    """A matrix in int8 with a scale for each output (the weights of LLM.int8, Dettmers et al. 2022).
+
+    Activations stay as they are: products are those of the matrix that `astype` makes.
+
+    Args:
+        codes: int8 [..., out, in].
+        row_absmax: float32 [..., out].
+        transposed: The layer keeps its matrix as [in, out] (Conv1D).
+    """
+
+    codes: Array
+    row_absmax: Array
+    transposed: bool = _static()
+    kind = "int8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, columns = self.codes.shape
+        return (*lead, columns, rows) if self.transposed else (*lead, rows, columns)
+
+    def astype(self, dtype: Any) -> Array:
+        values = self.codes.astype(dtype) * (self.row_absmax * np.float32(1 / 127))[..., None].astype(dtype)
+        return values.swapaxes(-1, -2) if self.transposed else values
+
+
+def quantize(weight: np.ndarray, kind: Quantize, double: bool = True, transposed: bool = False) -> Quantized:
+    """Quantise a matrix on the host, with the codes that bitsandbytes gives it.
+
+    Args:
+        weight: [out, in], or [in, out] where `transposed`.
+        double: Quantise the scales of 4-bit codes too.
+    """
+    weight = np.ascontiguousarray(weight.T if transposed else weight)
+    if kind == "int8":
+        weight = weight.astype(np.float16).astype(np.float32)
+        absmax = np.abs(weight).max(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            codes = np.rint(weight * (1 / absmax * np.float32(127))[:, None])
+        return EightBit(np.where(absmax[:, None] > 0, codes, 0).astype(np.int8), absmax, transposed)
+    codes, absmax = _four_bit_codes(weight.reshape(-1), kind)
+    absmax, nested = _nest(absmax) if double else (absmax, None)
+    packed = (codes[::2] << 4 | codes[1::2])[:-(-weight.size // 2)]
+    return _four_bit(packed, absmax, nested, kind, weight.shape, transposed)
+
+
+def piece_of(key: str) -> tuple[str, str]:
+    """Name of the weight that a tensor in a saved folder belongs to, and which piece of it the tensor is.
+
+    What is not a companion of a quantised weight is the piece `weight` of itself.
+    """
+    found = _PIECE.match(key)
+    return (f"{found[1]}.weight", found[2]) if found else (key, "weight")
+
+
+def from_bitsandbytes(pieces: dict[str, np.ndarray], transposed: bool = False) -> Quantized:
+    """A matrix as bitsandbytes saved it.
+
+    Args:
+        pieces: By their names: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
+
+    Raises:
+        UserError: One is missing, or blocks are of another size than 64 (nested: 256).
+    """
+    states = [json.loads(bytes(piece)) for name, piece in pieces.items() if name.startswith(_STATE)]
+    wanted = {"weight"} if "SCB" in pieces else {"weight", "weight.absmax"}
+    nested = bool(states) and "nested_offset" in states[0]
+    missing = sorted((wanted | ({"weight.nested_absmax"} if nested else set())) - set(pieces))
+    if missing or not states and "SCB" not in pieces:
+        raise UserError(f"A quantised weight is saved without {', '.join(missing) or _STATE + '...'}: the model folder "
+                        "is incomplete. Fetch or save it again.")
+    if not states:
+        return EightBit(pieces["weight"], pieces["SCB"].reshape(-1), transposed)
+    state = states[0]
+    if (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK)) != (BLOCK, NESTED_BLOCK):
+        raise UserError(f"model.pretrained: its weights are quantised in blocks of {state['blocksize']}. The JAX "
+                        f"engine reads blocks of {BLOCK}: use engine: torch.")
+    scales = (pieces["weight.nested_absmax"], np.asarray(state["nested_offset"], np.float32)) if nested else None
+    return _four_bit(pieces["weight"].view(np.uint8), pieces["weight.absmax"], scales, state["quant_type"],
+                     state["shape"], transposed)
+
+
+def _four_bit(packed: np.ndarray, absmax: np.ndarray, nested: tuple[np.ndarray, np.ndarray] | None, kind: str,
+              matrix: tuple[int, int], transposed: bool) -> FourBit:
+    """Flat bytes and scales laid out in rows."""
+    rows = matrix[0] if matrix[1] % BLOCK == 0 else 1
+    whole = np.zeros(absmax.size * BLOCK // 2, np.uint8)
+    whole[:packed.size] = packed.reshape(-1)
+    return FourBit(whole.reshape(rows, -1), absmax.reshape(rows, -1), nested, kind, tuple(matrix), transposed)
+
+
+def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, one a byte and padded to whole blocks, and the absmax of each block."""
+    order = np.argsort(CODEBOOKS[kind], kind="stable").astype(np.uint8)
+    bounds = CODEBOOKS[kind][order]
+    bounds = (bounds[:-1] + bounds[1:]) / 2
+    num_blocks = -(-flat.size // BLOCK)
+    codes, absmax = np.empty(num_blocks * BLOCK, np.uint8), np.empty(num_blocks, np.float32)
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start:start + _CHUNK].astype(np.float32)
+        rest = part.size % BLOCK
+        blocks = np.pad(part, (0, -part.size % BLOCK)).reshape(-1, BLOCK)
+        largest = np.abs(blocks).max(axis=1)
+        divisor = np.maximum(largest, np.float32(1e-38))
+        scaled = blocks * (1 / divisor)[:, None]
+        if rest:  # bitsandbytes divides in the last, shorter block, and multiplies in the others
+            largest[-1] = divisor[-1]
+            scaled[-1] = blocks[-1] / divisor[-1]
+        scaled = np.clip(scaled, -1, 1)
+        ranks = np.zeros(scaled.shape, np.uint8)
+        for bound in bounds:
+            ranks += scaled > bound
+        codes[start:start + ranks.size] = order[ranks].reshape(-1)
+        absmax[start // BLOCK:start // BLOCK + len(largest)] = largest
+    return codes, absmax
+
+
+def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Scales as 8-bit codes around their mean (double quantisation), found on a grid as in bitsandbytes on CPUs."""
+    mean = absmax.mean(dtype=np.float64).astype(np.float32)
+    blocks = np.pad(absmax - mean, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    steps = np.abs(blocks).max(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.where(steps[:, None] > 0, blocks / steps[:, None], 0)
+    scaled = np.rint((scaled + 1) * np.float32(_GRID / 2)) / np.float32(_GRID) * 2 - 1
+    codes = np.searchsorted((DYNAMIC[:-1] + DYNAMIC[1:]) / 2, scaled).astype(np.uint8)
+    return codes.reshape(-1)[:absmax.size], (steps, np.asarray(mean))
+
+
+def _dynamic_map() -> np.ndarray:
+    """The 256 values of the signed dynamic 8-bit type (Dettmers 2016, arXiv 1511.04561), ascending."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = _linspace(2**exponent + 1)
+        means = (bounds[:-1] + bounds[1:]) / np.float32(2) * np.float32(10.0 ** (exponent - 6))
+        values += [*means, *-means]
+    return np.sort(np.array(values, np.float32))
+
+
+def _linspace(num: int) -> np.ndarray:
+    """From 0.1 to 1 in float32, counted from the nearer end as torch does."""
+    first, last, places = np.float32(0.1), np.float32(1), np.arange(num, dtype=np.float64)
+    step = float((last - first) / np.float32(num - 1))
+    return np.where(places < num // 2, first + step * places, last - step * (num - 1 - places)).astype(np.float32)
+
+
+DYNAMIC = _dynamic_map()

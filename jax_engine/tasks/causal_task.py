@@ -1,0 +1,68 @@
+"""Causal LMs on JAX: what the tasks on them share."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_engine.distributed.loss import LossSums, shift_labels, token_loss
+from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.tree import Tree
+from jax_engine.distributed.weights import Weights
+from jax_engine.models.generate import check_supported, generate
+from jax_engine.tasks.base import Task
+from lmmods.core.settings import Generation
+
+
+class CausalTask(Task):
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself.
+
+    Args:
+        generation: How predict generates.
+    """
+
+    head = "causal"
+    auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, generation: Generation = Generation(), **kwargs: Any):
+        super().__init__(**kwargs)
+        check_supported(generation)
+        self.generation = generation
+        self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
+
+    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
+        hidden = self.network.hidden(params, rows, row_keys)
+        return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
+                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)
+
+    def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
+        """Logits [N, K] in float32 of `choice_ids` behind the last token of each row, padded on the right."""
+        last = rows["attention_mask"].sum(axis=1) - 1
+        hidden = jnp.take_along_axis(self.network.hidden(params, rows), last[:, None, None], axis=1)[:, 0]
+        return self.network.logits(params, hidden)[:, self.choice_ids]
+
+    def choice_logits(self, steps: Steps, weights: Weights, groups: Iterable[Group]) -> dict[int, np.ndarray]:
+        """Logits [K] of `choice_ids` by the index of this process's rows; the device waits for nothing in between."""
+        asked = [(group.host["index"], steps.predict_step(weights.trainable, weights.frozen, group.batch))
+                 for group in groups]
+        found = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in asked)
+        return {index: row for indices, rows in found
+                for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
+
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
+                ) -> dict[int, Any]:
+        found = {}
+        for share in range(len(group.host["index"])):
+            batch = {name: part[share] for name, part in group.host.items()}
+            rows = np.flatnonzero(batch["index"] >= 0)
+            prompts = [batch["input_ids"][row][batch["attention_mask"][row] > 0].tolist() for row in rows]
+            if not prompts:
+                continue
+            answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.stop_token_ids,
+                               datamodule.tokenizer.pad_token_id, seed + int(batch["index"][rows[0]]))
+            own = {name: batch[name][rows] for name in ("input_ids", "index")}
+            found |= datamodule.outputs_by_index(own, answers)
+        return found

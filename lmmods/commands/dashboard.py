@@ -1,0 +1,72 @@
+"""`dashboard`: the W&B workspace of a project, laid out for this project's metrics."""
+
+from typing import Any, Literal
+
+from lmmods.core.errors import UserError, first_line
+from lmmods.runs.wandb_runs import has_wandb_key
+
+# Section -> its panels: title -> metrics, all runs in one panel.
+CURVES = {
+    "Loss": {"Training loss": ["train/loss"], "Validation loss": ["val/loss"]},
+    "Quality": {"Perplexity": ["val/perplexity"], "Token accuracy": ["val/accuracy"],
+                "Exact match and F1": ["val/exact_match", "val/f1"]},
+    "Optimiser": {"Learning rate": ["train/lr"], "Gradient norm": ["train/grad_norm"]},
+    "Throughput": {"Real tokens per second": ["train/tokens_per_second"], "MFU": ["train/mfu"],
+                   "GPU memory (%)": ["system/gpu.0.memoryAllocated"],
+                   "Memory of the process (MB)": ["system/proc.memory.rssMB"]},
+}
+AXES = {"step": "trainer/global_step", "tokens": "train/tokens"}
+
+
+def dashboard(project: str = "lmmods", entity: str | None = None, name: str = "lmmods",
+              x: Literal["step", "tokens"] = "step") -> None:
+    """Lay out the W&B workspace of a project: loss, quality, optimiser, throughput, MMLU by subject, samples.
+
+    Runs of both engines stand side by side, grouped by their engine.
+
+    Args:
+        project: The W&B project, as in WandbLogger's `project`.
+        entity: User or team; null is the account's default.
+        name: Of the workspace.
+        x: What curves are drawn over: optimiser steps, or training tokens seen.
+
+    Raises:
+        UserError: There is no account, or W&B refuses.
+    """
+    if not has_wandb_key():
+        raise UserError("dashboard needs a W&B account, and no API key is set: run `wandb login` or set WANDB_API_KEY. "
+                        "Without an account: python train.py report RUN ...")
+    import wandb
+
+    try:
+        layout = workspace(project, entity or wandb.Api().default_entity, name, x)
+        layout.save()
+    except ImportError as error:
+        raise UserError(f"dashboard needs wandb-workspaces ({error}). Install it: pip install -e '.[dashboard]'"
+                        ) from error
+    except (wandb.errors.Error, OSError, ValueError) as error:
+        raise UserError(f"dashboard: W&B refuses {project!r}: {first_line(error)}. Check project and "
+                        "entity; a project exists when a run has been logged to it.") from error
+    print(f"Wrote the workspace {name}: {layout.url}")
+
+
+def workspace(project: str, entity: str, name: str, x: str) -> Any:
+    """The workspace, not yet saved."""
+    import wandb_workspaces.reports.v2 as panels
+    import wandb_workspaces.workspaces as workspaces
+
+    def lines(title: str, metrics: list[str]) -> Any:
+        system = metrics[0].startswith("system/")
+        return panels.LinePlot(title=title, x="Step" if system else AXES[x], y=metrics)
+
+    sections = [workspaces.Section(name=section, is_open=True, panels=[lines(*panel) for panel in curves.items()])
+                for section, curves in CURVES.items()]
+    sections.append(workspaces.Section(name="MMLU", is_open=True, panels=[
+        panels.LinePlot(title="Accuracy", x=AXES[x], metric_regex="mmlu/.*/(mean_subject_)?accuracy"),
+        panels.LinePlot(title="By subject", x=AXES[x], metric_regex="mmlu/.*")]))
+    sections.append(workspaces.Section(name="Samples and predictions", is_open=True, panels=[
+        panels.WeavePanelSummaryTable(table_name=table) for table in ("samples", "predictions")]))
+    return workspaces.Workspace(
+        entity=entity, project=project, name=name, sections=sections,
+        settings=workspaces.WorkspaceSettings(x_axis=AXES[x]),
+        runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Config("recipe.engine")]))

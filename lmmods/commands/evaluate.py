@@ -1,0 +1,100 @@
+"""`evaluate`: a finished run on the benchmarks of EleutherAI's lm-eval."""
+
+import difflib
+from typing import Any, Literal
+
+from lmmods.commands.exported_model import FinishedRun
+from lmmods.core.errors import UserError, first_line
+
+
+def evaluate(
+    run: str,
+    tasks: str,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    task_folder: str | None = None,
+    apply_chat_template: bool = False,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    device: str = "auto",
+) -> None:
+    """Evaluate a run's model on tasks of lm-eval, with its adapter and its quantised base.
+
+    Scores go to metrics.json as `eval/<task>/<metric>`, everything that lm-eval tells to evaluate.json.
+
+    Args:
+        run: The run folder, of either engine.
+        tasks: Names with commas between them, for example `hellaswag,mmlu`; groups and tags too.
+        limit: Documents of each task; null takes all.
+        num_fewshot: Examples before each question; null leaves it to the task.
+        batch_size: Rows at a time.
+        task_folder: Folder with task files (YAML) of your own.
+        apply_chat_template: Ask as a chat, with the tokenizer's template.
+        dtype: Type in which the model computes.
+        device: cpu, cuda, cuda:1; auto takes a GPU where there is one.
+
+    Raises:
+        UserError: lm-eval is not installed, no such run, model or task, or its data cannot be had.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f"evaluate needs lm-eval ({error}). Install it: pip install -e '.[eval]'") from error
+    import torch
+
+    finished = FinishedRun.read(run, "evaluate")
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    manager = TaskManager(include_path=task_folder)
+    _check_names(names, manager.all_tasks)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    base = finished.load(finished.quantize if finished.has_adapter else None,
+                         {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-mixed"}[dtype], device)
+    model = HFLM(pretrained=finished.with_adapter(base), tokenizer=finished.tokenizer(), batch_size=batch_size,
+                 device=device)
+    with finished.folder.taken("evaluate"):
+        found = _evaluate_tasks(model, names, limit, num_fewshot, manager, apply_chat_template)
+        print(lm_eval.utils.make_table(found))
+        scores = {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
+                  for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
+                  and name != "sample_len"}
+        finished.folder.merge_metrics(scores)
+        finished.folder.write_files({"evaluate.json": _plain(found)})
+    print(f"Wrote {len(scores)} scores to {finished.folder.metrics_json}.")
+
+
+def _evaluate_tasks(model: Any, names: list[str], limit: int | None, num_fewshot: int | None, manager: Any,
+                    apply_chat_template: bool) -> dict[str, Any]:
+    import lm_eval
+
+    try:
+        return lm_eval.simple_evaluate(model, tasks=names, limit=limit, num_fewshot=num_fewshot, task_manager=manager,
+                                        apply_chat_template=apply_chat_template, log_samples=False)
+    except (OSError, ConnectionError) as error:
+        raise UserError(f"evaluate: the data of {','.join(names)} cannot be had: {first_line(error)}. They come "
+                        "from the hub unless they are in its cache; tasks on local files work offline "
+                        "(--task_folder).") from error
+
+
+def _metric(name: str) -> str:
+    """`acc,none` as `acc`, `exact_match,strict` as `exact_match_strict`."""
+    metric, _, filtered = name.partition(",")
+    return metric if filtered in ("", "none") else f"{metric}_{filtered}"
+
+
+def _check_names(names: list[str], known: list[str]) -> None:
+    if not names:
+        raise UserError("--tasks is empty: name tasks of lm-eval, for example hellaswag,arc_easy.")
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3, 0.7)
+            raise UserError(f"--tasks {name}: lm-eval knows no such task, group or tag."
+                            + (f" Did you mean {', '.join(near)}?" if near else "")
+                            + " Task files of your own: --task_folder.")
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of lm-eval's results, without what names this machine."""
+    kept = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
+    return {name: found[name] for name in kept if name in found}

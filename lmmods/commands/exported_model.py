@@ -1,0 +1,139 @@
+"""A finished run as other commands take it up: its base, its adapter, its tokenizer, freshly loaded on torch."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmmods.commands.trust import check_remote_code
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import read_recipe
+from lmmods.runs.folder import RunFolder
+
+
+@dataclass
+class FinishedRun:
+    """What a run of either engine leaves.
+
+    Args:
+        folder: The run folder.
+        has_adapter: Whether model/ holds an adapter; a whole model otherwise.
+        pretrained: What the adapter was trained on, and the fields with which it was loaded.
+    """
+
+    folder: RunFolder
+    has_adapter: bool
+    pretrained: str | None
+    config_overrides: dict[str, Any]
+    revision: str | None
+    trust_remote_code: bool
+    quantize: str | None
+    double_quant: bool
+
+    @classmethod
+    def read(cls, run: str, command: str) -> "FinishedRun":
+        """Take up the run in a folder.
+
+        Args:
+            command: Which needs a causal LM.
+
+        Raises:
+            UserError: No run there, not a finished one, or one of another task.
+        """
+        folder = RunFolder(run)
+        if not folder.config.is_file():
+            raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
+        has_adapter = (folder.model / "adapter_config.json").is_file()
+        if not has_adapter and not (folder.model / "config.json").is_file():
+            raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished.")
+        model = cls._model(run, folder)
+        if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM"):
+            raise UserError(f"--run {run}: {command} takes runs of SFT and CLM, this one is of {model['class_path']}.")
+        options = model["init_args"]
+        check_remote_code(options)
+        return cls(folder, has_adapter, options.get("pretrained"), options.get("config_overrides") or {},
+                   options.get("revision"), bool(options.get("trust_remote_code")), options.get("quantize"),
+                   bool(options.get("double_quant", True)))
+
+    @staticmethod
+    def _model(run: str, folder: RunFolder) -> dict[str, Any]:
+        """The block `model` of config.yaml."""
+        model = read_recipe(folder.config).get("model")
+        if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
+                and isinstance(model.get("init_args"), dict)):
+            raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote "
+                            "it.")
+        return model
+
+    @property
+    def model(self) -> Path:
+        """What the run has exported."""
+        return self.folder.model
+
+    def tokenizer(self):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
+
+    def load(self, quantize: str | None, precision: str = "32-true", device: str | None = None):
+        """The base of an adapter, or the whole model, freshly read, quantised or not, in evaluation mode.
+
+        Args:
+            precision: Lightning's name.
+            device: Where it goes; None is the CPU.
+        """
+        import torch
+        import transformers
+
+        from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
+
+        source = {"pretrained": self.pretrained, "overrides": self.config_overrides, "revision": self.revision
+                  } if self.has_adapter else {"pretrained": str(self.model)}
+        model = load_pretrained(transformers.AutoModelForCausalLM, **source, trust_remote_code=self.trust_remote_code,
+                                quantize=quantize, double_quant=self.double_quant, precision=precision, frozen=True,
+                                device=torch.device(device) if device else None)
+        resize_embeddings(model, len(self.tokenizer()))
+        return (model if device is None or quantize or self.saved_quantization() else model.to(device)).eval()
+
+    def with_adapter(self, base):
+        """The base with the run's adapter on it, if it has one."""
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(base, self.model).eval() if self.has_adapter else base
+
+    def saved_quantization(self) -> str | None:
+        """How the base itself is saved, if not in plain numbers."""
+        from lmmods.core.hf_config import load_config, saved_quantization
+
+        return saved_quantization(load_config(self.pretrained, None, self.revision, self.trust_remote_code)
+                                  ) if self.has_adapter else None
+
+    def unpack(self):
+        """A base that is saved quantised, in the plain numbers that it computes with."""
+        import transformers
+
+        quantised = self.load(None)
+        config = copy.deepcopy(quantised.config)
+        del config.quantization_config
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code).eval()
+        plain = model.state_dict()
+        for name, tensor in quantised.state_dict().items():
+            if name in plain and plain[name].shape == tensor.shape and tensor.is_floating_point():
+                plain[name].copy_(tensor)
+        copy_dequantized(quantised, model)
+        return model
+
+
+def copy_dequantized(quantized, model) -> None:
+    """Give `model` the weights that the quantised one computes with."""
+    import bitsandbytes as bnb
+
+    plain = dict(model.named_modules())
+    for name, module in quantized.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            plain[name].weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(
+                plain[name].weight.dtype)
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            weight = module.weight
+            plain[name].weight.data = (weight.CB.float() * weight.SCB.float().unsqueeze(1) / 127).to(
+                plain[name].weight.dtype)

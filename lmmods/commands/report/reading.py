@@ -1,0 +1,195 @@
+"""Run folders of either engine, finished or running, as plain values. No torch, no jax: reading takes no time."""
+
+import csv
+import json
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import redacted
+from lmmods.runs.folder import RunFolder, checkpoint_position
+
+
+@dataclass
+class Run:
+    """What a run folder holds.
+
+    Args:
+        label: The end of its path that tells it apart.
+        recipe: config.yaml.
+        curves: Metric -> (optimiser step, value) of every logged step, values not finite among them.
+        final: metrics.json, and the last logged value of what it lacks.
+        data: data_report.json.
+        samples: Rows of samples.jsonl.
+        step: The last optimiser step known of.
+        completed: Whether training has finished.
+        written: When the newest of the files above was written.
+    """
+
+    label: str
+    recipe: dict[str, Any]
+    curves: dict[str, list[tuple[int, float]]]
+    final: dict[str, Any]
+    data: dict[str, Any]
+    samples: list[dict[str, Any]]
+    step: int
+    completed: bool
+    written: datetime
+    not_finite: dict[str, list[int]] = field(init=False)  # metric -> steps
+
+    def __post_init__(self) -> None:
+        found = {name: [step for step, value in points if not math.isfinite(value)]
+                 for name, points in self.curves.items()}
+        self.not_finite = {name: steps for name, steps in found.items() if steps}
+
+    @property
+    def engine(self) -> str:
+        return str(self.recipe.get("engine", "unknown"))
+
+    @property
+    def task(self) -> str:
+        return str(_branch(self.recipe, "model").get("class_path", "unknown")).rsplit(".", 1)[-1]
+
+    @property
+    def base(self) -> str:
+        return str(_branch(self.recipe, "model", "init_args").get("pretrained") or "from scratch")
+
+    @property
+    def state(self) -> str:
+        if self.completed:
+            return "completed"
+        total = _branch(self.recipe, "trainer").get("max_steps")
+        known = isinstance(total, int) and total > 0
+        return f"step {self.step:,}" + (f" of {total:,}" if known else "")
+
+
+def read_runs(folders: list[str]) -> list[Run]:
+    """The runs in `folders`, in that order.
+
+    Raises:
+        UserError: A folder is not there, holds no run, is given twice, or a file of it cannot be read.
+    """
+    seen: dict[Path, str] = {}
+    for folder in folders:
+        path = Path(folder)
+        if not path.is_dir():
+            raise UserError(f"report: there is no folder {folder}." if not path.exists() else
+                            f"report: {folder} is a file; give the run's folder.")
+        if not RunFolder(path).holds_run():
+            raise UserError(f"report: {folder} holds no run (neither config.yaml nor metrics.csv nor checkpoints).")
+        if path.resolve() in seen:
+            raise UserError(f"report: {seen[path.resolve()]} and {folder} are the same folder; give each run once.")
+        seen[path.resolve()] = folder
+    return [_read(RunFolder(folder), label) for folder, label in zip(folders, labels(list(seen)), strict=True)]
+
+
+def labels(paths: list[Path]) -> list[str]:
+    """The shortest ends of different absolute paths that tell them apart."""
+    found = []
+    for path in paths:
+        parts = path.parts
+        ends = ([other.parts[-size:] for other in paths] for size in range(1, len(parts) + 1))
+        unique = next(size for size, end in enumerate(ends, 1) if end.count(parts[-size:]) == 1)
+        found.append("/".join(parts[-unique:]))
+    return found
+
+
+def _read(folder: RunFolder, label: str) -> Run:
+    curves = read_curves(folder.metrics_csv)
+    last = {name: points[-1][1] for name, points in curves.items()}
+    logged = max((points[-1][0] for points in curves.values()), default=0)
+    saved = max((checkpoint_position(name)[0] for name in folder.names()), default=0)
+    files = (folder.config, folder.metrics_csv, folder.metrics_json, folder.data_report)
+    times = [file.stat().st_mtime for file in files if file.is_file()] or [folder.root.stat().st_mtime]
+    return Run(
+        label=label,
+        recipe=redacted(_read_mapping(folder.config)),
+        curves=curves,
+        final={**last, **_read_mapping(folder.metrics_json)},
+        data=redacted(_read_mapping(folder.data_report)),
+        samples=read_samples(folder.samples),
+        step=max(logged, saved),
+        completed=folder.completed.exists(),
+        written=datetime.fromtimestamp(max(times)).astimezone(),
+    )
+
+
+def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """metrics.csv by column; a last line that is still being written is left out.
+
+    Raises:
+        UserError: The file is no such table.
+    """
+    lines = _complete_lines(path)
+    if not lines:
+        return {}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    try:
+        reader = csv.DictReader(lines, strict=True)
+        if "step" not in (reader.fieldnames or []):
+            raise UserError(f"{path} has no column step; it is not a run's metrics.csv.")
+        for row in reader:
+            if None in row:
+                raise UserError(f"{path}, line {reader.line_num}: more values than columns.")
+            step = int(row.pop("step"))
+            for name, value in row.items():
+                if value:
+                    curves.setdefault(name, []).append((step, float(value)))
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}. Mend or remove that line.") from error
+    return curves
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl; a last line that is still being written is left out.
+
+    Raises:
+        UserError: A line is not an object with `step` and `prompt`.
+    """
+    rows = []
+    for number, line in enumerate(_complete_lines(path), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}.") from error
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and "prompt" in row):
+            raise UserError(f"{path}, line {number}: not an object with step and prompt.")
+        rows.append(row)
+    return rows
+
+
+def _complete_lines(path: Path) -> list[str]:
+    return _read_text(path).split("\n")[:-1]  # what follows the last line break is half a line, or nothing
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file; {} where there is none."""
+    text = _read_text(path)
+    try:
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text or "{}")
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if content is not None and not isinstance(content, dict):
+        raise UserError(f"{path} should hold keys and values, but is a {type(content).__name__}.")
+    return content or {}
+
+
+def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} cannot be read: it is no regular file.")
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def _branch(recipe: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """What lies under `keys`, or {} where a recipe has no such branch."""
+    for key in keys:
+        recipe = recipe.get(key) if isinstance(recipe.get(key), dict) else {}
+    return recipe

@@ -1,0 +1,207 @@
+"""What runs have in numbers and words, side by side: metrics, settings, data, samples, MMLU."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmmods.commands.report.numbers import full, percent
+from lmmods.commands.report.reading import Run
+
+LOWER_IS_BETTER = ("loss", "perplexity")
+HIGHER_IS_BETTER = ("accuracy", "exact_match", "f1", "tokens_per_second", "mfu")
+ABSENT = "–"
+
+
+@dataclass
+class Cell:
+    """Text of a table's cell; `note` stands small below it."""
+
+    text: str
+    best: bool = False
+    note: str = ""
+
+
+@dataclass
+class Row:
+    """A name and one cell a run."""
+
+    name: str
+    cells: list[Cell]
+
+
+def metrics_table(runs: Sequence[Run]) -> list[Row]:
+    """Final metrics; the best of a row is marked where runs of one task differ, subjects of MMLU left to the bars."""
+    names = dict.fromkeys(name for run in runs for name in run.final if not _is_subject(name))
+    return [_metric_row(name, runs) for name in names]
+
+
+def settings_tables(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
+    """Settings that differ between the runs, and those that are the same in all (one cell each)."""
+    flat = [flatten(run.recipe) for run in runs]
+    differing, same = [], []
+    for name in dict.fromkeys(name for settings in flat for name in settings):
+        texts = [settings.get(name, ABSENT) for settings in flat]
+        if len(set(texts)) > 1:
+            differing.append(Row(name, [Cell(text) for text in texts]))
+        else:
+            same.append(Row(name, [Cell(texts[0])]))
+    return differing, same
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted keys -> text. A list of plain values is one text, another list is counted from 0."""
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
+        parts = (flatten(item, f"{prefix}.{key}" if prefix else str(key)) for key, item in value.items())
+        return {name: text for part in parts for name, text in part.items()}
+    return {prefix: _plain(value)} if prefix else {}
+
+
+def split_rows(runs: Sequence[Run]) -> list[Row]:
+    """Rows, tokens, lengths and padding of each split."""
+    splits = [_mapping(run.data.get("splits")) for run in runs]
+    rows = []
+    for split in dict.fromkeys(name for parts in splits for name in parts):
+        flat = [_split_cells(_mapping(parts.get(split))) for parts in splits]
+        for measure in dict.fromkeys(name for cells in flat for name in cells):
+            rows.append(Row(f"{split} · {measure}", [Cell(cells.get(measure, ABSENT)) for cells in flat]))
+    return rows
+
+
+def source_rows(runs: Sequence[Run]) -> tuple[list[tuple[str, bool]], list[tuple[int, str, list[str], list[str]]]]:
+    """Columns with whether they hold numbers, and for each source of each run: run, path, cells, remarks."""
+    found = [(index, path, _mapping(source)) for index, run in enumerate(runs)
+             for path, source in _mapping(run.data.get("sources")).items()]
+    columns = list(dict.fromkeys(key for _, _, source in found for key, value in source.items()
+                                 if not isinstance(value, dict | list)))
+    return [(column.replace("_", " "), not any(isinstance(source.get(column), str) for _, _, source in found))
+            for column in columns], [
+        (index, str(path), [_measure(column, source[column]) if column in source else ABSENT for column in columns],
+         _remarks(source)) for index, path, source in found]
+
+
+@dataclass
+class Answer:
+    """What one run wrote to a prompt, newest first; `base` is what its model wrote before training."""
+
+    run: int
+    step: int
+    output: str
+    base: str | None
+    older: list[tuple[int, str]]
+
+
+def sample_groups(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answer]]]:
+    """For each prompt: the prompt, the base model's answer if it is the same for all runs, and each run's answers."""
+    prompts: dict[str, list[Answer]] = {}
+    for index, run in enumerate(runs):
+        by_prompt: dict[str, list[dict[str, Any]]] = {}
+        for row in run.samples:
+            by_prompt.setdefault(_plain(row["prompt"]), []).append(row)
+        for prompt, rows in by_prompt.items():
+            newest, *older = sorted(rows, key=lambda row: -row["step"])
+            base = newest.get("base")
+            prompts.setdefault(prompt, []).append(Answer(
+                index, newest["step"], _plain(newest.get("output", "")), None if base is None else _plain(base),
+                [(row["step"], _plain(row.get("output", ""))) for row in older]))
+    groups = []
+    for prompt, answers in prompts.items():
+        bases = {answer.base for answer in answers}
+        groups.append((prompt, bases.pop() if len(bases) == 1 else None, answers))
+    return groups
+
+
+@dataclass
+class Bars:
+    """One split of MMLU: for each subject the (run, share of right answers) of the runs that have it."""
+
+    split: str
+    subjects: list[tuple[str, list[tuple[int, float]]]]
+
+
+def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
+    """The mean first, then the subjects by name; what is no number from 0 to 1 has no bar."""
+    splits: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for index, run in enumerate(runs):
+        for name, value in run.final.items():
+            if name.startswith("mmlu/") and name.count("/") == 2 and _is_number(value) and 0 <= value <= 1:
+                _, split, subject = name.split("/")
+                splits.setdefault(split, {}).setdefault(subject, []).append((index, value))
+    return [Bars(split, sorted(((name.replace("_", " "), found) for name, found in subjects.items()),
+                               key=lambda pair: (pair[0] != "accuracy", pair[0])))
+            for split, subjects in splits.items()]
+
+
+def direction(metric: str) -> int:
+    """-1 where less is better, 1 where more is better, 0 where neither."""
+    name = metric.rsplit("/", 1)[-1]
+    if name.endswith("_threshold"):
+        return 0
+    if any(name == key or name.endswith(f"_{key}") for key in LOWER_IS_BETTER):
+        return -1
+    return int(any(name == key or name.endswith(f"_{key}") for key in HIGHER_IS_BETTER))
+
+
+def _metric_row(name: str, runs: Sequence[Run]) -> Row:
+    sign = direction(name)
+    values = [run.final.get(name) for run in runs]
+    rivals = [value for value in values if _is_number(value)]
+    tasks = {run.task for run, value in zip(runs, values, strict=True) if _is_number(value)}
+    contest = sign and len(tasks) == 1 and len(set(rivals)) > 1
+    best = max(rivals, key=lambda value: sign * value) if contest else None
+    return Row(name, [_metric_cell(run, name, value, contest and value == best)
+                      for run, value in zip(runs, values, strict=True)])
+
+
+def _metric_cell(run: Run, name: str, value: Any, best: bool) -> Cell:
+    if name not in run.final:
+        return Cell(ABSENT)
+    broken = run.not_finite.get(name, [])
+    note = f"NaN or inf at {len(broken)} of {len(run.curves[name])} steps, first {broken[0]}" if broken else ""
+    return Cell(full(value), bool(best), note)
+
+
+def _is_subject(name: str) -> bool:
+    return name.startswith("mmlu/") and not name.endswith("/accuracy")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _mapping(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _plain(value: Any) -> str:
+    """A setting as YAML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_plain, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _split_cells(part: dict) -> dict[str, str]:
+    padding = {f"padding, {name.replace('_', ' ')}": percent(share)
+               for name, share in _mapping(part.get("padding_share")).items() if _is_number(share)}
+    lengths = {f"length, {name}": full(value) for name, value in _mapping(part.get("length")).items()}
+    counts = {name: full(value) for name, value in part.items() if not isinstance(value, dict | list)}
+    return counts | lengths | padding
+
+
+def _measure(column: str, value: Any) -> str:
+    return percent(value) if column.endswith("_share") and _is_number(value) else full(value)
+
+
+def _remarks(source: dict) -> list[str]:
+    dropped = [f"dropped {full(entry.get('rows'))}: {reason}" + (f" (first {first[0]})" if first else "")
+               for reason, entry in _mapping(source.get("dropped")).items() if isinstance(entry, dict)
+               for first in [_list(entry.get("first"))]]
+    return [*dropped, *map(str, _list(source.get("notes")))]
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,146 @@
+"""Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
+
+import math
+from typing import Any, get_args
+
+from jsonargparse import Namespace
+
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import shortened
+from lmmods.core.run_length import check_length
+
+MAX_SEED = 2**32 - 1
+MAX_DEVICES = 256  # of one machine; on a CPU each is a process
+ACCELERATORS = {"torch": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"), "jax": ("auto", "cpu", "gpu", "cuda", "tpu")}
+PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", "val_source", "test_source",
+         "predict_source", "path", "ckpt_path", "default_root_dir")
+BLOCKS = ("trainer", "checkpoint", "samples", "mmlu", "publish")
+SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 1,
+         "max_steps": -1, "num_sanity_val_steps": -1, "min_steps": 0, "min_epochs": 0}
+
+
+def check_blocks(recipe: Any) -> None:
+    """Every block that is no class is a mapping of its keys.
+
+    Raises:
+        UserError: One is a list or a single value.
+    """
+    for name in BLOCKS:
+        value = recipe.get(name)
+        if not hasattr(value, "__dict__"):
+            _refuse(name, value, "a mapping of its keys")
+    for name in ("model", "data"):
+        value = recipe.get(name)
+        if getattr(value, "class_path", None) is None:
+            _refuse(name, value, "a class_path and its init_args")
+    for name in ("optimizer", "generation"):
+        value = recipe.model.init_args.get(name)
+        if value is not None and not hasattr(value, "__dict__"):
+            _refuse(f"model.{name}", value, "a mapping of its keys")
+
+
+def check_nulls(parser: Any, recipe: Any) -> None:
+    """Keys that must have a value have one: to the parser null is a value of any key.
+
+    Args:
+        parser: Of the command, which knows types and defaults.
+
+    Raises:
+        UserError: One is null.
+    """
+    for action in parser._actions:
+        takes_null = type(None) in get_args(getattr(action, "_typehint", None))
+        if (action.dest.split(".")[0] in BLOCKS[1:] and action.default is not None and not takes_null
+                and recipe.get(action.dest, action.default) is None):
+            _refuse(action.dest, None, f"set; without the key it is {action.default!r}")
+
+
+def check_values(recipe: Any, engine: str) -> None:
+    """Numbers, names and paths that no engine could use.
+
+    Args:
+        recipe: Parsed and of the right types.
+        engine: `torch` or `jax`.
+
+    Raises:
+        UserError: One of them, with its key.
+    """
+    check_texts({key: value for key, value in vars(recipe).items() if key != "config"}, "")
+    check_seed(recipe.get("seed_everything"))
+    trainer = recipe.trainer
+    check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"), engine)
+    for name, least in LEAST.items():
+        value = trainer.get(name)
+        if value is not None and value < least:
+            _refuse(f"trainer.{name}", value, f"{least} or more")
+    for name in SHARES:
+        check_share(f"trainer.{name}", trainer.get(name))
+    clip, interval = trainer.get("gradient_clip_val"), trainer.get("val_check_interval")
+    if trainer.max_steps == 0:
+        _refuse("trainer.max_steps", 0, "1 or more, or -1 to leave it to trainer.max_epochs")
+    check_length(trainer.max_epochs, trainer.max_steps)
+    if clip is not None and not 0 <= clip < math.inf:
+        _refuse("trainer.gradient_clip_val", clip, "0 or more; null does not clip")
+    if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
+        _refuse("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm or value")
+    if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
+        raise UserError(f"trainer.val_check_interval is {interval}, but must be a share of an epoch up to 1.0, or a "
+                        "whole number of micro-batches from 1.")
+    if not trainer.default_root_dir:
+        _refuse("trainer.default_root_dir", trainer.default_root_dir, "the path of a folder")
+
+
+def check_seed(seed: Any) -> None:
+    """A seed fits 32 bits; true draws one."""
+    if seed is not True and (seed is None or seed is False or not 0 <= seed <= MAX_SEED):
+        _refuse("seed_everything", seed, f"a whole number from 0 to {MAX_SEED}, or true to draw one")
+
+
+def check_texts(value: Any, key: str) -> None:
+    """No text holds a NUL byte, and no path or name of the hub is longer than a file system allows.
+
+    Raises:
+        UserError: One does, or is.
+    """
+    if isinstance(value, str):
+        if "\0" in value:
+            _refuse(key, value, "a text without NUL bytes")
+        longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
+        if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
+            raise UserError(f"{key} is {shortened(value)}: too long for a path.")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            check_texts(each, key)
+    elif isinstance(value, dict | Namespace):
+        for name, each in (value if isinstance(value, dict) else vars(value)).items():
+            check_texts(each, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
+
+
+def check_devices(accelerator: str, devices: Any, engine: str) -> None:
+    """Names of accelerators, numbers and lists of devices."""
+    if accelerator not in ACCELERATORS[engine]:
+        _refuse("trainer.accelerator", accelerator, f"one of {', '.join(ACCELERATORS[engine])}")
+    wanted = "auto or a number from 1" + (", or on GPUs a list of their indices" if engine == "torch" else "")
+    if isinstance(devices, str) and devices != "auto":
+        parts = devices.strip("[] ").split(",")
+        numbers = [int(part) if part.strip().isdigit() and len(part) < 9 else -2 for part in parts if part.strip()]
+        whole = devices.strip() == "-1" or numbers and -2 not in numbers
+        if not whole or accelerator == "cpu" and len(numbers) != 1 and devices.strip() != "-1":
+            _refuse("trainer.devices", devices, wanted)
+        devices = numbers[0] if len(numbers) == 1 and "," not in devices and "[" not in devices else numbers
+    if isinstance(devices, list):
+        if accelerator == "cpu" or not devices or len(set(devices)) < len(devices) or min(devices) < 0:
+            _refuse("trainer.devices", devices, wanted)
+    elif devices is None or devices != "auto" and devices != -1 and not 1 <= devices <= MAX_DEVICES:
+        _refuse("trainer.devices", devices, wanted)
+
+
+def check_share(key: str, value: int | float | None) -> None:
+    """A number of micro-batches, or a share of all."""
+    if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
+        _refuse(key, value, "a whole number of micro-batches from 0, or a share from 0.0 to 1.0")
+
+
+def _refuse(key: str, value: Any, wanted: str) -> None:
+    raise UserError(f"{key} is {shortened(repr(value))}, but must be {wanted}.")

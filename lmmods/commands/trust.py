@@ -1,0 +1,177 @@
+"""Which code a recipe may run: that of lightning, torch and this project; any other if the command line says so.
+
+Recipes travel: a run's config.yaml is published, copied, mailed. So it is data, and `--trust_recipe_code true`, which
+no file can hold, makes it a program. Three fences stand between the two: nothing outside of `PACKAGES` is imported
+(importing runs code already); what is built is a class and of the key's type, never a function; and code that comes
+with a model runs only if the command line, not the file, asks for it.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import TRUST_KEY
+
+PACKAGES = ("lightning", "torch", "lmmods", "jax_engine")  # tasks and families of one's own lie in the last two
+FLAG = f"--{TRUST_KEY}"
+ANSWERS = {"true": True, "false": False}
+
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+def taken_flag(arguments: list[str]) -> tuple[list[str], bool]:
+    """The arguments without `--trust_recipe_code`, and whether it was given as true.
+
+    Raises:
+        UserError: It is neither true nor false.
+    """
+    rest: list[str] = []
+    answer = "false"
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == FLAG:
+            answer = value if equals else next(words, "nothing")
+        else:
+            rest.append(word)
+    if answer.lower() not in ANSWERS:
+        raise UserError(f"--trust_recipe_code is {answer}, but must be true or false.")
+    return rest, ANSWERS[answer.lower()]
+
+
+@contextlib.contextmanager
+def trusting(trusted: bool) -> Iterator[None]:
+    """Within it, `is_trusted` says so."""
+    token = _trusted.set(trusted)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether the command line lets recipes run any code."""
+    return _trusted.get()
+
+
+@contextlib.contextmanager
+def guarded_imports() -> Iterator[None]:
+    """Within it, a parser imports what a recipe names from `PACKAGES` only, unless the command line trusts it."""
+    from jsonargparse import set_parsing_settings
+    from jsonargparse._common import parsing_settings
+
+    before = dict(parsing_settings)
+    set_parsing_settings(instantiate_subclass_spec_in_any=False)
+    if not is_trusted():
+        set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(PACKAGES))
+    try:
+        yield
+    finally:
+        parsing_settings.update(before)
+
+
+def refuse_import(key: str | None, path: str) -> None:
+    """Raise the UserError for a class or function outside of `PACKAGES`."""
+    raise UserError(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, and a "
+                    "recipe may name no other. Nothing of it has run. If you have read it and trust it, add "
+                    "--trust_recipe_code true to the command line.")
+
+
+def check_recipe(recipe: Any, remote_code_typed: bool) -> None:
+    """Look at a parsed recipe before anything of it is built.
+
+    Args:
+        recipe: Its values, classes as `class_path` and `init_args`.
+        remote_code_typed: Whether the command line itself asks for the code that comes with the model.
+
+    Raises:
+        UserError: A key holds a function or a class that no key is made of, or asks for code from the hub.
+    """
+    if is_trusted():
+        return
+    for key, value in vars(recipe).items():
+        if key != "config":  # the files that were read
+            _check_built(value, key)
+    options = recipe["model"]["init_args"]
+    check_remote_code(options, remote_code_typed)
+    for name in ("config", "config_overrides"):
+        given = options.get(name)
+        given = given if isinstance(given, dict) else vars(given) if hasattr(given, "__dict__") else {}
+        for key in ("attn_implementation", "_attn_implementation"):
+            _check_kernel(f"model.{name}.{key}", given.get(key))
+    _check_kernel("model.attention", options.get("attention"))
+
+
+def check_remote_code(options: Any, typed: bool = False) -> None:
+    """Refuse a recipe's `trust_remote_code` that no one has typed.
+
+    Raises:
+        UserError: The file asks for it, and the command line does not.
+    """
+    if options.get("trust_remote_code") and not typed and not is_trusted():
+        raise UserError("model.trust_remote_code is set in a file, and would run the code that comes with "
+                        f"{options.get('pretrained')}. If you have read it and trust it, add --model.trust_remote_code "
+                        f"true to the command line (merge and evaluate: {FLAG} true).")
+
+
+def _check_kernel(key: str, name: Any) -> None:
+    if isinstance(name, str) and "/" in name:
+        raise UserError(f"{key} is {name!r}, a kernel from the hub: code that would run here. If you trust it, add "
+                        f"{FLAG} true to the command line.")
+
+
+def _check_built(value: Any, key: str) -> None:
+    """Walk all values; whatever is or becomes an object must come of a class that a key may be made of."""
+    from jsonargparse import Namespace
+
+    if isinstance(value, dict | Namespace):
+        items = dict(value.items()) if isinstance(value, dict) else vars(value)
+        path = items.get("class_path")
+        if isinstance(path, str) and not isinstance(value, dict):
+            _check_class(key, path)
+        for name, each in items.items():
+            _check_built(each, f"{key}.{name}")
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            _check_built(each, key)
+    elif callable(value):
+        _refuse_callable(key, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}")
+
+
+def _check_class(key: str, path: str) -> None:
+    found = _resolved(path)
+    if not inspect.isclass(found):
+        _refuse_callable(key, path)
+    if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
+        raise UserError(f"{key}: {path} is none of the classes that a recipe is made of (callbacks, loggers, "
+                        "strategies, profilers, cluster environments). If you trust the recipe, add "
+                        f"{FLAG} true to the command line.")
+
+
+def _refuse_callable(key: str, path: str) -> None:
+    raise UserError(f"{key}: {path} is a function, and a recipe may name classes only. If you trust the recipe, add "
+                    f"{FLAG} true to the command line.")
+
+
+def _kinds() -> tuple[type, ...]:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import ClusterEnvironment
+    from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.strategies import Strategy
+
+    return Callback, Logger, ClusterEnvironment, Profiler, Strategy
+
+
+def _resolved(path: str) -> Any:
+    """What an import path names; the parser has imported it already."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError:  # a class inside of a class
+        outer = _resolved(module)
+        return getattr(outer, name, None)

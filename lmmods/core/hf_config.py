@@ -1,0 +1,159 @@
+"""What is known here of transformers' configurations, in both engines."""
+
+from pathlib import Path
+from typing import Any
+
+from lmmods.core.errors import UserError, first_line, one_line
+
+# Fields of a configuration that the functions below read.
+FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
+# In RoBERTa and its kin the first token's position is the one after the padding token's id.
+COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
+
+
+def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None,
+                trust_remote_code: bool = False, defaults: dict[str, Any] | None = None) -> Any:
+    """The configuration of a model, with fields changed.
+
+    Args:
+        source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
+        overrides: Fields changed in it.
+        defaults: Fields that a mapping may leave out (`vocabulary_fields`).
+
+    Raises:
+        UserError: Nothing there, an unknown type or field, or a value that the type does not take.
+    """
+    if isinstance(source, dict):
+        return _new_config({**(defaults or {}), **source, **(overrides or {})})
+    config = _read_config(source, revision, trust_remote_code)
+    _check_fields(config, overrides or {})
+    from huggingface_hub.errors import StrictDataclassError
+
+    for name, value in (overrides or {}).items():
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            name, value = "rope_parameters", _rope(config, value)
+        try:
+            setattr(config, name, value)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
+    return config
+
+
+def _rope(config: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 5 spells them; what is not named of them (`rope_theta`) stays the model's."""
+    named = {"rope_type" if name == "type" else name: field for name, field in value.items()}
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    return named if theta is None else {"rope_theta": theta, **named}
+
+
+def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        raise UserError(f"model.pretrained: {name} holds no config.json, so it is not a model folder. "
+                        "Name a folder written by save_pretrained, or a hub id.")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
+        if Path(name).exists():
+            raise UserError(f"model.pretrained: {Path(name) / 'config.json'} cannot be used: {one_line(error)}"
+                            ) from error
+        raise UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
+                        f"{first_line(error)}") from error
+
+
+def _new_config(fields: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
+                        "Examples: gpt2, llama, bert.")
+    kind = CONFIG_MAPPING[model_type]
+    _check_fields(kind(), fields)
+    try:
+        return kind(**fields)  # not set one by one: sizes of heads follow from the others
+    except (StrictDataclassError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"model.config: {kind.__name__} does not take these fields: {one_line(error)}") from error
+
+
+def _check_fields(config: Any, fields: dict[str, Any]) -> None:
+    for name in fields:
+        if not hasattr(config, str(name)):
+            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
+
+
+def known_fields(config: Any) -> dict[str, Any]:
+    """`FIELDS` of a configuration, as far as it has them."""
+    text = config.get_text_config()
+    return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
+
+
+def position_limit(fields: dict[str, Any]) -> int | None:
+    """Longest row that a configuration of these fields allows, where it says so."""
+    positions = fields.get("max_position_embeddings", fields.get("n_positions"))
+    if positions and any(kin in fields.get("model_type", "") for kin in COUNT_FROM_PADDING):
+        return positions - (1 if fields.get("pad_token_id") is None else fields["pad_token_id"]) - 1
+    return positions
+
+
+def tells_token_types(fields: dict[str, Any]) -> bool:
+    """Whether a network of this configuration tells kinds of token apart (`token_type_ids`), question from context say.
+
+    DistilBERT and decoders do not, whatever their tokenizer offers; RoBERTa knows one kind alone.
+
+    Args:
+        fields: `model_type` and what is set; others have the type's default.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.get("model_type")
+    if model_type not in CONFIG_MAPPING or model_type == "xlnet":  # code of its own; kinds without a table
+        return True
+    default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may hold a stray field
+    return default is not None and fields.get("type_vocab_size", default) > 1
+
+
+def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
+    """What a configuration says of the tokens that begin, end and pad a text.
+
+    A token that pads a causal model beside another office is not named: torch never trains the row of the embedding
+    that a configuration names as padding.
+    """
+    ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    if is_causal and ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"], tokenizer.unk_token_id):
+        ids["pad_token_id"] = None
+    return ids
+
+
+def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
+    """What a configuration says of a tokenizer's tokens."""
+    return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
+
+
+def saved_quantization(config: Any) -> str | None:
+    """How a folder keeps its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None.
+
+    Args:
+        config: The folder's configuration.
+    """
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return None
+    if (method := saved.get("quant_method", "bitsandbytes")) != "bitsandbytes":
+        return method
+    return "int8" if saved.get("load_in_8bit") else saved.get("bnb_4bit_quant_type", "fp4")
+
+
+def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
+    """A folder that is quantised already stays as it is, and trains only beside an adapter. UserError otherwise."""
+    if kind is None:
+        return
+    if quantize not in (None, kind):
+        raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "
+                        f"{kind} or null.")
+    if not trains_adapter:
+        raise UserError(f"model.pretrained: {pretrained} is saved in {kind}, so it cannot be trained in full: set "
+                        "model.lora.")

@@ -1,0 +1,194 @@
+"""Recipe files: read within limits, their mistakes told with file and line before anything is made of them.
+
+PyYAML's safe loader runs no code, but it multiplies aliases without end, follows nesting until the stack is gone, takes
+the second of two equal keys without a word, and fails on some values with exceptions that are not its own. So a text is
+first walked as events, one at a time.
+"""
+
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmmods.core.errors import UserError
+
+MAX_BYTES = 10 * 2**20
+MAX_NODES = 100_000  # values, counted after aliases are put in; the largest recipe shipped has about 100
+MAX_DEPTH = 64
+MAX_DIGITS = 400  # no float has more
+TRUST_KEY = "trust_recipe_code"
+
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class RecipeLoader(Loader):
+    """YAML's safe loader without dates, which no key takes: `2024-13-45` is a text."""
+
+    yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in resolvers
+                                       if tag != "tag:yaml.org,2002:timestamp"]
+                               for first, resolvers in Loader.yaml_implicit_resolvers.items()}
+
+
+class BrokenRecipe(yaml.YAMLError):
+    """A text that is no recipe; the message says where and why."""
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The mapping that a recipe file holds.
+
+    Raises:
+        UserError: No such file, none that can be read, or none that holds a recipe.
+    """
+    return _mapping(read_text(path), str(path))
+
+
+def config_argument(value: str) -> dict[str, Any]:
+    """What `--config` is given: the path of a recipe file, or a recipe written out."""
+    if re.search(r"[{\n]|:\s", value) and not _exists(value):
+        return _mapping(value, "--config")
+    return read_recipe(value)
+
+
+def read_text(path: str | Path) -> str:
+    """Text of a regular file in UTF-8.
+
+    Raises:
+        UserError: There is none; it is a folder, a pipe or a device; it is too large; or it is not UTF-8.
+    """
+    shown = repr(str(path)) if "\0" in str(path) else shortened(str(path))
+    try:
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"--config {shown}: a recipe must be a regular file, not a folder, a pipe or a device.")
+        if found.st_size > MAX_BYTES:
+            raise UserError(f"--config {shown}: {found.st_size / 2**20:.0f} MiB are no recipe; at most "
+                            f"{MAX_BYTES // 2**20} MiB are read.")
+        content = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"--config {shown}: no such file in {Path.cwd()}.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {shown}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(f"{shown}: the file is UTF-16, but a recipe must be UTF-8: iconv -f UTF-16 -t UTF-8.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{shown}:{line}: byte {content[error.start]:#04x} is not UTF-8. Convert the recipe, for "
+                        "example with iconv -f LATIN1 -t UTF-8.") from error
+
+
+def shortened(text: str, limit: int = 100) -> str:
+    """A value as a message shows it."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A YAML loader that walks a text before it reads it."""
+
+    def load_checked(text: str) -> Any:
+        check(text)
+        try:
+            return load(text)
+        except ValueError as error:  # 0b_, for example, looks like a number
+            raise BrokenRecipe(str(error)) from error
+
+    return load_checked
+
+
+def _mapping(text: str, name: str) -> dict[str, Any]:
+    try:
+        content = guarded(lambda checked: yaml.load(checked, Loader=RecipeLoader))(text)
+    except BrokenRecipe as error:
+        raise UserError(f"{name}: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: broken YAML: {_reason(error)}") from error
+    if not isinstance(content, dict):
+        kind = {list: "a list", type(None): "nothing"}.get(type(content), "a single value")
+        raise UserError(f"{name}: a recipe must be a mapping of keys to values, but this holds {kind}.")
+    return content
+
+
+def _exists(value: str) -> bool:
+    try:
+        return Path(value).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    text = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"line {mark.line + 1}: {text}" if mark else shortened(text, 200)
+
+
+# The walk --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Collection:
+    """A mapping or list whose end has not come."""
+
+    anchor: str | None
+    is_mapping: bool
+    size: int = 1
+    children: int = 0
+    keys: set[str] = field(default_factory=set)
+
+
+def check(text: str) -> None:
+    """Walk a YAML text without building anything.
+
+    Raises:
+        BrokenRecipe: It is too deep or, with its aliases put in, too large; a mapping has a key twice; a value has a
+            tag, or more digits than a number; or it holds the key that only the command line may.
+        yaml.YAMLError: It is no YAML.
+    """
+    anchors: dict[str, int] = {}
+    open_ones: list[_Collection] = []
+    for event in yaml.parse(text, Loader=Loader):
+        where = f"line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag not in (None, "!"):
+            raise BrokenRecipe(f"{where}: the tag {shortened(event.tag)} has no place in a recipe; write the value "
+                               "plainly.")
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_ones.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
+            if len(open_ones) > MAX_DEPTH:
+                raise BrokenRecipe(f"{where}: more levels of nesting than {MAX_DEPTH}.")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            done = open_ones.pop()
+            size, anchor = done.size, done.anchor
+        elif isinstance(event, yaml.ScalarEvent):
+            size, anchor = 1, event.anchor
+            _check_scalar(event, open_ones, where)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchors:
+                raise BrokenRecipe(f"{where}: *{event.anchor} repeats nothing that stands complete before it.")
+            size, anchor = anchors[event.anchor], None
+        else:
+            continue
+        if anchor is not None:
+            anchors[anchor] = size
+        if open_ones:
+            open_ones[-1].size += size
+            open_ones[-1].children += 1
+            if open_ones[-1].size > MAX_NODES:
+                raise BrokenRecipe(f"{where}: more values than {MAX_NODES:,}, aliases counted as what they stand for.")
+
+
+def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: str) -> None:
+    if len(event.value) > MAX_DIGITS and re.fullmatch(r"[-+]?[0-9_]+", event.value) and event.implicit[0]:
+        raise BrokenRecipe(f"{where}: a number of {len(event.value)} digits.")
+    parent = open_ones[-1] if open_ones else None
+    if parent is None or not parent.is_mapping or parent.children % 2:
+        return
+    if event.value in parent.keys:
+        raise BrokenRecipe(f"{where}: the key {shortened(event.value)} stands twice in one mapping; keep one.")
+    if event.value == TRUST_KEY:
+        raise BrokenRecipe(f"{where}: trust_recipe_code counts on the command line only, never in a file.")
+    parent.keys.add(event.value)

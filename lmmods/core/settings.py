@@ -1,0 +1,210 @@
+"""Settings that both engines read: plain dataclasses, no torch, no jax.
+
+Each field's line of documentation is what `--help` prints.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lmmods.core.errors import UserError
+
+OptimizerName = Literal[
+    "adamw",
+    "adafactor",
+    "sgd",
+    "lion",
+    "adamw_8bit",
+    "lion_8bit",
+    "sgd_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_lion_8bit",
+]
+
+
+@dataclass
+class Optimizer:
+    """How the trained parameters move.
+
+    Args:
+        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch engine only).
+        lr: Peak learning rate.
+        weight_decay: Decoupled decay, on matrices only: never on biases and norms.
+        betas: Decay rates of the running moments.
+        eps: Added to the denominator of the Adam update.
+        momentum: Momentum of sgd.
+        schedule: Shape of the learning rate after warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the last
+            step; `wsd` stays flat and falls linearly over the last `decay` of the run.
+        warmup: Linear warm-up from 0: an integer is a number of optimiser steps, a fraction a share of the run.
+        decay: Length of the final fall of `wsd`: steps or share of the run.
+        min_lr_ratio: Learning rate at the end of the fall as a share of `lr`.
+    """
+
+    name: OptimizerName = "adamw"
+    lr: float = 2e-4
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    momentum: float = 0.0
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup: int | float = 0
+    decay: int | float = 0.2
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "optimizer.lr", self.lr, "zero or more")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
+        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
+                "two numbers from 0 up to but not including 1")
+        require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
+        require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "from 0 up to but not including 1")
+        require(self.name != "sgd_8bit" or self.momentum > 0, "optimizer.momentum", self.momentum,
+                "more than 0 for sgd_8bit, which has no plain form")
+        require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
+        for key in ("warmup", "decay"):
+            value = getattr(self, key)
+            whole = isinstance(value, int)
+            require(value >= 0 and (whole or value <= 1), f"optimizer.{key}", value,
+                    "a whole number of steps, or a share of the run from 0.0 to 1.0")
+
+    def lr_at(self, step: int, num_steps: int) -> float:
+        """Learning rate of optimiser step `step` (0 for the first) in a run of `num_steps` steps.
+
+        Warm-up raises the rate linearly and reaches `lr` at step `warmup`; the last step of a falling schedule would
+        be followed by `min_lr_ratio * lr`, as in transformers' schedules.
+        """
+        warmup = _as_steps(self.warmup, num_steps)
+        if step < warmup:
+            return self.lr * step / warmup
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * self._height(step, warmup, num_steps))
+
+    def _height(self, step: int, warmup: int, num_steps: int) -> float:
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "wsd":
+            warmup = max(warmup, num_steps - _as_steps(self.decay, num_steps))
+        fallen = min(max((step - warmup) / max(num_steps - warmup, 1), 0.0), 1.0)
+        return 0.5 * (1 + math.cos(math.pi * fallen)) if self.schedule == "cosine" else 1 - fallen
+
+
+@dataclass
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021) on a frozen base, with PEFT's meaning of each field.
+
+    Args:
+        rank: Rank of the update.
+        alpha: The update is scaled by alpha / rank (alpha / sqrt(rank) with `rslora`).
+        dropout: Dropout on the adapter's input.
+        targets: `all-linear` (every linear layer but the output head) or names of modules, matched at their end.
+        modules_to_save: Modules trained in full and saved beside the adapter, for example `[lm_head, embed_tokens]`.
+        dora: Weight-decomposed adapters (Liu et al. 2024).
+        rslora: Rank-stabilised scaling (Kalajdzievski 2023).
+    """
+
+    rank: int = 64
+    alpha: float = 16
+    dropout: float = 0.0
+    targets: str | list[str] = "all-linear"
+    modules_to_save: list[str] | None = None
+    dora: bool = False
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "lora.rank", self.rank, "1 or more")
+        require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
+        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
+
+
+@dataclass
+class Generation:
+    """How text is generated in predict and in samples; names and meanings of transformers' GenerationConfig.
+
+    Args:
+        max_new_tokens: Longest answer in tokens.
+        min_new_tokens: Shortest answer in tokens.
+        do_sample: Draw from the distribution instead of taking the most likely token.
+        num_beams: Width of beam search.
+        num_beam_groups: Groups of diverse beam search (Vijayakumar et al. 2018).
+        penalty_alpha: Degeneration penalty of contrastive search (Su et al. 2022), used with top_k > 1.
+        use_cache: Keep keys and values of past tokens.
+        temperature: Divides the logits before sampling.
+        top_k: Sample among the k most likely tokens (0: all).
+        top_p: Sample among the most likely tokens whose probabilities add up to top_p.
+        typical_p: Locally typical sampling (Meister et al. 2022).
+        diversity_penalty: Penalty between the groups of diverse beam search.
+        repetition_penalty: Penalty on tokens already present; 1 is none.
+        length_penalty: Exponent of the length in beam scores.
+        no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int | None = None
+    do_sample: bool = False
+    num_beams: int = 1
+    num_beam_groups: int = 1
+    penalty_alpha: float | None = None
+    use_cache: bool = True
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    diversity_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "1 or more")
+        require(self.num_beams >= 1, "generation.num_beams", self.num_beams, "1 or more")
+        require(self.temperature > 0, "generation.temperature", self.temperature,
+                "more than 0 (for greedy search set generation.do_sample to false)")
+        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("typical_p", 1.0)):
+            require(self.do_sample or getattr(self, name) == neutral, f"generation.{name}", getattr(self, name),
+                    f"{neutral} while generation.do_sample is false, as only sampling uses it")
+
+
+def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
+    """Raise UserError unless these beams can be searched in these groups."""
+    if num_beam_groups <= 1:
+        return
+    if num_beams % num_beam_groups:
+        raise UserError(f"num_beam_groups {num_beam_groups} must divide num_beams {num_beams}: change one of them")
+    if do_sample:
+        raise UserError("num_beam_groups cannot go with do_sample: set that to false or num_beam_groups to 1")
+    if diversity_penalty <= 0:
+        raise UserError(f"diversity_penalty is {diversity_penalty}, but num_beam_groups {num_beam_groups} needs it "
+                        "above 0: try 1.0")
+
+
+def check_start(pretrained: str | None, config: object, quantize: str | None, lora: LoRA | None, adapter: str | None
+                ) -> None:
+    """Raise UserError unless the fields of a model say clearly what it starts from."""
+    if quantize and not (lora or adapter):
+        raise UserError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
+                        "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+    if (config is None) == (pretrained is None):
+        raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
+                        "configuration to start from random weights.")
+    if config is not None and (lora or adapter):
+        raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
+                        "and model.adapter to null, or name a model in model.pretrained.")
+    if lora and adapter:
+        raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
+                        "targets. Keep one of them.")
+
+
+def quantised_in_full(module: str, kind: str) -> str:
+    """What to say where `lora.modules_to_save` names a module whose weight is quantised."""
+    return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name it in "
+            "lora.targets instead, or set model.quantize to null.")
+
+
+def require(holds: bool, key: str, value: object, wanted: str) -> None:
+    """Raise a UserError that names key, value and remedy, unless the condition holds."""
+    if not holds:
+        raise UserError(f"{key} is {value}, but must be {wanted}.")
+
+
+def _as_steps(length: int | float, num_steps: int) -> int:
+    return length if isinstance(length, int) else math.ceil(length * num_steps)

@@ -1,0 +1,63 @@
+"""Token rows laid end to end and cut into blocks, without copying them."""
+
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.data.store.rows import RowSet
+
+
+class BlockSet(Dataset):
+    """Blocks of at most `max_length` tokens. Item -1 is None, a padding row.
+
+    Args:
+        rows: Encoded texts.
+        max_length: Tokens per block.
+        joined: Cut the stream of all rows, so that only its last block is short. Otherwise each row is cut by itself.
+    """
+
+    def __init__(self, rows: RowSet, max_length: int, joined: bool) -> None:
+        self.rows = rows
+        sizes = rows.lengths
+        self._row_ends = np.cumsum(sizes)
+        if joined:
+            total = int(self._row_ends[-1])
+            starts = np.arange(0, total, max_length)
+            ends = np.minimum(starts + max_length, total)
+        else:
+            num_blocks = -(-sizes // max_length)
+            first_block = np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+            starts = (
+                np.repeat(self._row_ends - sizes, num_blocks) + (np.arange(len(first_block)) - first_block) * max_length
+            )
+            ends = np.minimum(starts + max_length, np.repeat(self._row_ends, num_blocks))
+        self._starts, self._ends = starts, ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each block."""
+        return self._ends - self._starts
+
+    @property
+    def cut(self) -> np.ndarray:
+        """Tokens lost from each block: none."""
+        return np.zeros(len(self), np.int64)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        if number < 0:
+            return None
+        at, end = int(self._starts[number]), int(self._ends[number])
+        place = first = int(np.searchsorted(self._row_ends, at, "right"))
+        parts = []
+        while at < end:
+            row_end = int(self._row_ends[place])
+            ids = self.rows[place]["input_ids"]
+            start = len(ids) - (row_end - at)
+            parts.append(ids[start : start + end - at])
+            at, place = min(row_end, end), place + 1
+        ids = np.concatenate(parts)
+        return {"input_ids": ids, "labels": ids, "index": self.rows[first]["index"]}

@@ -1,0 +1,60 @@
+"""Rows of ids to padded batches of int64 tensors [B, T]."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmmods.data.encode.encoding import NOT_SCORED
+
+
+@dataclass
+class Collator:
+    """Pads to the longest row, rounded up to a multiple.
+
+    A padding row (None) attends to one token, so that no softmax is over nothing, and has no label.
+
+    Args:
+        keys: Columns of a batch; `attention_mask` comes on top.
+        pad_id: Token to pad with.
+        multiple: Lengths are rounded up to a multiple of this, but not above `max_length`.
+        max_length: Longest row.
+        side: Where the padding goes.
+    """
+
+    keys: tuple[str, ...]
+    pad_id: int
+    multiple: int
+    max_length: int
+    side: str = "right"
+
+    def __call__(self, rows: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
+        """Batch of rows that hold `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers."""
+        longest = max((len(row["input_ids"]) for row in rows if row is not None), default=1)
+        length = max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
+        return {key: torch.from_numpy(self._column(key, rows, length)) for key in (*self.keys, "attention_mask")}
+
+    def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
+        if key == "index":
+            return np.array([-1 if row is None else row[key] for row in rows], np.int64)
+        if key in ("start_positions", "end_positions"):
+            return np.array([NOT_SCORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
+        fill = {"input_ids": self.pad_id, "labels": NOT_SCORED}.get(key, 0)
+        column = np.full((len(rows), length), fill, np.int64)
+        for place, row in enumerate(rows):
+            if row is None and key in ("attention_mask", "segment_ids"):
+                value: Any = np.ones(1, np.int64)
+            elif key == "attention_mask":
+                value = np.ones(len(row["input_ids"]), np.int64)
+            elif row is None:
+                continue
+            else:
+                value = row[key]
+            column[place, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value
+        return column
+
+    def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
+        """A position in the padded row."""
+        position = int(row[key])
+        return position if self.side == "right" or position == NOT_SCORED else position + length - len(row["input_ids"])

@@ -1,0 +1,126 @@
+"""Loaders: sized iterables over one rank's batches, the training one with a position that can be saved.
+
+torch's DataLoader works underneath. It is not handed to Lightning itself, because its position is then lost: a resumed
+epoch would repeat its first rows and miss its last.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lmmods.core.errors import UserError
+from lmmods.core.parenthood import end_with_parent
+from lmmods.data.batches.sampler import BatchOrder, deal, num_rounds
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class Share:
+    """Which part of the batches this process gets, and how many processes prepare them."""
+
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+
+
+class _Batches:
+    """The batch sampler under the DataLoader: what it yields next is set before each pass."""
+
+    upcoming: Iterator[list[int]] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.upcoming
+
+
+def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int) -> DataLoader:
+    # forkserver: forking a process in which JAX has started can deadlock
+    parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
+                "worker_init_fn": end_with_parent} if num_workers else {}
+    return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
+
+
+class EvaluationLoader:
+    """The same batches at each pass, each row once over all ranks.
+
+    Args:
+        rows: Map-style rows; number -1 is a padding row.
+        order: Global micro-batches.
+        collate: Rows -> batch.
+        share: This process's part.
+    """
+
+    def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], share: Share) -> None:
+        self._order, self._share = order, share
+        self._batches = _Batches()
+        self._loader = _torch_loader(rows, collate, self._batches, share.num_workers)
+
+    def __len__(self) -> int:
+        return num_rounds(len(self._order), self._share.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._batches.upcoming = deal(self._order, 0, self._share.rank, self._share.world_size)
+        yield from self._loader
+
+
+class StatefulLoader:
+    """Training batches without end: each pass finishes the current epoch, the next begins a new one.
+
+    `len` is the number of micro-batches of a whole epoch on this rank. Iteration starts where the position stands at
+    the first `next`, so several calls of `iter` change nothing.
+
+    Args:
+        rows: Map-style rows; number -1 is a padding row.
+        order_of: Epoch -> its global micro-batches.
+        collate: Rows -> batch.
+        share: This process's part.
+        batch_size: Rows per micro-batch; a position can only be continued with the same.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        order_of: Callable[[int], BatchOrder],
+        collate: Callable[[list], Batch],
+        share: Share,
+        batch_size: int,
+    ) -> None:
+        self._order_of, self._share = order_of, share
+        self._batches = _Batches()
+        self._loader = _torch_loader(rows, collate, self._batches, share.num_workers)
+        self._identity = {"batch_size": batch_size, "num_rows": len(rows)}  # type: ignore[arg-type]
+        self._epoch = self._handed_out = 0
+        self._num_batches = len(order_of(0))
+
+    def __len__(self) -> int:
+        return num_rounds(self._num_batches, self._share.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._handed_out >= self._num_batches:
+            self._epoch, self._handed_out = self._epoch + 1, 0
+        rank, world_size = self._share.rank, self._share.world_size
+        self._batches.upcoming = deal(self._order_of(self._epoch), self._handed_out, rank, world_size)
+        for batch in self._loader:
+            self._handed_out = min(self._handed_out + world_size, self._num_batches)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were cut from."""
+        return {"epoch": self._epoch, "batches": self._handed_out, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, also on another number of ranks or workers.
+
+        Raises:
+            UserError: The position belongs to other data or another batch size.
+        """
+        for key, value in self._identity.items():
+            if state[key] != value:
+                raise UserError(
+                    f"cannot resume: the checkpoint was written with {key} {state[key]}, now it is {value}; "
+                    "restore the old setting, or start a new run"
+                )
+        self._epoch, self._handed_out = state["epoch"], state["batches"]

@@ -1,0 +1,208 @@
+"""Training on more than memory or disk holds: rows are encoded window by window, as they are read.
+
+A window of rows is a small data set of its own, arranged, shuffled and batched like any other. Every rank reads and
+encodes the whole stream and takes its share of the batches. So the batches do not depend on the number of ranks, and a
+position is three numbers; the price is that tokenising does not get faster with ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.data.batches.loader import Batch, Share
+from lmmods.data.batches.sampler import BatchOrder, deal
+from lmmods.data.encode.encoded import Encoded, Encoder, Tally, describe_dropped
+from lmmods.data.sources.readers import Row
+from lmmods.data.store.building import encode_batches
+from lmmods.data.store.rows import RowSet
+from lmmods.data.store.store import MemoryStore
+
+ENDLESS = 10**12  # length of a loader that never ends; sized, so that nobody fetches ahead to find its end
+
+
+@dataclass
+class StreamSource:
+    """One source of a stream.
+
+    Args:
+        rows: Starts reading anew at each call.
+        encoder: Rows to ids.
+        weight: Rows of this source come in proportion to its weight until it is exhausted.
+        info: What was found out about it.
+    """
+
+    rows: Callable[[], Iterator[Row]]
+    encoder: Encoder
+    weight: float
+    info: dict[str, Any]
+
+
+def mixed_windows(sources: list[StreamSource], size: int, seed: int, epoch: int) -> Iterator[list[list[Row]]]:
+    """Windows of `size` rows drawn from the sources, rows of each source in a list of its own."""
+    random = np.random.default_rng([seed, epoch])
+    readers = [source.rows() for source in sources]
+    weights = np.array([source.weight for source in sources], float)
+    window: list[list[Row]] = [[] for _ in sources]
+    while weights.any():
+        chosen = (
+            0
+            if len(sources) == 1
+            else int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
+        )
+        row = next(readers[chosen], None)
+        if row is None:
+            weights[chosen] = 0
+            continue
+        window[chosen].append(row)
+        if sum(map(len, window)) == size:
+            yield window
+            window = [[] for _ in sources]
+    if any(window):
+        yield window
+
+
+def draw_number(epoch: int, window: int) -> int:
+    """A number for each window of each epoch, no two the same (Cantor's pairing)."""
+    return (epoch + window) * (epoch + window + 1) // 2 + window
+
+
+def encode_window(sources: list[StreamSource], window: list[list[Row]], tallies: list[Tally], num_proc: int = 1
+                  ) -> RowSet:
+    """Rows of a window as a set in memory, counted in the `tallies` of their sources."""
+    stores = []
+    for source, rows, tally in zip(sources, window, tallies, strict=True):
+        parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
+        for batch, encoded in parts:
+            tally.add(batch, encoded)
+        stores.append(MemoryStore(parts or [([], source.encoder([]))], source.info))
+    return RowSet(stores)
+
+
+def first_usable_window(sources: list[StreamSource], size: int, seed: int) -> RowSet:
+    """The first window with a row that can be used; the counts of its stores go back to the stream's beginning.
+
+    Raises:
+        UserError: There is no such row in the whole stream.
+    """
+    tallies = [Tally() for _ in sources]
+    for window in mixed_windows(sources, size, seed, 0):
+        rows = encode_window(sources, window, tallies)
+        if len(rows):
+            for store, tally in zip(rows.stores, tallies, strict=True):
+                store.info |= tally.summary()
+            return rows
+    raise _useless(sources, tallies)
+
+
+def _useless(sources: list[StreamSource], tallies: list[Tally]) -> UserError:
+    counts = "; ".join(f"{source.info['path']}: {describe_dropped(tally.summary())}"
+                       for source, tally in zip(sources, tallies, strict=True))
+    return UserError(f"data.source: the whole stream holds no usable row ({counts})")
+
+
+class StreamLoader:
+    """Training batches without end, epoch after epoch of a stream, with a position that can be saved.
+
+    Args:
+        sources: What is read.
+        window_size: Rows that are shuffled together.
+        arrange: Encoded rows -> data set of rows for batches, with `lengths`.
+        order_of: (lengths, epoch, window) -> global micro-batches of a window.
+        collate: Rows -> batch.
+        share: This process's part.
+        settings: Seed, batch size and window size: a position can only be continued with the same.
+        num_proc: Processes that tokenise.
+    """
+
+    def __init__(
+        self,
+        sources: list[StreamSource],
+        arrange: Callable[[RowSet], Any],
+        order_of: Callable[[np.ndarray, int, int], BatchOrder],
+        collate: Callable[[list], Batch],
+        share: Share,
+        settings: dict[str, int],
+        num_proc: int = 1,
+    ) -> None:
+        self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
+        self._share, self._settings, self._num_proc = share, settings, num_proc
+        self._epoch = self._window = self._handed_out = 0
+        self._told: set[tuple[str, str]] = set()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __iter__(self) -> Iterator[Batch]:
+        with ThreadPoolExecutor(1) as ahead:  # the next window is encoded while this one is trained on
+            windows = self._windows()
+            upcoming = ahead.submit(next, windows)
+            while True:
+                self._epoch, self._window, items = upcoming.result()
+                upcoming = ahead.submit(next, windows)
+                yield from self._batches(items)
+                self._window, self._handed_out = self._window + 1, 0
+
+    def _windows(self) -> Iterator[tuple[int, int, Any]]:
+        """(epoch, window, data set) from the position on, without end."""
+        start = self._window
+        for epoch in count(self._epoch):
+            tallies = [Tally() for _ in self._sources]
+            useful = start > 0  # what lies before the position was
+            for number, window in enumerate(
+                mixed_windows(self._sources, self._settings["window_size"], self._settings["seed"], epoch)
+            ):
+                if number < start:
+                    continue
+                rows = encode_window(self._sources, window, tallies, self._num_proc)
+                self._tell_new_reasons(tallies)
+                items = self._arrange(rows) if len(rows) else []
+                if len(items):
+                    useful = True
+                    yield epoch, number, items
+            if not useful:
+                raise _useless(self._sources, tallies)
+            self._tell_dropped(epoch, tallies)
+            start = 0
+
+    def _tell_new_reasons(self, tallies: list[Tally]) -> None:
+        for source, tally in zip(self._sources, tallies, strict=True):
+            for reason, entry in tally.summary()["dropped"].items():
+                if (source.info["path"], reason) not in self._told:
+                    self._told.add((source.info["path"], reason))
+                    say(f"The stream {source.info['path']} drops rows: {reason} (first {entry['first'][0]}).")
+
+    def _tell_dropped(self, epoch: int, tallies: list[Tally]) -> None:
+        for source, tally in zip(self._sources, tallies, strict=True):
+            if tally.num_kept < tally.num_rows:
+                say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(tally.summary())}.")
+
+    def _batches(self, items: Any) -> Iterator[Batch]:
+        order = self._order_of(items.lengths, self._epoch, self._window)
+        rank, world_size = self._share.rank, self._share.world_size
+        for numbers in deal(order, self._handed_out, rank, world_size):
+            self._handed_out = min(self._handed_out + world_size, len(order))
+            yield self._collate([items[number] for number in numbers])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position as plain JSON: epoch, window of it, global micro-batches handed out of that, and the settings."""
+        return {"epoch": self._epoch, "window": self._window, "batches": self._handed_out, **self._settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, also on another number of ranks.
+
+        Raises:
+            UserError: The position belongs to other settings.
+        """
+        for key, value in self._settings.items():
+            if state.get(key) != value:
+                raise UserError(
+                    f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value}; "
+                    "restore the old setting, or start a new run"
+                )
+        self._epoch, self._window, self._handed_out = state["epoch"], state["window"], state["batches"]

@@ -1,0 +1,130 @@
+"""Loads a fast tokenizer and repairs what small or old repositories leave out."""
+
+import os
+from dataclasses import dataclass, field
+
+from tokenizers import AddedToken
+
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import redact
+
+# Known names of each role, tried in order against the vocabulary.
+KNOWN_NAMES = {
+    "bos_token": ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"],
+    "eos_token": ["</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|im_end|>"],
+    "unk_token": ["<unk>", "[UNK]"],
+    "pad_token": ["[PAD]", "<pad>", "<|padding|>"],
+    "cls_token": ["[CLS]"],
+    "sep_token": ["[SEP]"],
+    "mask_token": ["[MASK]", "<mask>"],
+}
+
+
+@dataclass
+class RepairedTokenizer:
+    """A tokenizer that can pad and end a text.
+
+    Args:
+        tokenizer: transformers fast tokenizer.
+        new_tokens: Ids that the vocabulary on disk does not hold.
+        trainable_new_tokens: Those of them that mean something (all but an added padding token).
+        notes: What was repaired, in words, for the report.
+    """
+
+    tokenizer: object
+    new_tokens: list[int] = field(default_factory=list)
+    trainable_new_tokens: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def load_tokenizer(
+    path: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pad_token: str | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    add_tokens: list[str] | None = None,
+    new_padding: bool = True,
+) -> RepairedTokenizer:
+    """Load the fast tokenizer of a folder or hub id and repair it.
+
+    Args:
+        path: Folder or hub id.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Allow Python code of the repository to run.
+        pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds one.
+        bos_token: Begins a text; an existing or new token.
+        eos_token: Ends a text; an existing or new token.
+        add_tokens: Special tokens to add, whose embeddings are to be trained.
+        new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
+
+    Raises:
+        UserError: No tokenizer there, or none that is fast.
+    """
+    from transformers import AutoTokenizer
+
+    if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
+        raise UserError(
+            f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
+            "set data.tokenizer to a folder or hub id that has one"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all of them about this path
+        raise UserError(
+            f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {redact(str(error))[:300]}); "
+            "set data.tokenizer to a folder or hub id that has one"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
+    roles = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token}
+    chosen = {role: name for role, name in roles.items() if name is not None}
+    return repair(tokenizer, chosen, add_tokens or [], new_padding)
+
+
+def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding: bool = True  # noqa: ANN001
+           ) -> RepairedTokenizer:
+    """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token.
+
+    Args:
+        tokenizer: transformers tokenizer, changed in place.
+        roles: Roles that the user gives to tokens, for example {"pad_token": "<unk>"}.
+        add_tokens: Special tokens to add.
+        new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
+    """
+    result = RepairedTokenizer(tokenizer)
+    size, vocabulary = len(tokenizer), tokenizer.get_vocab()
+    tokenizer.add_special_tokens(dict(roles))
+    for role, names in KNOWN_NAMES.items():
+        known = next((name for name in names if name in vocabulary), None)
+        if getattr(tokenizer, role) is None and known is not None:
+            tokenizer.add_special_tokens({role: known})
+            result.notes.append(f"{role} was missing: set to {known}")
+    if tokenizer.pad_token is None:
+        shared = None if new_padding else _padding_among(tokenizer)
+        tokenizer.add_special_tokens({"pad_token": shared or "[PAD]"})
+        if shared:
+            result.notes.append(f"pad_token was missing: {shared} pads, masked out and never scored")
+    padding_is_new = tokenizer.pad_token_id >= size
+    if padding_is_new:
+        result.notes.append(f"pad_token {tokenizer.pad_token} is new: the vocabulary grows from {size} to {size + 1}")
+    if add_tokens:
+        tokenizer.add_tokens(
+            [AddedToken(name, special=True, normalized=False) for name in add_tokens], special_tokens=True
+        )
+    result.new_tokens = list(range(size, len(tokenizer)))
+    result.trainable_new_tokens = [
+        token for token in result.new_tokens if not (padding_is_new and token == tokenizer.pad_token_id)
+    ]
+    return result
+
+
+def _padding_among(tokenizer) -> str | None:  # noqa: ANN001
+    """A token to pad with where what it means elsewhere does not matter: the unknown token, else the end token.
+
+    The unknown one comes first, as other programs leave the padding token unscored wherever it stands, and a model must
+    learn to end.
+    """
+    ends = (tokenizer.eos_token, tokenizer.bos_token)
+    return tokenizer.unk_token if tokenizer.unk_token not in (None, *ends) else ends[0] or ends[1]

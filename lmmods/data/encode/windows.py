@@ -1,0 +1,242 @@
+"""Questions on long contexts to windows with answer positions. Free of torch, so that worker processes start fast."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from lmmods.data.encode.encoded import Encoded, Ragged
+from lmmods.data.encode.encoding import NOT_SCORED
+from lmmods.data.sources.formats import RowProblem, as_text, check_unicode
+from lmmods.data.sources.readers import Row
+
+FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": None}
+NEARBY = 32  # characters around a wrong offset in which the answer is looked for
+Answer = tuple[int, int]  # characters of the context: [start, end)
+
+
+def flat_questions(rows: Iterable[Row]) -> Iterator[Row]:
+    """SQuAD articles (or paragraphs) to one row per question; of flat rows, cells that a CSV file had to write as text
+    are read."""
+    for row in rows:
+        if "paragraphs" in row.values or "qas" in row.values:
+            yield from _questions_of(row)
+        else:
+            yield row._replace(values={name: _from_cell(name, value) for name, value in row.values.items()})
+
+
+def _from_cell(name: str, value: Any) -> Any:
+    """`answers` written as JSON, `is_impossible` as a word; an empty cell is null, all else is left as it is."""
+    if name not in ("answers", "is_impossible") or not isinstance(value, str):
+        return value
+    if name == "is_impossible":
+        return FLAGS.get(value.strip().lower(), value)
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
+
+
+def _questions_of(row: Row) -> Iterator[Row]:
+    article = row.values
+    for paragraph in _list(article.get("paragraphs")) if "paragraphs" in article else [article]:
+        questions = _list(paragraph.get("qas")) if isinstance(paragraph, dict) else []
+        if not questions or not all(isinstance(question, dict) for question in questions):
+            yield row._replace(values={"question": None, "context": None})  # counted as a damaged row
+            continue
+        for question in questions:
+            values = {"title": article.get("title"), "context": paragraph.get("context"), **question}
+            yield row._replace(values={key: value for key, value in values.items() if key != "plausible_answers"})
+
+
+def gold_answers(row: dict[str, Any]) -> list[tuple[str, int]]:
+    """(text, offset) of each answer, from SQuAD's list of objects or the flat form of lists.
+
+    Raises:
+        RowProblem: They are neither.
+    """
+    answers, is_impossible = row.get("answers"), row.get("is_impossible")
+    if isinstance(is_impossible, str):
+        raise RowProblem("is_impossible is neither true nor false")
+    if answers is None or is_impossible:
+        return []
+    if isinstance(answers, str):
+        raise RowProblem("answers is text, but not JSON")
+    try:
+        if isinstance(answers, dict):
+            if not isinstance(answers["text"], list):
+                raise TypeError("a text where a list of texts is wanted")
+            pairs = list(zip(answers["text"], answers["answer_start"], strict=True))
+        else:
+            pairs = [(answer["text"], answer["answer_start"]) for answer in answers]
+        return [(as_text(text, "answers.text"), int(start)) for text, start in pairs]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RowProblem("answers are not {text, answer_start}") from error
+
+
+def locate(context: str, text: str, start: int) -> Answer | None:
+    """Where the answer really lies: at its offset, else at the nearest place around it, else None.
+
+    A difference in white space (double spaces, line ends) is no difference.
+    """
+    start = min(max(start, 0), len(context))
+    text = text.strip() if context[start : start + len(text)] != text else text
+    if text and context[start : start + len(text)] == text:
+        return start, start + len(text)
+    words = text.split()
+    if not words:
+        return None
+    low = max(0, start - NEARBY)
+    pattern = re.compile(r"\s+".join(map(re.escape, words)))
+    found = list(pattern.finditer(context, low, min(len(context), start + len(text) + NEARBY + 8)))
+    nearest = min(found, key=lambda match: abs(match.start() - start), default=None)
+    return nearest.span() if nearest else None
+
+
+@dataclass
+class WindowEncoder:
+    """Rows {question, context, answers} to overlapping windows.
+
+    Args:
+        backend: JSON of the tokenizer's backend.
+        cls_id: Token that stands for "no answer here".
+        max_length: Tokens of a window.
+        stride: Tokens that neighbouring windows share.
+        question_max_length: Longest question in tokens; longer ones are cut at their end.
+        question_first: Whether the question stands before the context.
+        prompts_only: Rows need no answers.
+    """
+
+    backend: str
+    cls_id: int | None
+    max_length: int
+    stride: int
+    question_max_length: int
+    question_first: bool
+    prompts_only: bool
+
+    def __post_init__(self) -> None:
+        self._plain, self._windows = Tokenizer.from_str(self.backend), Tokenizer.from_str(self.backend)
+        for tokenizer in (self._plain, self._windows):
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.encode_special_tokens = True
+        strategy = "only_second" if self.question_first else "only_first"
+        self._windows.enable_truncation(self.max_length, stride=self.stride, strategy=strategy)
+
+    def __reduce__(self):  # noqa: ANN204 - pickling would drop encode_special_tokens
+        return WindowEncoder, (
+            self.backend,
+            self.cls_id,
+            self.max_length,
+            self.stride,
+            self.question_max_length,
+            self.question_first,
+            self.prompts_only,
+        )
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
+        """Columns `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside
+        the context), `start_positions`, `end_positions`, `cls_position`; one entry per window."""
+        kept, dropped = [], []
+        counts: Counter = Counter()
+        for place, row in enumerate(rows):
+            try:
+                kept.append((place, *self._read(row, counts)))
+            except RowProblem as problem:
+                dropped.append((place, str(problem)))
+        questions = self._short([question for _, question, _, _ in kept], counts)
+        contexts = [context for _, _, context, _ in kept]
+        pairs = list(
+            zip(questions, contexts, strict=True) if self.question_first else zip(contexts, questions, strict=False)
+        )
+        columns: dict[str, list] = {
+            name: []
+            for name in ("input_ids", "token_type_ids", "offsets", "start_positions", "end_positions", "cls_position")
+        }
+        places = []
+        for (place, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
+            windows = [self._window(window, answer) for window in (encoding, *encoding.overflowing)]
+            for window in windows:
+                for name, value in window.items():
+                    columns[name].append(value)
+            places += [place] * len(windows)
+            counts["questions"] += 1
+            counts["questions_of_several_windows"] += len(windows) > 1
+        ragged = ("input_ids", "token_type_ids", "offsets")
+        arrays = {
+            name: Ragged.of(column) if name in ragged else np.array(column, np.int64)
+            for name, column in columns.items()
+        }
+        counts["tokens"] += len(arrays["input_ids"].values)
+        return Encoded(arrays, np.array(places, np.int64), dropped, counts)
+
+    def _read(self, row: dict[str, Any], counts: Counter) -> tuple[str, str, Answer | None | str]:
+        """Question, context, and the answer: characters, None for no answer, or "unknown"."""
+        texts = []
+        for column in ("question", "context"):
+            if column not in row:
+                raise RowProblem(f"{column} is missing")
+            texts.append(as_text(row[column], column))
+            check_unicode(texts[-1])
+            if not texts[-1].strip():
+                raise RowProblem(f"empty {column}")
+        if self.prompts_only:
+            return texts[0].lstrip(), texts[1], "unknown"
+        if "answers" not in row and not row.get("is_impossible"):
+            raise RowProblem("answers is missing")
+        answers = gold_answers(row)
+        if not answers:
+            counts["questions_without_answer"] += 1
+            return texts[0].lstrip(), texts[1], None
+        text, start = answers[0]
+        found = locate(texts[1], text, start)
+        if found is None:
+            counts["answers_not_in_context"] += 1
+            return texts[0].lstrip(), texts[1], "unknown"
+        counts["answers_moved_to_their_place"] += found[0] != start or texts[1][slice(*found)] != text
+        return texts[0].lstrip(), texts[1], found
+
+    def _short(self, questions: list[str], counts: Counter) -> list[str]:
+        for number, encoding in enumerate(self._plain.encode_batch(questions, add_special_tokens=False)):
+            if len(encoding.ids) > self.question_max_length:
+                questions[number] = questions[number][: encoding.offsets[self.question_max_length - 1][1]]
+                counts["questions_cut"] += 1
+        return questions
+
+    def _window(self, encoding: Encoding, answer: Answer | None | str) -> dict[str, Any]:
+        ids = np.array(encoding.ids, np.int32)
+        in_context = np.array([sequence == int(self.question_first) for sequence in encoding.sequence_ids])
+        offsets = np.where(in_context[:, None], np.array(encoding.offsets, np.int32).reshape(-1, 2), -1)
+        cls = int(np.argmax(ids == self.cls_id)) if self.cls_id is not None else 0
+        start, end = (NOT_SCORED, NOT_SCORED) if answer == "unknown" else _span(offsets, answer, cls)
+        return {
+            "input_ids": ids,
+            "token_type_ids": np.array(encoding.type_ids, np.int32),
+            "offsets": offsets.ravel(),
+            "start_positions": start,
+            "end_positions": end,
+            "cls_position": cls,
+        }
+
+
+def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:
+    """First and last token of the answer, or the CLS position where it does not lie wholly in the window."""
+    context = np.flatnonzero(offsets[:, 1] > offsets[:, 0])
+    if answer is None or not len(context):
+        return cls, cls
+    start, end = answer
+    if offsets[context[0], 0] > start or offsets[context[-1], 1] < end:
+        return cls, cls
+    first = context[np.flatnonzero(offsets[context, 1] > start)[0]]
+    last = context[np.flatnonzero(offsets[context, 0] < end)[-1]]
+    return int(first), int(last)
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []

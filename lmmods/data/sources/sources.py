@@ -1,0 +1,213 @@
+"""What `source` may be (file, folder, glob, URL, hub id, or a list of these) and the rows that come out of it."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+import fsspec
+
+from lmmods.core import fingerprints
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import redact, redacted
+from lmmods.data.sources.files import did_you_mean, find_files
+from lmmods.data.sources.readers import Row, read_file
+
+NAMED_SETS = {
+    "alpaca": "tatsu-lab/alpaca",
+    "alpaca-clean": "yahma/alpaca-cleaned",
+    "chip2": "laion/OIG",
+    "self-instruct": "yizhongw/self_instruct",
+    "hh-rlhf": "Anthropic/hh-rlhf",
+    "oasst1": "timdettmers/openassistant-guanaco",
+    "longform": "akoksal/LongForm",
+    "unnatural-instructions": "mrm8488/unnatural-instructions-full",
+}
+NAMED_FILES = {"chip2": "unified_chip2.jsonl"}
+
+
+@dataclass
+class Source:
+    """One place that rows come from.
+
+    Args:
+        path: File, folder, glob, URL (s3://, gs://, hf://, https://), hub id, or one of qlora's sets by name (alpaca,
+            alpaca-clean, chip2, self-instruct, hh-rlhf, oasst1, longform, unnatural-instructions).
+        name: Configuration of a hub data set.
+        split: Split of a hub data set; slices such as `train[:10%]` work.
+        revision: Branch, tag or commit of a hub data set.
+        columns: Names in the file -> names that the format expects, for example {question: instruction}. A column of
+            the file that has such a name already gives way, which the report counts.
+        limit: Use only this many rows, the first ones.
+        weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them.
+        format: Format of these rows; null means `dataset_format` of the data module, or detection.
+    """
+
+    path: str
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    columns: dict[str, str] | None = None
+    limit: int | None = None
+    weight: float = 1.0
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"source {self.path}: limit is {self.limit}, but must be 1 or more")
+        if self.weight <= 0:
+            raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
+        twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
+        if twice:
+            raise UserError(f"source {self.path}: columns gives the name {twice[0]!r} to several columns; give it to "
+                            "one of them")
+
+
+SourceLike = str | Source | list[str | Source]
+
+
+def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | None = None) -> list[Source]:
+    """The list of sources that a `source` field stands for; `columns` is for those that map none.
+
+    Raises:
+        UserError: The list is empty.
+    """
+    items = source if isinstance(source, list) else [source]
+    if not items or not all(items):
+        raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
+    sources = [
+        Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
+        for item in items
+    ]
+    if key != "source" and any(item.weight != 1 for item in sources):
+        raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
+    return [replace(item, columns=columns) if item.columns is None else item for item in sources]
+
+
+class SourceReader:
+    """Rows of one source, column names mapped, limited. Iterating it again reads again.
+
+    Args:
+        source: What to read.
+        documents: What a document of a .txt file is, see `read_file`.
+        streaming: Read a hub data set as it comes over the network instead of downloading it first.
+
+    Raises:
+        UserError: Nothing readable is found at the path.
+    """
+
+    def __init__(self, source: Source, documents: str = "file", streaming: bool = False) -> None:
+        self.source = source
+        self.documents = documents
+        self.replaced: Counter[str] = Counter()  # of the last reading: rows whose own column gave way to a mapped one
+        self.files = find_files(source.path)
+        unused = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
+        if self.files and unused:
+            raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
+        self._hub_rows = None if self.files else _load_from_hub(source, streaming)
+        self._is_adopted = False
+
+    def __iter__(self) -> Iterator[Row]:
+        self.replaced.clear()
+        rows = self._all_rows()
+        if self.source.columns:
+            rows = (Row(file, line, self._renamed(values, file, line)) for file, line, values in rows)
+        for number, row in enumerate(rows):
+            if self.source.limit is not None and number >= self.source.limit:
+                return
+            yield row
+
+    def _all_rows(self) -> Iterator[Row]:
+        if self._hub_rows is not None:
+            for number, values in enumerate(self._hub_rows, 1):
+                yield Row(self.source.path, number, values)
+        for path in self.files:
+            yield from read_file(path, self.documents)
+
+    def _renamed(self, values: dict, file: str, line: int) -> dict:
+        mapping = self.source.columns or {}
+        missing = [name for name in mapping if name not in values]
+        if missing:
+            raise UserError(
+                f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
+                f"the columns are {', '.join(values)}{did_you_mean(missing[0], list(values))}"
+            )
+        renamed = {new: values[name] for name, new in mapping.items()}
+        self.replaced.update(name for name in renamed if name in values and name not in mapping)
+        return {name: value for name, value in values.items() if name not in mapping and name not in renamed} | renamed
+
+    def num_bytes(self) -> int:
+        """Size of local files on disk, 0 for others."""
+        return sum(os.path.getsize(path) for path in self.files if "://" not in path)
+
+    def fingerprint(self) -> str:
+        """Changes when a row could change: content and paths of files, or the hub's own fingerprint; all settings.
+
+        It is the same under another password or token.
+        """
+        parts = (redacted(asdict(self.source)), self.documents, list(map(redact, self.files)), self.content)
+        return hashlib.blake2b(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def content(self) -> str | None:
+        """Hash of all bytes of the files, wherever they lie; of hub data the hub's own. None where it has none."""
+        return self._content_by(fingerprints.whole_file)
+
+    def sampled_content(self) -> str | None:
+        """The same of blocks of each file, for what is too large to be read before training starts."""
+        return self._content_by(fingerprints.sampled_file)
+
+    def adopt(self, content: str | None) -> None:
+        """Take the content from another process of the run, which has hashed it.
+
+        Raises:
+            UserError: This process has hashed it too, and found another.
+        """
+        if "content" not in vars(self):
+            self.content, self._is_adopted = content, True
+        self._check_same(content)
+
+    def check_adopted(self) -> None:
+        """Hash what another process has hashed, before a store is built here. Raises UserError where it differs."""
+        if self._is_adopted:
+            self._check_same(self._content_by(fingerprints.whole_file))
+
+    def _check_same(self, content: str | None) -> None:
+        if content != self.content:
+            raise UserError(f"{self.source.path}: this machine holds other rows than the first one of the run. Copy "
+                            "the same files to every machine.")
+
+    def _content_by(self, hashed: Callable[[str], str]) -> str | None:
+        if self._hub_rows is not None:
+            return getattr(self._hub_rows, "_fingerprint", None)  # what streams from the hub has none
+        return fingerprints.joined(_remote_key(path) if "://" in path else hashed(path) for path in self.files)
+
+
+def _remote_key(path: str) -> str:
+    """What a file system of fsspec tells apart the versions of a file by."""
+    filesystem, name = fsspec.core.url_to_fs(path)
+    by_name = "http" in filesystem.protocol  # its key is a hash of the name alone, which nobody has to look up
+    return str(filesystem.ukey(redact(name) if by_name else name))
+
+
+def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets is imported only when used
+    """The split of a hub data set as a memory-mapped table. Raises UserError when it cannot be had."""
+    import datasets
+
+    repository = NAMED_SETS.get(source.path, source.path)
+    try:
+        return datasets.load_dataset(
+            repository,
+            source.name,
+            data_files=NAMED_FILES.get(source.path),
+            split=source.split or "train",
+            revision=source.revision,
+            streaming=streaming,
+        )
+    except Exception as error:  # datasets raises many kinds, all of them about this path
+        raise UserError(
+            f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
+            f"loaded ({type(error).__name__}: {redact(str(error))[:300]})"
+        ) from error

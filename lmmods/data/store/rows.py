@@ -1,0 +1,149 @@
+"""Rows of several stores as one numbered set, and its division into training and validation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.core.errors import UserError
+from lmmods.data.store.store import Store
+
+
+class RowSet(Dataset):
+    """Chosen kept rows of stores that stand one behind the other.
+
+    Item i is the encoder's columns of the i-th chosen row with `index` counted over all rows read; item -1 is None, a
+    padding row.
+
+    Args:
+        stores: Where the rows lie.
+        chosen: Numbers of kept rows (int64), counted through all stores; None is all.
+    """
+
+    def __init__(self, stores: list[Store], chosen: np.ndarray | None = None) -> None:
+        self.stores = stores
+        self._starts = np.cumsum([0] + [len(store) for store in stores])
+        self._index_starts = np.cumsum([0] + [store.info["rows_read"] for store in stores])
+        self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        if number < 0:
+            return None
+        kept = self.chosen[number]
+        place = int(np.searchsorted(self._starts, kept, "right")) - 1
+        row = self.stores[place].row(int(kept - self._starts[place]))
+        return {**row, "index": int(row["index"] + self._index_starts[place])}
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of numbers of the chosen rows, or the lengths of a column of lists."""
+        return np.concatenate([store.column(name) for store in self.stores])[self.chosen]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        return self.column("input_ids")
+
+    @property
+    def cut(self) -> np.ndarray:
+        """Tokens cut from each row."""
+        return self.column("cut")
+
+    @property
+    def index(self) -> np.ndarray:
+        """For each chosen row, its number among all rows read."""
+        columns = [store.column("index") + start for store, start in zip(self.stores, self._index_starts, strict=False)]
+        return np.concatenate(columns)[self.chosen]
+
+    def subset(self, places: np.ndarray) -> "RowSet":
+        """The chosen rows at these places, in this order."""
+        return RowSet(self.stores, self.chosen[places])
+
+    def source_row(self, index: int) -> dict[str, Any]:
+        """The row as read."""
+        place = self._store_of(index)
+        return self.stores[place].source_row(int(index - self._index_starts[place]))
+
+    def info(self, index: int) -> dict[str, Any]:
+        """info.json of the store that the row comes from."""
+        return self.stores[self._store_of(index)].info
+
+    def location(self, index: int) -> str:
+        """file:line of the row as read."""
+        place = self._store_of(index)
+        return self.stores[place].location(int(index - self._index_starts[place]))
+
+    def _store_of(self, index: int) -> int:
+        if not 0 <= index < self._index_starts[-1]:
+            raise IndexError(f"row {index} of {self._index_starts[-1]}")
+        return int(np.searchsorted(self._index_starts, index, "right")) - 1
+
+
+def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSet]:
+    """Training and validation rows: disjoint, together complete, the same for the same rows read and seed.
+
+    The draw is over rows as read and passes over those that were dropped, so that settings that drop or cut rows move
+    as few others across as can be.
+
+    Args:
+        rows: All kept rows. What was made of one row as read (the windows of a question) stays together.
+        val_size: Share of the usable rows (float) or number of them (int) for validation.
+        seed: Seed of the draw.
+
+    Raises:
+        UserError: Nothing is left on one side.
+    """
+    total = sum(store.info["rows_read"] for store in rows.stores)
+    index = rows.index
+    usable = np.zeros(total, bool)
+    usable[index] = True
+    num_usable = int(usable.sum())
+    count = val_size if isinstance(val_size, int) else max(round(val_size * num_usable), int(val_size > 0))
+    if not 0 <= count < num_usable or val_size < 0:
+        raise UserError(
+            f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; give a share below "
+            "1.0 or fewer rows"
+        )
+    drawn = np.random.default_rng([seed, total]).permutation(total)
+    held_out = np.zeros(total, bool)
+    held_out[drawn[usable[drawn]][:count]] = True
+    in_validation = held_out[index]
+    return rows.subset(np.flatnonzero(~in_validation)), rows.subset(np.flatnonzero(in_validation))
+
+
+def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
+    """Rows repeated or thinned by the weights of their stores: 2 takes each twice, 0.5 a seeded half of them."""
+    if all(weight == 1 for weight in weights):
+        return rows
+    store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
+    random = np.random.default_rng([seed, len(rows)])
+    parts = []
+    for number, weight in enumerate(weights):
+        places = np.flatnonzero(store_of == number)
+        whole = int(weight)
+        extra = random.permutation(places)[: round((weight - whole) * len(places))]
+        parts += [np.tile(places, whole), np.sort(extra)]
+    return rows.subset(np.concatenate(parts))
+
+
+class PromptSet(Dataset):
+    """Prompts of kept rows. Item -1 is None, a padding row.
+
+    Args:
+        rows: Kept rows.
+        prompt_of: Columns of a row -> columns of its prompt.
+    """
+
+    def __init__(self, rows: RowSet, prompt_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._rows, self._prompt_of = rows, prompt_of
+        self.lengths = rows.lengths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self._rows[number]
+        return None if row is None else self._prompt_of(row)

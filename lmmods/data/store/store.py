@@ -1,0 +1,162 @@
+"""The tokenised store: Arrow files in the cache, memory-mapped by every process.
+
+A store is a folder named by the fingerprint of everything that matters (cache.py), written once (building.py):
+
+    encoded.arrow   one row per kept row: the encoder's columns, and `index`, which points into rows.arrow
+    rows.arrow      one row per row read: `row` (JSON), `file` (number), `line`
+    info.json       file names, counts, and notes for the report
+    manifest.json   size and checksum of each of these
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from lmmods.core.checksums import first_damaged
+from lmmods.data.encode.encoded import Encoded, Ragged, Tally, arrow_column
+from lmmods.data.sources.readers import Row
+
+MANIFEST = "manifest.json"
+FILES = ("encoded.arrow", "rows.arrow", "info.json")
+
+
+def damage(folder: Path, contents: bool = True) -> str | None:
+    """What is wrong with a store, in words; None where nothing is.
+
+    Args:
+        folder: The store's folder.
+        contents: Also hold each byte against its checksum, at about 3 GiB in a second.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        name = first_damaged(folder, manifest, contents)
+        missing = [file for file in FILES if file not in manifest]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (NotADirectoryError, IsADirectoryError, ValueError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    if name is None:
+        return f"{MANIFEST} does not name {missing[0]}" if missing else None
+    return f"{name} is not as it was written" if (folder / name).exists() else f"{name} is missing"
+
+
+class Store:
+    """A finished store, memory-mapped. Pickles by path.
+
+    Args:
+        folder: The store's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.info: dict[str, Any] = json.loads((folder / "info.json").read_text())
+        self._columns: dict[str, _ListColumn | np.ndarray] = {}
+        for name, column in _open_table(folder / "encoded.arrow").items():
+            is_list = pa.types.is_list(column.type)
+            self._columns[name] = _ListColumn(column) if is_list else _numbers(column.combine_chunks())
+        self._rows = _open_table(folder / "rows.arrow")
+
+    def __reduce__(self):  # noqa: ANN204
+        return Store, (self.folder,)
+
+    @property
+    def name(self) -> str:
+        """Tells this store from others."""
+        return self.folder.name
+
+    def __len__(self) -> int:
+        """Number of kept rows."""
+        return self.info["rows_kept"]
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The encoder's columns of kept row `number`; lists as int32 arrays that read the file."""
+        return {name: column[number] for name, column in self._columns.items()}
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of numbers, or the lengths of a column of lists."""
+        column = self._columns[name]
+        return column.lengths if isinstance(column, _ListColumn) else column
+
+    def source_row(self, index: int) -> dict[str, Any]:
+        """The row as read. `index` counts all rows read."""
+        return json.loads(self._rows["row"][index].as_py())
+
+    def location(self, index: int) -> str:
+        """file:line of the row as read."""
+        return f"{self.info['files'][self._rows['file'][index].as_py()]}:{self._rows['line'][index].as_py()}"
+
+
+class MemoryStore:
+    """The rows of one window of a stream, with the interface of Store.
+
+    Args:
+        parts: Batches of rows and what the encoder made of them.
+        info: What was found out about the source.
+    """
+
+    def __init__(self, parts: list[tuple[list[Row], Encoded]], info: dict[str, Any]) -> None:
+        self._rows = [row for batch, _ in parts for row in batch]
+        starts = np.cumsum([0] + [len(batch) for batch, _ in parts])
+        self._columns: dict[str, _ListColumn | np.ndarray] = {}
+        for name, column in parts[0][1].columns.items():
+            pieces = [encoded.columns[name] for _, encoded in parts]
+            self._columns[name] = (
+                _ListColumn(pa.chunked_array([arrow_column(piece) for piece in pieces]))
+                if isinstance(column, Ragged)
+                else np.concatenate(pieces)
+            )
+        self._columns["index"] = np.concatenate(
+            [encoded.positions + start for (_, encoded), start in zip(parts, starts, strict=False)]
+        )
+        tally = Tally()
+        for batch, encoded in parts:
+            tally.add(batch, encoded)
+        self.info = {**info, **tally.summary()}
+
+    def __len__(self) -> int:
+        return self.info["rows_kept"]
+
+    @property
+    def name(self) -> str:
+        """Tells this window's source from others."""
+        return self.info["path"]
+
+    row = Store.row
+    column = Store.column
+
+    def source_row(self, index: int) -> dict[str, Any]:
+        """The row as read."""
+        return self._rows[index].values
+
+    def location(self, index: int) -> str:
+        """file:line of the row."""
+        return f"{self._rows[index].file}:{self._rows[index].line}"
+
+
+def _open_table(path: Path) -> dict[str, pa.ChunkedArray]:
+    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    return dict(zip(table.column_names, table.columns, strict=False))
+
+
+def _numbers(array: pa.Array) -> np.ndarray:
+    """A view of an array without nulls. Arrow's to_numpy would import pandas, which takes longer than all the rest."""
+    return np.from_dlpack(array)
+
+
+class _ListColumn:
+    """Rows of an Arrow list column as numpy views: no copy, about a microsecond each."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._values = [_numbers(chunk.values) for chunk in column.chunks]
+        self._offsets = [_numbers(chunk.offsets) for chunk in column.chunks]
+        self._starts = np.cumsum([0] + [len(chunk) for chunk in column.chunks])
+        self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets] or [[]]).astype(np.int64)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        chunk = int(np.searchsorted(self._starts, number, "right")) - 1
+        place = number - self._starts[chunk]
+        offsets = self._offsets[chunk]
+        return self._values[chunk][offsets[place] : offsets[place + 1]]

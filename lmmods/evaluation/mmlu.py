@@ -1,0 +1,191 @@
+"""MMLU while training: multiple-choice questions, answered by the likeliest letter, scored alike by both engines."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lmmods.core.console import say, warn
+from lmmods.core.errors import UserError
+from lmmods.core.settings import require
+from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
+from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.sampler import deal, evaluation_order
+from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.sources import Source, SourceReader, as_sources
+
+LETTERS = "ABCDEFGHIJ"
+NO_SUBJECT = "all"
+TAIL = 8  # characters at a prompt's end that decide how the letter behind it is tokenised
+
+
+class Questionnaire:
+    """Ask multiple-choice questions while training; the answer is the likeliest letter, not a generated text.
+
+    Rows are `subject, input, output`: the whole prompt, up to and with `Answer:`, and the right letter, from A to J.
+    Metrics are `mmlu/<name>/accuracy` (of all questions), `mmlu/<name>/mean_subject_accuracy` (of the subjects' own
+    accuracies), `mmlu/<name>/loss` (cross-entropy over the letters) and `mmlu/<name>/<subject>`.
+
+    Args:
+        source: Where the questions come from: file, folder, glob, URL, hub id, a mapping as in data.source, or a list
+            of these; null asks nothing.
+        every_n_steps: Optimiser steps between rounds of questions; null asks at each validation, so that checkpoints
+            and early stopping may go by the accuracy. The end of the run is asked too.
+        limit: Ask only so many of the questions, spread evenly over all; null asks all.
+        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning.
+        name: The part of the metrics' names that says which questions these are.
+    """
+
+    def __init__(self, source: str | Source | list[str | Source] | None = None, every_n_steps: int | None = None,
+                 limit: int | None = None, max_length: int = 2048, name: str = "eval"):
+        require(source is None or bool(source), "mmlu.source", source, "null, or a file, folder, glob or hub id")
+        require(every_n_steps is None or every_n_steps >= 1, "mmlu.every_n_steps", every_n_steps, "null, or 1 or more")
+        require(limit is None or limit >= 1, "mmlu.limit", limit, "null, or 1 or more")
+        require(max_length >= 2, "mmlu.max_length", max_length, "2 or more")
+        require(bool(name.strip()) and "/" not in name, "mmlu.name", repr(name), "a word without a slash")
+        self.source, self.every_n_steps, self.limit, self.name = source, every_n_steps, limit, name
+        self.max_length = max_length
+        self.choice_ids = np.zeros(0, np.int64)  # [K] tokens that are a letter behind some prompt
+        self.latest_step: int | None = None  # that this process has asked at
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are questions at all."""
+        return self.source is not None
+
+    @property
+    def at_validation(self) -> bool:
+        """Whether to ask at each validation."""
+        return self.is_on and self.every_n_steps is None
+
+    def is_due(self, step: int, ends: bool = False) -> bool:
+        """Whether to ask after optimiser step `step`, with which the run `ends` or not, apart from validations."""
+        by_steps = self.every_n_steps is not None and step % self.every_n_steps == 0
+        return self.is_on and step != self.latest_step and (ends or by_steps)
+
+    # Questions -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, datamodule: Any, model: Any) -> None:
+        """Read and encode the questions.
+
+        Args:
+            datamodule: Of the run, set up.
+            model: The engine's task.
+
+        Raises:
+            UserError: The task predicts no next token, a row is no question, or a letter is no token of its own.
+        """
+        if not self.is_on:
+            return
+        if model.auto_class != "AutoModelForCausalLM":
+            raise UserError(f"mmlu.source: {type(model).__name__} is a task that predicts no next token, so it cannot "
+                            "answer questions; set mmlu.source to null.")
+        # weight is for training rows; the key lets as_sources refuse it
+        readers = [SourceReader(source) for source in as_sources(self.source, "mmlu.source")]
+        asked = [_question(row) for reader in readers for row in reader]
+        num_choices = 1 + max((answer for _, answer, _ in asked), default=0)
+        if num_choices < 2:
+            raise UserError(f"mmlu.source {', '.join(reader.source.path for reader in readers)}: "
+                            f"{'every answer is A' if asked else 'there is no row'}; questions with at least two "
+                            "different answers are needed.")
+        if self.limit is not None and self.limit < len(asked):
+            asked = [asked[place * len(asked) // self.limit] for place in range(self.limit)]
+        prompts, answers, self._subjects = (list(part) for part in zip(*asked, strict=True))
+        self._answers = np.array(answers)
+        text = TextEncoder(datamodule.tokenizer)
+        room = model.max_positions()
+        self.max_length = min(self.max_length, room) if room is not None else self.max_length
+        self._encode(prompts, text)
+        self._find_choices(prompts, datamodule.tokenizer, text, LETTERS[:num_choices])
+
+    def _encode(self, prompts: list[str], text: TextEncoder) -> None:
+        """Token ids of the prompts; the question stands at the end, so what is too long loses its beginning."""
+        begin = [text.bos_id] if text.uses_bos else []
+        bodies = text.encode_texts(prompts, [False] * len(prompts))
+        room = self.max_length - len(begin)
+        self.prompt_ids = [np.array(begin + ids[-room:], np.int64) for ids in bodies]
+        cut = sum(len(ids) > room for ids in bodies)
+        if cut:
+            warn(f"mmlu: {cut} of {len(bodies)} prompts have more than {self.max_length} tokens and lose their "
+                 "beginning.")
+
+    def _find_choices(self, prompts: list[str], tokenizer: Any, text: TextEncoder, letters: str) -> None:
+        """Tokens of the letters behind each prompt, as columns of `choice_ids`."""
+        by_tail: dict[str, list[int]] = {}
+        for prompt in prompts:
+            if prompt[-TAIL:] not in by_tail:
+                by_tail[prompt[-TAIL:]] = choice_tokens(tokenizer, text, prompt, letters)
+        self.choice_ids = np.unique(list(by_tail.values()))
+        columns = {tail: np.searchsorted(self.choice_ids, tokens) for tail, tokens in by_tail.items()}
+        self._columns = np.stack([columns[prompt[-TAIL:]] for prompt in prompts])
+
+    def batches(self, datamodule: Any, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
+        """This process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
+
+        All processes get equally many. torch's DataLoader would draw from the random state.
+        """
+        order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
+        collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,
+                            self.max_length)
+        for numbers in deal(order, 0, rank, world_size):
+            yield collator([None if number < 0 else {"input_ids": self.prompt_ids[number], "index": number}
+                            for number in numbers])
+
+    # Answers ---------------------------------------------------------------------------------------------------------
+
+    def grade(self, step: int, logits: dict[int, np.ndarray]) -> dict[str, float]:
+        """Metrics after `step` optimiser steps, by their full names; also said on the console.
+
+        Args:
+            logits: [K] of `choice_ids` behind each prompt, by the prompt's index.
+        """
+        self.latest_step = step
+        rows = np.stack([logits[index] for index in range(len(self.prompt_ids))]).astype(np.float64)
+        found = choice_scores(np.take_along_axis(rows, self._columns, axis=1), self._answers, self._subjects)
+        shown = "  ".join(f"{name} {found[name]:.4g}" for name in CHOICE_SCORES)
+        say(f"mmlu/{self.name}, {len(rows)} questions: {shown}")
+        return {f"mmlu/{self.name}/{name}": value for name, value in found.items() if name != NO_SUBJECT}
+
+
+def _question(row: Row) -> tuple[str, int, str]:
+    """(prompt, number of the right letter, subject). Spaces at the prompt's end belong to the answer's token."""
+    where = f"mmlu.source {row.file}:{row.line}"
+    prompt, output, subject = (row.values.get(name) for name in ("input", "output", "subject"))
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f"{where}: input is {'missing' if prompt is None else repr(prompt)}, but must be the prompt, "
+                        f"up to and with the words before the letter; the columns are {', '.join(row.values)}.")
+    letter = output.strip() if isinstance(output, str) else ""
+    if len(letter) != 1 or letter not in LETTERS:
+        raise UserError(f"{where}: output is {'missing' if output is None else repr(output)}, but must be the letter "
+                        f"of the right answer, from {LETTERS[0]} to {LETTERS[-1]}.")
+    if subject is not None and not isinstance(subject, str) or subject in CHOICE_SCORES:
+        raise UserError(f"{where}: subject is {subject!r}, but must be a text, and none of {', '.join(CHOICE_SCORES)}, "
+                        "which name other metrics.")
+    return prompt.rstrip(" "), LETTERS.index(letter), subject or NO_SUBJECT
+
+
+def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) -> list[int]:
+    """The tokens that letters become right behind a prompt: " A" as one token, or "A" (first on a new line).
+
+    Tokens of the prompt may change behind its last visible character, as line breaks do in many tokenizers; its text
+    must not.
+
+    Args:
+        tokenizer: transformers tokenizer.
+        text: Made of it.
+
+    Raises:
+        UserError: Neither is a token of its own for each letter.
+    """
+    for space in ("", " ") if prompt[-1:].isspace() else (" ", ""):
+        begun, *whole = text.encode_texts([prompt, *(prompt + space + letter for letter in letters)],
+                                          [False] * (1 + len(letters)))
+        read, *before = (tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                         for ids in (begun, *(ids[:-1] for ids in whole)))
+        tokens = [ids[-1] for ids in whole]
+        if all(one == read for one in before) and len(set(tokens)) == len(letters):
+            return tokens
+    raise UserError(f"mmlu.source: behind {prompt[-40:]!r} this tokenizer does not make one token of each of the "
+                    f"letters {', '.join(letters)}, so they cannot be compared. End the prompts in another way, or "
+                    "set mmlu.source to null.")

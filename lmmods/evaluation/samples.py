@@ -1,0 +1,116 @@
+"""Samples while training: what the model answers to fixed prompts, step by step, from either engine."""
+
+import json
+from typing import Any
+
+from lmmods.core.console import say, warn
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Generation, require
+from lmmods.runs.folder import RunFolder, write_text
+from lmmods.runs.repair import mended_samples
+
+PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters of a line on the console
+
+
+class SampleWriter:
+    """Generate from fixed prompts, always the likeliest token, so that the answers of two steps can be compared.
+
+    They go to samples.jsonl, to the console, and to W&B and TensorBoard where these log.
+
+    Args:
+        prompts: What to ask: instructions in fine-tuning, beginnings of texts in language modelling; null asks nothing.
+        every_n_steps: Optimiser steps between samples. The end of the run is sampled too.
+        max_new_tokens: Longest answer in tokens.
+        compare_base: Also ask before the first step, and write that answer beside each later one.
+    """
+
+    def __init__(self, prompts: list[str] | None = None, every_n_steps: int = 100, max_new_tokens: int = 64,
+                 compare_base: bool = True):
+        require(prompts is None or bool(prompts) and all(prompt.strip() for prompt in prompts), "samples.prompts",
+                prompts, "null or a list of texts, none of them empty")
+        require(every_n_steps >= 1, "samples.every_n_steps", every_n_steps, "1 or more")
+        require(max_new_tokens >= 1, "samples.max_new_tokens", max_new_tokens, "1 or more")
+        self.prompts, self.every_n_steps, self.compare_base = prompts, every_n_steps, compare_base
+        self.generation = Generation(max_new_tokens=max_new_tokens)
+        self.prompt_ids: list[list[int]] = []
+        self.latest_step: int | None = None  # that this process has sampled
+        self._base: dict[str, str] = {}  # prompt -> answer before training
+
+    def prepare(self, datamodule: Any, max_positions: int | None) -> None:
+        """Encode the prompts.
+
+        Args:
+            datamodule: Of the run, set up.
+            max_positions: Longest row the model takes, if it has an end.
+
+        Raises:
+            UserError: The task generates nothing, or a prompt leaves no room for an answer.
+        """
+        if self.prompts is None:
+            return
+        self.prompt_ids = datamodule.encode_prompts(self.prompts)
+        room = self.generation.max_new_tokens
+        for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True):
+            if max_positions is not None and len(ids) + room > max_positions:
+                raise UserError(f"samples.prompts: {_cut(prompt, PROMPT_WIDTH)!r} has {len(ids)} tokens, which with "
+                                f"samples.max_new_tokens {room} are more than the {max_positions} positions of this "
+                                "model. Shorten it, or lower samples.max_new_tokens.")
+
+    def begin(self, folder: RunFolder, resumed_step: int | None) -> None:
+        """Take the run folder; drop the rows after `resumed_step`, which a resumed run will write again."""
+        self._path = folder.samples
+        if self.prompts is not None:
+            folder.manifest.claim(self._path.name)
+        if resumed_step is None:
+            return
+        rows = [row for row in mended_samples(self._path) if row["step"] <= resumed_step]
+        if self._path.exists():
+            self._rewrite(rows)
+        self._base = {row["prompt"]: row["output"] for row in rows if row["step"] == 0}
+        if self.prompts and self.compare_base and not self._base.keys() >= set(self.prompts):
+            warn(f"{self._path} does not hold what the model answered before training to every prompt; where it does "
+                 "not, base is null.")
+
+    @property
+    def wants_base(self) -> bool:
+        """Whether the untrained model is asked."""
+        return self.prompts is not None and self.compare_base
+
+    def is_due(self, step: int, ends: bool = False) -> bool:
+        """Whether to sample after optimiser step `step`, with which the run `ends` or not."""
+        return self.prompts is not None and step != self.latest_step and (ends or step % self.every_n_steps == 0)
+
+    def write(self, step: int, outputs: list[str], loggers: list[Any]) -> None:
+        """Keep and show the answers after `step` optimiser steps. Called by the first process."""
+        if step == 0:
+            self._base = dict(zip(self.prompts, outputs, strict=True))
+        base = self._base if self.compare_base else {}
+        rows = [{"step": step, "prompt": prompt, "base": base.get(prompt), "output": output}
+                for prompt, output in zip(self.prompts, outputs, strict=True)]
+        self._rewrite([row for row in mended_samples(self._path) if row["step"] < step] + rows)
+        for row in rows:
+            say(f"sample at step {step}: {_cut(row['prompt'], PROMPT_WIDTH)} -> {_cut(row['output'], OUTPUT_WIDTH)}")
+        for logger in loggers:
+            _log(logger, rows, step)
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        write_text(self._path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
+    """As a table (W&B) or as text (TensorBoard); loggers with neither get nothing."""
+    if hasattr(logger, "log_table"):
+        logger.log_table("samples", columns=list(rows[0]), data=[list(row.values()) for row in rows], step=step)
+    elif hasattr(experiment := getattr(logger, "experiment", None), "add_text"):
+        experiment.add_text("samples", "\n\n".join(_markdown(row) for row in rows), step)
+
+
+def _markdown(row: dict[str, Any]) -> str:
+    """A row with its texts as blocks of code, in which nothing is taken for markup."""
+    return "\n\n".join(f"{name}:\n\n" + "\n".join(f"    {line}" for line in row[name].split("\n"))
+                       for name in ("prompt", "base", "output") if row[name] is not None)
+
+
+def _cut(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[:width - 1]}…"

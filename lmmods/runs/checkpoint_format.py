@@ -1,0 +1,150 @@
+"""A tree of dicts, lists, numbers and arrays as JSON plus safetensors: readable, engine neutral, nothing unpickled."""
+
+import json
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+from lmmods.core.checksums import first_damaged, stamps
+from lmmods.core.errors import UserError
+from lmmods.runs.folder import write_json
+
+MANIFEST = "manifest.json"
+_KINDS = {dict: "an object", list: "a list", int: "a whole number"}
+# What a run needs of a checkpoint, of either engine and any age.
+_CONTENT = {
+    "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
+    "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
+    "callbacks|Checkpoint|best": list, "window": dict,
+    "loops|fit_loop|epoch_progress": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict,
+}
+PLAIN = "state.json"
+
+
+def split(tree: Any, is_array: Callable[[Any], bool],
+          memory_of: Callable[[Any], Hashable] = id) -> tuple[Any, dict[str, Any]]:
+    """Take the arrays out of a tree. One that stands in several places is taken once, under the first of its paths.
+
+    Args:
+        is_array: Whether a node is one.
+        memory_of: What is equal for arrays that are the same memory read in the same way.
+
+    Returns:
+        The tree as JSON can hold it, and the arrays by their path in it.
+
+    Raises:
+        TypeError: Something in the tree is neither plain data nor an array.
+    """
+    arrays: dict[str, Any] = {}
+    paths: dict[Hashable, str] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if is_array(node):
+            path = paths.setdefault(memory_of(node), path)
+            arrays.setdefault(path, node)
+            return {"$array": path}
+        if isinstance(node, dict):
+            if all(isinstance(key, str) and not key.startswith("$") for key in node):
+                return {key: walk(value, f"{path}/{key}".lstrip("/")) for key, value in node.items()}
+            return {"$items": [[walk(key, path), walk(value, f"{path}/{key}".lstrip("/"))]
+                               for key, value in node.items()]}
+        if isinstance(node, (list, tuple)):
+            items = [walk(value, f"{path}/{i}".lstrip("/")) for i, value in enumerate(node)]
+            return {"$tuple": items} if isinstance(node, tuple) else items
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        raise TypeError(f"{path or 'the tree'} holds a {type(node).__name__}, which a checkpoint cannot store")
+
+    return walk(tree, ""), arrays
+
+
+def join(tree: Any, arrays: dict[str, Any]) -> Any:
+    """Undo `split`."""
+    if isinstance(tree, list):
+        return [join(value, arrays) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$array" in tree:
+        return arrays[tree["$array"]]
+    if "$items" in tree:
+        return {join(key, arrays): join(value, arrays) for key, value in tree["$items"]}
+    if "$tuple" in tree:
+        return tuple(join(value, arrays) for value in tree["$tuple"])
+    return {key: join(value, arrays) for key, value in tree.items()}
+
+
+def write_manifest(folder: Path) -> None:
+    """Note size and CRC-32 of each file, so that damage is found before anything is restored."""
+    write_json(folder / MANIFEST, stamps(sorted(folder.iterdir())))
+
+
+def check_manifest(folder: Path, *names: str) -> None:
+    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut, altered or not listed."""
+    try:
+        manifest = json.loads(_text_of(folder / MANIFEST))
+        read = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
+        unlisted = sorted(read - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
+        damaged = None if unlisted else first_damaged(
+            folder, {name: manifest[name] for name in names} if names else manifest)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
+                        ) from error
+    if unlisted:
+        raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} does not list {unlisted[0]}. Resume from another "
+                        "one.")
+    if damaged is not None:
+        raise UserError(f"Checkpoint {folder} is damaged: {damaged} is not as it was written. Resume from another "
+                        f"one, for example --ckpt_path {folder.parent}/step=N.")
+
+
+def read_plain(folder: Path) -> dict[str, Any]:
+    """What a checkpoint of a run holds beside arrays.
+
+    Raises:
+        UserError: That cannot be read, or lacks what both engines need to go on.
+    """
+    check_manifest(folder, PLAIN)
+    try:
+        plain = json.loads(_text_of(folder / PLAIN))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
+    _check_object(folder, plain)
+    _check_content(folder, plain)
+    return plain
+
+
+def read_tree(folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
+    """state.json of a folder with its arrays back in their places.
+
+    Raises:
+        UserError: It is no such tree, or names an array that is not there.
+    """
+    try:
+        tree = join(json.loads(_text_of(folder / PLAIN)), arrays)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} does not fit its arrays ({error}). Resume from "
+                        "another one.") from error
+    _check_object(folder, tree)
+    return tree
+
+
+def _check_object(folder: Path, tree: Any) -> None:
+    if not isinstance(tree, dict):
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds a {type(tree).__name__}. Resume from another "
+                        "one.")
+
+
+def _check_content(folder: Path, content: dict[str, Any]) -> None:
+    for path, kind in _CONTENT.items():
+        value: Any = content
+        for key in path.split("|"):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds no {path.replace('|', '.')} that is "
+                            f"{_KINDS[kind]}. Resume from another one.")
+
+
+def _text_of(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,102 @@
+"""Which checkpoints a run writes and keeps, in both engines."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import require
+from lmmods.runs.folder import RunFolder, checkpoint_position
+
+
+class KeepRules:
+    """When a checkpoint is written besides after each validation, at the end and when interrupted, and which stay.
+
+    Args:
+        every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
+        keep_last: How many of the newest to keep.
+        keep_best: How many of the best by `monitor` to keep beside them.
+        monitor: Metric that says which is best.
+        mode: Whether the smaller or the larger value is better.
+    """
+
+    def __init__(self, every_n_steps: int | None = 250, keep_last: int = 2, keep_best: int = 1,
+                 monitor: str = "val/loss", mode: Literal["min", "max"] = "min"):
+        require(every_n_steps is None or every_n_steps >= 1, "checkpoint.every_n_steps", every_n_steps, "1 or more")
+        require(keep_last >= 1, "checkpoint.keep_last", keep_last, "1 or more")
+        require(keep_best >= 0, "checkpoint.keep_best", keep_best, "0 or more")
+        self.every_n_steps, self.keep_last, self.keep_best = every_n_steps, keep_last, keep_best
+        self.monitor, self.mode = monitor, mode
+        self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": [list(pair) for pair in self.best], "monitor": self.monitor, "mode": self.mode}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Values of another metric than this run ranks by say nothing here; older checkpoints do not name theirs."""
+        same = (state.get("monitor", self.monitor), state.get("mode", self.mode)) == (self.monitor, self.mode)
+        self.best = [(value, name) for value, name in state["best"] if same and math.isfinite(value)]
+
+    def is_due(self, step: int) -> bool:
+        """Whether the rules ask for a checkpoint after optimiser step `step`."""
+        return self.every_n_steps is not None and step % self.every_n_steps == 0
+
+    def rank(self, metrics: dict[str, float], name: str) -> None:
+        """Note the checkpoint about to be written among the best, if it is; a value that is not finite never is.
+
+        Raises:
+            UserError: The run does not log the metric to rank by.
+        """
+        if not self.keep_best:
+            return
+        if self.monitor not in metrics:
+            raise UserError(f"checkpoint.monitor is {self.monitor!r}, which this run does not log "
+                            f"({', '.join(sorted(metrics))}).")
+        value = metrics[self.monitor]
+        if not math.isfinite(value):
+            return
+        self.best = [pair for pair in self.best if pair[1] != name] + [(value, name)]
+        sign = 1 if self.mode == "min" else -1
+        self.best.sort(key=lambda pair: (sign * pair[0], checkpoint_position(pair[1])))
+        self.best = self.best[: self.keep_best]
+
+    def kept_with(self, newest: str) -> "Kept":
+        """What stays when the checkpoint `newest` stands, by the ranks of now."""
+        return Kept(newest, tuple(name for _, name in self.best), self.keep_last)
+
+    def take_up(self, folder: RunFolder, checkpoint: Path) -> None:
+        """Go on from a checkpoint: do what a run that died after writing it may have left undone.
+
+        Best ones that are no longer there, deleted since or of another run folder, are forgotten.
+        """
+        self.best = [pair for pair in self.best if folder.checkpoint(pair[1]).is_dir()][: self.keep_best]
+        if checkpoint.name in folder.names():
+            self.kept_with(checkpoint.name).settle(folder)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which checkpoints stay, decided when one is written; another thread may carry it out while others are ranked.
+
+    Args:
+        newest: Name of the one that is written.
+        best: Names, the best first; `newest` may be among them.
+        keep_last: How many of the newest stay.
+    """
+
+    newest: str
+    best: tuple[str, ...]
+    keep_last: int
+
+    def settle(self, folder: RunFolder) -> None:
+        """Now that `newest` stands: point `last` and `best`, and only then drop what is no longer kept.
+
+        Dying between any two steps leaves checkpoints that are whole, and links to such.
+        """
+        folder.point("last", folder.checkpoint(self.newest))
+        if self.best and folder.checkpoint(self.best[0]).is_dir():
+            folder.point("best", folder.checkpoint(self.best[0]))
+        for name in folder.names()[: -self.keep_last]:
+            if name not in (self.newest, *self.best):
+                folder.drop_checkpoint(name)

@@ -1,0 +1,127 @@
+"""Upload of the model to a Hugging Face hub repository, at the end or at each checkpoint, from either engine."""
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from lmmods.core.console import say, warn
+from lmmods.core.errors import UserError, first_line
+from lmmods.core.redaction import redact
+from lmmods.core.settings import require
+from lmmods.runs.folder import write_json
+from lmmods.runs.local_paths import is_local_path
+from lmmods.runs.model_card import HUB_ID
+
+
+class Publisher:
+    """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
+
+    Repository, token and right to write are tried before training. An upload that fails while training is told once
+    and training goes on; at the end it is an error (exit status 2) after everything else has been written.
+
+    Args:
+        repo: Hub repository `user/name`, made if there is none; null uploads nothing.
+        private: Whether only its owner sees it.
+        when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
+            leaving one out while the upload before it is under way.
+        license: License in the card, as the hub names them (apache-2.0, mit, ...).
+    """
+
+    def __init__(self, repo: str | None = None, private: bool = True, when: Literal["end", "save"] = "end",
+                 license: str | None = None):
+        require(repo is None or "/" in repo and bool(HUB_ID.fullmatch(repo)), "publish.repo", repo, "user/name")
+        require(license is None or repo is not None, "publish.repo", repo, "set where publish.license is")
+        self.repo, self.private, self.when, self.license = repo, private, when, license
+        self._upload: threading.Thread | None = None
+        self._has_warned = False
+
+    def problem(self) -> str | None:
+        """Make the repository. What stands in the way of uploading to it, if anything does."""
+        from huggingface_hub import HfApi, get_token
+
+        if get_token() is None:
+            return (f"publish.repo is {self.repo}, but there is no Hugging Face token. Set HF_TOKEN in the environment "
+                    "or run `hf auth login`, or set publish.repo to null.")
+        try:
+            HfApi().create_repo(self.repo, private=self.private, exist_ok=True)
+            is_private = HfApi().repo_info(self.repo).private
+        except Exception as error:  # of many kinds: network, rights, name
+            return (f"publish.repo: {self.repo} cannot be made or written ({_told(error)}). Check name, token and "
+                    "network, or set publish.repo to null and upload later.")
+        if is_private != self.private:
+            return (f"publish.private is {self.private}, but {self.repo} exists and is "
+                    f"{'private' if is_private else 'public'}. Set publish.private to {is_private}, or name another "
+                    "repository.")
+        return None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an upload is under way."""
+        return self._upload is not None and self._upload.is_alive()
+
+    def upload_aside(self, folder: Path, step: int) -> None:
+        """Upload `folder` in the background and delete it afterwards."""
+        self._upload = threading.Thread(target=self._upload_and_remove, args=(folder, step), daemon=True)
+        self._upload.start()
+
+    def _upload_and_remove(self, folder: Path, step: int) -> None:
+        try:
+            self._send(folder, f"Step {step}")
+        except Exception as error:  # training goes on, whatever it was
+            if not self._has_warned:
+                warn(f"The upload of step {step} to {self.repo} failed ({_told(error)}). Training goes on; later "
+                     "checkpoints are tried too, without a word if they fail again.")
+            self._has_warned = True
+        shutil.rmtree(folder)
+
+    def finish(self, folder: Path, step: int) -> None:
+        """Upload what the finished run has exported. Raises UserError if that fails; everything is saved by then."""
+        if self._upload is not None:
+            self._upload.join()
+        try:
+            self._send(folder, f"Finished at step {step}")
+        except Exception as error:
+            raise UserError(f"The run is finished and saved, but its upload to {self.repo} failed ({_told(error)}). "
+                            f"Upload it by hand: hf upload {self.repo} {folder}") from error
+        say(f"Uploaded {folder} to {self.repo}.")
+
+    def _send(self, folder: Path, message: str) -> None:
+        from huggingface_hub import HfApi
+
+        with _publishable(folder) as content:
+            HfApi().upload_folder(repo_id=self.repo, folder_path=content, commit_message=message)
+
+
+@contextmanager
+def _publishable(folder: Path) -> Iterator[Path]:
+    """The model folder as others may read it: an adapter does not name a base that only this machine has."""
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not is_local_path(config.get("base_model_name_or_path") or ""):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix=".upload-", dir=folder.parent) as temporary:
+        copy = Path(temporary) / folder.name
+        shutil.copytree(folder, copy, copy_function=_link)
+        write_json(copy / file.name, {**config, "base_model_name_or_path": None})  # a new file: the linked one stays
+        yield copy
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def _told(error: Exception) -> str:
+    """Kind and first line of an error, without the token that some of them quote."""
+    from huggingface_hub import get_token
+
+    return f"{type(error).__name__}: {redact(first_line(error), get_token())}"

@@ -1,0 +1,124 @@
+"""The README.md beside an exported model: what the Hugging Face hub reads of it, and what a person does."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmmods.core.redaction import redact, redacted
+from lmmods.data.report import render_table
+from lmmods.data.sources.readers import READERS, file_type
+from lmmods.data.sources.sources import NAMED_SETS
+from lmmods.runs.folder import RunFolder, as_yaml
+from lmmods.runs.local_paths import shown_path, shown_paths
+
+# transformers' class -> the hub's name of the task
+PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",
+             "AutoModelForQuestionAnswering": "question-answering"}
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")
+
+
+def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str) -> str:
+    """Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics, recipe.
+
+    It is published, so it holds no password, no token, and no absolute path of this machine.
+
+    Args:
+        folder: The run, its other files written. Metrics are those of metrics.json, where there is one already.
+        base: Model it started from, if any.
+        is_adapter: Whether model/ is an adapter of `base`.
+        auto_class: transformers' class that loads it.
+    """
+    text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
+    recipe = yaml.safe_load(text) or {}
+    report = json.loads(folder.data_report.read_text(encoding="utf-8"))
+    metrics = json.loads(folder.metrics_json.read_text(encoding="utf-8")) if folder.metrics_json.exists() else {}
+    header = _header(folder.root.name, recipe, metrics, base, is_adapter, auto_class)
+    shown_base = base and shown_path(base, folder.root)
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---",
+        f"# {folder.root.name}",
+        f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{shown_base}`." if base else "Trained from scratch.",
+        "## Load\n\n```python\n" + _how_to_load(recipe, shown_base, is_adapter, auto_class) + "\n```",
+    ]
+    if metrics:
+        parts.append("## Metrics\n\n" + _table(metrics))
+    if folder.metrics_csv.exists():
+        parts.append("![Training and validation loss](loss.png)")
+    parts.append(f"## Data\n\n```text\n{render_table(shown_paths(report, folder.root))}\n```")
+    if recipe:
+        parts.append(f"## Recipe\n\n```yaml\n{as_yaml(shown_paths(redacted(recipe), folder.root)).strip()}\n```")
+    return redact("\n\n".join(parts) + "\n")
+
+
+def hub_id(name: str | None) -> str | None:
+    """`name` if it is a hub id; the hub refuses a card that names anything else, such as a local folder."""
+    is_local = not name or Path(name).exists() or file_type(name) in READERS
+    return name if not is_local and HUB_ID.fullmatch(name) else None
+
+
+def _header(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter: bool, auto_class: str) -> dict:
+    """The metadata block, keys as the hub documents them."""
+    data = recipe.get("data", {}).get("init_args", {})
+    model = recipe.get("model", {}).get("init_args", {})
+    task = PIPELINES[auto_class]
+    header: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "pipeline_tag": task}
+    if license_name := recipe.get("publish", {}).get("license"):
+        header["license"] = license_name
+    if hub_id(base):
+        header["base_model"] = base
+    if datasets := [path for path in _paths(data.get("source")) if hub_id(path)]:
+        header["datasets"] = datasets
+    header["tags"] = ["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else [])]
+    if results := _results(task, data, metrics):
+        header["model-index"] = [{"name": name, "results": results}]
+    return header
+
+
+def _results(task: str, data: dict, metrics: dict) -> list[dict]:
+    """Evaluations in the form of the hub's model-index; one for validation, one for test."""
+    sources = {"val": data.get("val_source") or data.get("source"), "test": data.get("test_source")}
+    results = []
+    for role, source in sources.items():
+        found = {key.removeprefix(f"{role}/"): value for key, value in metrics.items() if key.startswith(f"{role}/")}
+        path = next(iter(_paths(source)), None)
+        if found and path:
+            dataset = {"name": path, "type": path} if hub_id(path) else {"name": Path(path).stem, "type": "local"}
+            results.append({
+                "task": {"type": task},
+                "dataset": {**dataset, "split": {"val": "validation"}.get(role, role)},
+                "metrics": [{"type": key, "value": value, "name": f"{role}/{key}"} for key, value in found.items()
+                            if isinstance(value, int | float) and math.isfinite(value)],
+            })
+    return results
+
+
+def _paths(source: Any) -> list[str]:
+    """Paths and hub ids that a `source` field of a recipe names."""
+    items = source if isinstance(source, list) else [source] if source else []
+    paths = [item["path"] if isinstance(item, dict) else item for item in items]
+    return [NAMED_SETS.get(path, path) for path in paths]
+
+
+def _how_to_load(recipe: dict, base: str | None, is_adapter: bool, auto_class: str) -> str:
+    repo = recipe.get("publish", {}).get("repo")
+    lines = [f"from transformers import {auto_class}, AutoTokenizer", "",
+             f'name = "{repo}"' if repo else 'name = "."  # this folder',
+             "tokenizer = AutoTokenizer.from_pretrained(name)"]
+    if not is_adapter:
+        return "\n".join([*lines, f"model = {auto_class}.from_pretrained(name)"])
+    options = recipe.get("model", {}).get("init_args", {})
+    chosen = "".join(f", {key}={options[key]!r}" for key in ("revision", "trust_remote_code") if options.get(key))
+    return "\n".join(["from peft import PeftModel", *lines, f'base = {auto_class}.from_pretrained("{base}"{chosen})',
+                      "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
+                      "    base.resize_token_embeddings(len(tokenizer))",
+                      "model = PeftModel.from_pretrained(base, name)"])
+
+
+def _table(values: dict) -> str:
+    rows = [f"| {name} | {value:.6g} |" if isinstance(value, float) else f"| {name} | {value} |"
+            for name, value in values.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])

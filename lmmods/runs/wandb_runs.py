@@ -1,0 +1,72 @@
+"""Runs at Weights & Biases: where they are kept, under which id they go on, whether there is an account."""
+
+import json
+import netrc
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from lmmods.core.recipes import read_recipe
+from lmmods.core.redaction import redacted
+from lmmods.runs.csv_logger import hidden_arguments
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.recognition import wandb_id
+
+TABLE_ROWS = 1000
+
+
+def wandb_loggers(loggers: Any) -> list[Any]:
+    """Those of W&B in the recipe's `trainer.logger`."""
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    return [logger for logger in loggers if str(getattr(logger, "class_path", "")).endswith("WandbLogger")]
+
+
+def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
+    """Write into the run folder, go on with the run's id, and stay offline without a key, never asking for one.
+
+    Its notes, tags and names are kept in files and sent away, so they hold no password or token.
+    """
+    for key, value in vars(options).items():
+        if isinstance(value, str | list):
+            options[key] = redacted(value)
+    options.save_dir = str(folder.root) if options.get("save_dir") in (None, ".") else options.save_dir
+    options.project = options.get("project") or "lmmods"
+    options.name = options.get("name") or folder.root.name
+    if not (options.get("id") or options.get("version")):
+        options.id = known_wandb_id(folder) if goes_on else None
+        options.id = options.id or secrets.token_hex(4)
+    if "WANDB_MODE" not in os.environ and not options.get("offline") and not has_wandb_key():
+        os.environ["WANDB_MODE"] = "offline"
+        print(f"W&B: no API key is set, so the run is kept offline. Send it later with: wandb sync "
+              f"{folder.root}/wandb/offline-run-*")
+
+
+def known_wandb_id(folder: RunFolder) -> str | None:
+    """Id under which W&B knows the run in a folder."""
+    if not folder.config.exists():
+        return None
+    return wandb_id(read_recipe(folder.config))
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B would find an API key, in the environment or where `wandb login` keeps it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc(Path.home() / ".netrc").hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
+    """The first rows of predictions.jsonl as the table `predictions` of W&B, where a logger has tables."""
+    if not rows:
+        return
+    data = [[value if isinstance(value, str | int | float | None) else json.dumps(value, ensure_ascii=False)
+             for value in (row.get(name) for name in rows[0])] for row in rows[:TABLE_ROWS]]
+    for logger in loggers:
+        if hasattr(logger, "log_table"):
+            with hidden_arguments():
+                logger.log_table("predictions", columns=list(rows[0]), data=data)
+            logger.finalize("success")

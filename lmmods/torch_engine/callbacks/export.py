@@ -1,0 +1,44 @@
+"""What a finished run leaves: the model folder with its card, and the curves as a picture."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+
+from lmmods.core.console import say
+from lmmods.runs.csv_logger import log_checkpoint
+from lmmods.runs.loss_plot import draw_curves
+from lmmods.runs.model_card import model_card
+
+
+class Export(L.Callback):
+    """Write model/ and loss.png at the end of training and mark the run completed."""
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        folder = trainer.run_folder
+        exported = write_model(trainer, module, folder.room_for_model)
+        if trainer.is_global_zero:
+            folder.put_model(exported)
+            log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
+            folder.complete()
+            say(f"Wrote {folder.model}.")
+        trainer.strategy.barrier("export")
+
+
+def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callable[[], Path]) -> Path:
+    """Write model or adapter, tokenizer and card. All processes must call this.
+
+    Args:
+        make_room: Makes the new folder to write into; called by the first process.
+    """
+    folder = trainer.strategy.broadcast(make_room() if trainer.is_global_zero else None)
+    trained = [(param, param.data) for param in module.trainable().values()]
+    module.export(folder)  # sharded parameters are gathered by all processes
+    for param, data in trained:  # model.save_dtype has rounded them, and training may go on
+        param.data = data
+    if trainer.is_global_zero:
+        trainer.datamodule.tokenizer.save_pretrained(folder)
+        card = model_card(trainer.run_folder, module.pretrained, module.trains_adapter, module.auto_class)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        draw_curves(trainer.run_folder.metrics_csv, folder / "loss.png")
+    return folder

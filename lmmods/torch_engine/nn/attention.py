@@ -1,0 +1,172 @@
+"""Attention kernels that are preferred to transformers' choice, registered with it as implementations.
+
+Packed rows on CUDA: flash attention from one document to the next, in place of a mask [B, 1, T, T]. Transformers turns
+restarting `position_ids` into such a mask, which keeps torch from its flash kernel. torch's kernel for rows of varying
+length needs only where each document begins.
+
+Short rows under bfloat16 on CPUs: float32, in which torch's kernel is the faster one.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lmmods.core.console import say
+from lmmods.core.errors import UserError, first_line, one_line
+
+VARLEN, FLOAT32 = "varlen", "sdpa_float32"
+# Forward and backward pass of torch 2.13 with 6 heads of 64 on two Zen 4 cores: float32 takes a third to a half of the
+# time of bfloat16 at 112 to 168 tokens, as much at 320 to 512, and half again as much from 1,024 on.
+FLOAT32_LENGTH = 384
+Kernel = Callable[..., Tensor]
+
+
+@contextmanager
+def choosing_attention(name: str | None) -> Iterator[None]:
+    """While transformers takes up the implementation that `model.attention` names. Raises UserError if it cannot."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if name is None or isinstance(error, ValueError) and "attention" not in str(error) and "attn" not in str(error):
+            raise
+        package = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}.get(name)
+        raise UserError(f"model.attention is {name!r}, which cannot be used here: {one_line(error)[:300]} "
+                        + (f"Install the package {package} (for CUDA), or set" if package else "Set")
+                        + " model.attention to sdpa, eager or null; null takes the fastest that is there.") from error
+
+
+def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
+    """Switch `model` from sdpa to the kernel for packed rows, where it fits and agrees with sdpa; says which.
+
+    Args:
+        kernel: In place of torch.nn.attention.varlen.varlen_attn, which is for CUDA.
+    """
+    cuda = model.get_input_embeddings().weight.device.type == "cuda"
+    if model.config._attn_implementation != "sdpa" or not (cuda or kernel):
+        return
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    problem = _unfit(model)
+    if problem is None:
+        AttentionInterface.register(VARLEN, _Varlen(kernel or varlen_attn))
+        AttentionMaskInterface.register(VARLEN, _mask)
+        before = _packed_logits(model)
+        model.set_attn_implementation(VARLEN)
+        problem = _disagreement(model, before)
+        if problem is not None:
+            model.set_attn_implementation("sdpa")
+    say("Attention: " + ("torch's flash kernel for documents of packed rows, which agrees with sdpa." if problem is None
+                         else f"sdpa, as the kernel for packed rows {problem}."))
+
+
+def prefer_float32(model: nn.Module) -> None:
+    """Switch `model` from sdpa to attention that computes short rows in float32, whatever the rest is computed in."""
+    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(FLOAT32, _attend_float32)
+    AttentionMaskInterface.register(FLOAT32, sdpa_mask)
+    model.set_attn_implementation(FLOAT32)
+    say(f"Attention: in float32 for rows of up to {FLOAT32_LENGTH} tokens, which on CPUs is faster than in bfloat16.")
+
+
+def _attend_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                    **options: Any) -> tuple[Tensor, None]:
+    """An attention function of transformers."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if max(query.shape[2], key.shape[2]) > FLOAT32_LENGTH:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    dtype = _compute_dtype(value)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.float()
+    with torch.autocast(query.device.type, enabled=False):
+        mixed, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
+    return mixed.to(dtype), None
+
+
+def _unfit(model: nn.Module) -> str | None:
+    config, dtype = model.config.get_text_config(), _compute_dtype(model.get_input_embeddings().weight)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in 16 bits, not in {dtype}"
+    if getattr(config, "sliding_window", None) is not None:
+        return "is not used with a sliding window"
+    if any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop")):
+        return "has no attention dropout"
+    return None
+
+
+def _disagreement(model: nn.Module, before: Tensor) -> str | None:
+    try:
+        apart = ((_packed_logits(model) - before).norm() / before.norm()).item()
+    except (RuntimeError, ValueError, TypeError) as error:  # another GPU or version of torch
+        return f"fails: {first_line(error)}"
+    return None if apart <= 0.05 else f"gives logits that differ by {apart:.1%}"
+
+
+@torch.no_grad()
+def _packed_logits(model: nn.Module) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    positions = torch.cat([torch.arange(length, device=weight.device) for length in (40, 7, 17)]).unsqueeze(0)
+    ids = torch.arange(64, device=weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which autocast, where it is on, would have attention compute."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """A mask function of transformers: none for packed rows, whose documents the attention finds by itself."""
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is None and q_length == kv_length:
+        return None
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **options)
+
+
+class _Varlen:
+    """An attention function of transformers: rows without a mask by document, all else (generation) through sdpa."""
+
+    def __init__(self, kernel: Kernel):
+        self._kernel = kernel
+        self._last: tuple[Tensor | None, Any] = (None, None)
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                 dropout: float = 0.0, scaling: float | None = None, **options: Any) -> tuple[Tensor, None]:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        positions = options.get("position_ids")
+        if attention_mask is not None or positions is None or query.shape[2] != key.shape[2]:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        dtype = _compute_dtype(value)  # rotary positions leave float32 behind under autocast
+        rows = [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value)]
+        starts, longest = self._documents(positions, len(query))
+        # torch 2.11's takes fewer heads of keys without being told
+        grouped = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(self._kernel).parameters
+        mixed = self._kernel(*rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0),
+                             **{"enable_gqa": True} if grouped else {})
+        return mixed.view(len(query), -1, *mixed.shape[1:]), None
+
+    def _documents(self, positions: Tensor, num_rows: int) -> tuple[Tensor, int]:
+        """Where documents begin in all rows laid end to end, and the end of all, int32; and the longest's length.
+
+        Kept for the other layers of a forward pass, as it waits for the device.
+        """
+        if self._last[0] is not positions:
+            every = positions.expand(num_rows, -1)
+            begins = torch.ones_like(every, dtype=torch.bool)
+            begins[:, 1:] = every.diff(dim=1) != 1
+            starts = F.pad(begins.flatten().nonzero().squeeze(1), (0, 1), value=every.numel()).int()
+            self._last = positions, (starts, int(starts.diff().max()))
+        return self._last[1]

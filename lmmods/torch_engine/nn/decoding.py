@@ -1,0 +1,203 @@
+"""Text generation: everything transformers' `generate` does, plus contrastive search and diverse beam search.
+
+transformers 5 left those two out and would fetch their code from its hub. Both are written here from their papers
+and run through the door `generate(..., custom_generate=function)`: transformers prepares masks, positions, cache,
+logits processors and stopping criteria as for its own methods, then calls the function with them.
+
+B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. H: hidden size. V: vocabulary.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import check_beam_groups
+
+UNUSED = -1  # Marks cells behind finished beams until the longest is known; no token has this id.
+LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.
+
+
+def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
+             synced: bool = False, **kwargs: Any) -> Tensor:
+    """Continue the prompts by the method that the options ask for.
+
+    Args:
+        model: A causal language model of transformers, bare or wrapped by PEFT.
+        input_ids: [B, T] prompts, padded on the left.
+        attention_mask: [B, T], 0 on padding.
+        generation_config: The options, left as they are.
+        synced: Go on until all processes are done: each step gathers parameters that are cut over them.
+        kwargs: Options that go before those of `generation_config`; all others go on to the model's `generate`.
+
+    Returns:
+        [B * num_return_sequences, T + T_new] prompts and answers, padded behind the end of an answer.
+    """
+    config = copy.deepcopy(generation_config)
+    kwargs = config.update(**kwargs) | _custom_method(config, synced)
+    # transformers must not see these, or it would ask for the hub. None would let the model's own defaults in.
+    config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
+    config.return_dict_in_generate = False
+    return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
+                          synced_gpus=synced, **kwargs)
+
+
+def _refuse(wrong: bool | None, message: str) -> None:
+    if wrong:
+        raise UserError(message)
+
+
+def _custom_method(config: GenerationConfig, synced: bool) -> dict[str, Any]:
+    """Check the options; the arguments for transformers' `generate` that bring in a method of this file, or none."""
+    alpha, groups, beams = config.penalty_alpha or 0.0, config.num_beam_groups or 1, config.num_beams or 1
+    if alpha:
+        _refuse(not 0 < alpha <= 1, f"penalty_alpha is {alpha}, but must be from 0 to 1 (0: no contrastive search)")
+        _refuse(beams > 1, f"penalty_alpha cannot go with num_beams {beams}: set num_beams to 1 or penalty_alpha to 0")
+        _refuse(config.do_sample, "penalty_alpha cannot go with do_sample: set that to false or penalty_alpha to 0")
+        _refuse(config.top_k == 0, "penalty_alpha weighs the top_k likeliest tokens, but top_k is 0: set it to 4, say")
+        _refuse(config.use_cache is False, "penalty_alpha needs the cache: set use_cache to true or penalty_alpha to 0")
+        # As above, nothing is left None. transformers warns of a top_k where nothing is sampled.
+        top_k, config.top_k = 50 if config.top_k is None else config.top_k, 50
+        config.do_sample, config.num_beams, config.use_cache = False, 1, True
+        return {"custom_generate": contrastive_search, "penalty_alpha": alpha, "top_k": top_k, "synced": synced}
+    if groups > 1:
+        penalty = config.diversity_penalty or 0.0
+        check_beam_groups(beams, groups, penalty, config.do_sample)
+        config.do_sample = False
+        return {"custom_generate": group_beam_search, "num_beam_groups": groups, "diversity_penalty": penalty,
+                "synced": synced}
+    return {}
+
+
+def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
+                       stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
+                       penalty_alpha: float, top_k: int, synced: bool = False, **model_kwargs: Any) -> Tensor:
+    """Contrastive search (Su et al. 2022, "A Contrastive Framework for Neural Text Generation"), [B, T + T_new].
+
+    Each step runs the model on the top_k likeliest tokens v and takes the one with the greatest
+    (1 - alpha) p(v | x) - alpha max_j cos(h_v, h_j), where h_j are the hidden states of the tokens so far.
+    """
+    outputs, model_kwargs = _forward(model, input_ids, model_kwargs | {"output_hidden_states": True}, prompt=True)
+    context = _context(outputs.hidden_states[-1], model_kwargs.get("attention_mask"))
+    logits, k = outputs.logits[:, -1], min(top_k, outputs.logits.shape[-1])
+    rows = torch.arange(len(input_ids), device=input_ids.device)
+    origin, finished = rows.repeat_interleave(k), torch.zeros_like(rows, dtype=torch.bool)
+    # From here on masks and positions have a row for each candidate; the cache gets them as it is reordered.
+    _, model_kwargs = model._expand_inputs_for_generation(expand_size=k, **model_kwargs)
+    while model._has_unfinished_sequences(bool(finished.all()), synced, input_ids.device):
+        probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)
+        candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)
+        model_kwargs["past_key_values"].reorder_cache(origin)
+        outputs, model_kwargs = _forward(model, candidates, model_kwargs)
+        states = F.normalize(outputs.hidden_states[-1][:, -1].float(), dim=-1).unflatten(0, (-1, k))
+        best = ((1 - penalty_alpha) * probs - penalty_alpha * (states @ context.mT).amax(-1)).argmax(-1)
+        token = tokens[rows, best].masked_fill(finished, _pad_token(generation_config))
+        input_ids = torch.cat([input_ids, token[:, None]], 1)
+        context = torch.cat([context, states[rows, best][:, None]], 1)
+        logits, origin = outputs.logits[rows * k + best, -1], (rows * k + best).repeat_interleave(k)
+        finished |= stopping_criteria(input_ids, None)
+    return input_ids
+
+
+def _context(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Hidden states of the prompt [B, T, H] at length 1. Padding becomes the last token, so no maximum changes."""
+    states = F.normalize(hidden.float(), dim=-1)
+    return states if mask is None else torch.where(mask[:, :hidden.shape[1], None].bool(), states, states[:, -1:])
+
+
+def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
+                      stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
+                      num_beam_groups: int, diversity_penalty: float, synced: bool = False,
+                      **model_kwargs: Any) -> Tensor:
+    """Diverse beam search (Vijayakumar et al. 2018) with Hamming diversity; one group is plain beam search.
+
+    `input_ids` is [B * num_beams, T]; the answers are the best of all groups, [B * num_return_sequences, T + T_new].
+    """
+    config, prompt_length = generation_config, input_ids.shape[1]
+    ids = input_ids.unflatten(0, (-1, num_beam_groups, config.num_beams // num_beam_groups))
+    groups = [_Group(part, config) for part in ids.unbind(1)]
+    while model._has_unfinished_sequences(not any(group.open.any() for group in groups), synced, input_ids.device):
+        ids = torch.stack([group.ids for group in groups], 1)
+        outputs, model_kwargs = _forward(model, ids.flatten(0, 2), model_kwargs, ids.shape[-1] == prompt_length)
+        log_probs = outputs.logits[:, -1].float().log_softmax(-1).unflatten(0, ids.shape[:3])
+        taken = torch.zeros_like(log_probs[:, 0, 0])
+        for n, group in enumerate(groups):
+            # As in transformers 4 the processors come after the penalty. Some know the rows by number, so they get all.
+            scores = (log_probs - diversity_penalty * taken[:, None, None]).flatten(0, 2)
+            scores = logits_processor(ids.flatten(0, 2), scores).view_as(log_probs)[:, n]
+            taken += group.advance(scores, stopping_criteria)
+        parents = torch.cat([group.parents + n * group.size for n, group in enumerate(groups)], 1)
+        first = torch.arange(len(parents), device=parents.device)[:, None] * config.num_beams
+        if model_kwargs["use_cache"]:
+            model_kwargs["past_key_values"].reorder_cache((first + parents).flatten())
+    scores = torch.cat([group.best_scores for group in groups], 1)
+    top = scores.topk(config.num_return_sequences).indices[..., None]
+    best = torch.cat([group.best for group in groups], 1).take_along_dim(top, 1)
+    best = best[..., :(best != UNUSED).sum(-1).max()].flatten(0, 1)
+    return best.masked_fill(best == UNUSED, _pad_token(config))
+
+
+class _Group:
+    """A beam search of S beams for each of B prompts, starting from `ids` [B, S, T]. Rules: transformers 5's beams."""
+
+    def __init__(self, ids: Tensor, config: GenerationConfig):
+        self.config, (self.size, self.prompt_length) = config, ids.shape[1:]
+        self.eos = ids.new_empty(0) if config._eos_token_tensor is None else config._eos_token_tensor
+        # Running beams, and the sums of their log-probabilities [B, S]: as all start alike, only one may go on.
+        self.ids, self.scores = ids, torch.full(ids.shape[:2], LOST, device=ids.device)
+        self.scores[:, 0] = 0.0
+        # The best finished beams, and their sums over length ** length_penalty [B, S], best first.
+        self.best, self.best_scores = ids, torch.full_like(self.scores, -torch.inf)
+        self.open = torch.ones_like(ids[:, 0, 0], dtype=torch.bool)  # Whether better ones may come [B].
+
+    def advance(self, log_probs: Tensor, stopping_criteria: StoppingCriteriaList) -> Tensor:
+        """Add a token to each beam, given the scores of all [B, S, V]; how many beams took each token [B, V]."""
+        # Enough candidates that S of them run on, even if the end tokens are the likeliest for every beam.
+        count, was_open = self.size * max(2, 1 + len(self.eos)), self.open[:, None]
+        scores, picked = (self.scores[..., None] + log_probs).flatten(1).topk(count)
+        parents, tokens = picked // log_probs.shape[-1], picked % log_probs.shape[-1]
+        ids = torch.cat([self.ids.take_along_dim(parents[..., None], 1), tokens[..., None]], -1)
+        ended = stopping_criteria(ids.flatten(0, 1), None).view_as(tokens)
+        self._keep_finished(ids, scores, ended)
+        # Running ones first, then those that only the length ended: other groups shun these too, but no end token.
+        kept = (ended.int() + torch.isin(tokens, self.eos)).argsort(dim=1, stable=True)[:, :self.size]
+        self.scores, self.parents = scores.masked_fill(ended, LOST).gather(1, kept), parents.gather(1, kept)
+        self.ids = ids.take_along_dim(kept[..., None], 1)
+        self.open = self.open & self._may_improve() & ~ended.all(1)
+        # Where the search had ended, beams run along, but their tokens do not count.
+        took = was_open.expand(-1, self.size).to(scores)
+        return torch.zeros_like(log_probs[:, 0]).scatter_add_(1, self.ids[..., -1], took)
+
+    def _keep_finished(self, ids: Tensor, scores: Tensor, ended: Tensor) -> None:
+        """Put candidates [B, K, T] that have ended among the best, if they are among the first S."""
+        won = ended & self.open[:, None]
+        won[:, self.size:] = False
+        scores = scores / (ids.shape[-1] - self.prompt_length) ** self.config.length_penalty
+        scores = torch.cat([self.best_scores, scores.masked_fill(~won, -torch.inf)], 1)
+        self.best_scores, kept = scores.topk(self.size)
+        beams = torch.cat([F.pad(self.best, (0, 1), value=UNUSED), ids], 1)
+        self.best = beams.take_along_dim(kept[..., None], 1)
+
+    def _may_improve(self) -> Tensor:
+        """Whether a running beam may still beat the worst finished one [B]: `early_stopping` of GenerationConfig."""
+        worst, penalty, early = self.best_scores[:, -1], self.config.length_penalty, self.config.early_stopping
+        length = self.config.max_length if early == "never" and penalty > 0 else self.ids.shape[-1]
+        best = self.scores[:, 0] / (length - self.prompt_length) ** penalty
+        return worst == -torch.inf if early is True else best > worst
+
+
+def _forward(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Outputs for the whole prompts, or for the last tokens (all tokens without a cache), and the updated kwargs."""
+    length = 1 if kwargs["use_cache"] and not prompt else None
+    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, is_first_iteration=prompt, **kwargs)
+    outputs = model(**inputs, return_dict=True)
+    return outputs, model._update_model_kwargs_for_generation(outputs, kwargs)
+
+
+def _pad_token(config: GenerationConfig) -> int:
+    """Transformers falls back to the end token; without that too, all rows are equally long and nothing is padded."""
+    return 0 if config._pad_token_tensor is None else config._pad_token_tensor.item()

@@ -1,0 +1,172 @@
+"""A window is the micro-batches of one optimiser step. Sums are added over it and divided once."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.nn import sharding
+from lmmods.torch_engine.nn.loss import LossSums
+
+
+class Window:
+    """Running sums of the open window and the figures of the last closed one."""
+
+    # Gradients of summed losses are large. A power of two keeps them in the range of fp16 and changes no bit else.
+    GRADIENT_SCALE = 1024.0
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self.num_batches = 0  # in the open window
+        self._closed: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._lr = 0.0
+        self._gradients: dict[str, Tensor] = {}  # of an unpacked window, for parameters that are not there yet
+
+    @property
+    def is_open(self) -> bool:
+        """Whether micro-batches wait for their optimiser step."""
+        return self._sums is not None
+
+    def add(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
+        """Add a micro-batch: its loss sums, its number of real (unpadded) tokens and of rows that score."""
+        self.add_piece(sums, num_tokens, num_rows)
+        self.num_batches += 1
+
+    def add_piece(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
+        """Add a further piece of the micro-batch that was added last."""
+        new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
+        # A checkpoint's sums come on the CPU.
+        self._sums = new if self._sums is None else self._sums.to(new.device) + new
+
+    def sums(self) -> Tensor:
+        """[4] float64: summed loss, weight, real tokens and rows of this rank's open window."""
+        return self._sums
+
+    def close(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:
+        """Note the figures of the window over all ranks; the next micro-batch opens a new one.
+
+        Args:
+            sums: [4] as in `sums`, added over the ranks.
+            grad_norm: Norm of the averaged gradient before clipping.
+            lr: Learning rate of the step.
+        """
+        if hasattr(grad_norm, "full_tensor"):  # sharded gradients
+            grad_norm = grad_norm.full_tensor()
+        self._closed = torch.cat([sums, grad_norm.to(sums).unsqueeze(0)])
+        self._counts = sums[2:] if self._counts is None else self._counts + sums[2:]
+        self._sums, self.num_batches = None, 0
+        self._lr = lr
+
+    def last(self) -> dict[str, float]:
+        """Figures of the last closed window: loss, lr, grad_norm. Waits for the device."""
+        total, weight, _, _, grad_norm = self._closed.tolist()
+        return {"loss": total / max(weight, 1), "lr": self._lr, "grad_norm": grad_norm}
+
+    def take_counts(self) -> tuple[int, int]:
+        """Real tokens and rows of the windows closed since this was last asked. Waits for the device."""
+        counts, self._counts = self._counts, None
+        return (0, 0) if counts is None else tuple(int(count) for count in counts.tolist())
+
+    def check_finite(self, step: int, epoch: int) -> None:
+        """Raise UserError when the last window's loss or gradient is not a number."""
+        if self._closed is not None and not torch.isfinite(self._closed).all():
+            last = self.last()
+            raise UserError(
+                f"Step {step} (epoch {epoch}): loss is {last['loss']}, gradient norm {last['grad_norm']}. Training "
+                "stops before this step and no checkpoint of it is written. Go on from the last checkpoint with a "
+                "lower optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def pack(self, params: dict[str, nn.Parameter], strategy: Any, divisor: float) -> dict[str, Any]:
+        """The open window of all processes, each of which has summed its own micro-batches; empty where none is open.
+
+        All processes must call this.
+
+        Args:
+            params: What trains, by name.
+            strategy: Lightning's, to add up over the processes.
+            divisor: What gradients have been divided by so far.
+        """
+        if not self.is_open:
+            return {}
+        return {"sums": strategy.reduce(self._sums.clone(), reduce_op="sum"),
+                "num_batches": self.num_batches,
+                "divisor": divisor,
+                "gradients": {name: _summed(param.grad, strategy) for name, param in params.items()
+                              if param.grad is not None}}
+
+    def unpack(self, state: dict[str, Any], divisor: float, is_first: bool) -> None:
+        """Take up a packed window; its gradients wait for `put_gradients`.
+
+        Args:
+            divisor: What this run divides gradients by.
+            is_first: The first process takes up what all had summed, the others begin at zero.
+        """
+        self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
+        if state:
+            self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
+            factor = state["divisor"] / divisor
+            self._gradients = {name: grad * factor for name, grad in state["gradients"].items()}
+
+    def put_gradients(self, params: dict[str, nn.Parameter], world_size: int, is_first: bool) -> None:
+        """Give the parameters the gradients of an unpacked window; arguments as in `unpack`."""
+        for name, grad in self._gradients.items():
+            param = params[name]
+            if isinstance(param, DTensor):
+                param.grad = sharding.placed_like(grad, param) / world_size
+            elif is_first:
+                param.grad = sharding.placed_like(grad, param)
+        self._gradients = {}
+
+
+def _summed(grad: Tensor, strategy: Any) -> Tensor:
+    if isinstance(grad, DTensor):  # averaged over the processes already
+        return sharding.whole(grad) * strategy.world_size
+    return strategy.reduce(grad.clone(), reduce_op="sum")
+
+
+class WeightedMean(torchmetrics.Metric):
+    """Sum of values over sum of weights, over all batches and ranks; float64, so the order hardly matters."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "weight"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, weight: Tensor) -> None:
+        self.total += total.double()
+        self.weight += weight.double()
+
+    def compute(self) -> Tensor:
+        return self.total / self.weight
+
+
+def seed_step(*position: int) -> None:
+    """Seed torch, numpy and python from the seed of the run and a place in it: no generator state has to be kept."""
+    mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
+    # Not torch.manual_seed: for each device that is not in use it keeps a call, with a traceback, for later.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(mixed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(mixed)
+    np.random.seed(mixed)
+    random.seed(mixed)
+
+
+def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
+    """The parts of all processes in one mapping, on every process."""
+    if world_size == 1:
+        return parts
+    everywhere: list = [None] * world_size
+    torch.distributed.all_gather_object(everywhere, parts)
+    return {key: value for part in everywhere for key, value in part.items()}

@@ -1,0 +1,149 @@
+"""A causal LM taken apart at its output head, so that only labelled positions reach it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lmmods.core.console import say
+from lmmods.torch_engine.nn.loss import LossSums, shift_labels, token_loss
+
+
+class CausalHead:
+    """Output layer of a causal LM and what its architecture does to the logits afterwards.
+
+    Args:
+        model: Any causal LM of transformers, also wrapped by PEFT.
+        plain: Let it see all positions, and autograd differentiate it.
+    """
+
+    def __init__(self, model: nn.Module, plain: bool = False):
+        self.plain = plain
+        config = model.config.get_text_config()
+        self.layer = model.get_output_embeddings()
+        self.vocab_size = config.vocab_size
+        # Names as the configurations of cohere, granite and gemma have them.
+        self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, H]."""
+        logits = self.layer(hidden)
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The output layer, if the head is nothing else: no bias, adapter, scale, cut or hook of a strategy."""
+        layer = self.layer
+        alone = (type(layer) is nn.Linear and layer.bias is None and self.scale == 1 and self.softcap is None
+                 and type(layer.weight.data) is Tensor and not layer._forward_pre_hooks and not layer._forward_hooks)
+        return layer if alone else None
+
+    def params(self) -> list[Tensor]:
+        """The head's trainable parameters."""
+        return [p for p in self.layer.parameters() if p.requires_grad]
+
+    @classmethod
+    def of(cls, model: nn.Module, plain: bool = False) -> "CausalHead | None":
+        """The head of `model`, or None where it does something to its logits that is not known here."""
+        if model.get_output_embeddings() is None:
+            return None
+        head = cls(model, plain)
+        if head._matches(model):
+            return head
+        say("The output head of this architecture cannot be taken apart; its full logits are computed.")
+        return None
+
+    def _matches(self, model: nn.Module) -> bool:
+        """Whether this head says what the model itself says, tried on a few tokens."""
+        ids = torch.arange(8, device=self.layer.weight.device).unsqueeze(0) % self.vocab_size
+        with torch.no_grad(), _capture(self.layer, keep=True) as captured:
+            logits = model(input_ids=ids, use_cache=False).logits
+            own = self(captured[0])
+        return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-3 * logits.abs().max().item())
+
+
+def causal_loss(model: nn.Module, head: CausalHead | None, batch: dict[str, Tensor],
+                count_correct: bool = False) -> LossSums:
+    """Summed next-token loss of a batch (design: `input_ids`, `labels` and, padded or packed, their companions).
+
+    Args:
+        model: The causal LM.
+        head: Its head, or None to use the model's own logits [B, T, V].
+        batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0.
+        count_correct: Also count argmax hits.
+    """
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
+    inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
+        "attention_mask": batch["attention_mask"]}
+    targets = shift_labels(batch["labels"])
+    if head is None:
+        logits = model(**inputs).logits
+        return token_loss(logits, targets, lambda x: x, [], logits.shape[-1], count_correct)
+    with _capture(head.layer) as captured:
+        model(**inputs)
+    return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct, head.plain)
+
+
+def choice_logits(model: nn.Module, head: CausalHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:
+    """Logits [B, K] in float32 of the tokens `choices` [K] behind the last token of each row.
+
+    Args:
+        model: The causal LM.
+        head: Its head, or None to use the model's own logits [B, T, V].
+        batch: `input_ids` and `attention_mask` [B, T], padded on the right.
+        choices: Token ids.
+    """
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
+    last = batch["attention_mask"].sum(1) - 1
+    rows = torch.arange(len(last), device=last.device)
+    if head is None:
+        return model(**inputs).logits[rows, last][:, choices].float()
+    with _capture(head.layer) as captured:
+        model(**inputs)
+    return head(captured[0][rows, last])[:, choices].float()
+
+
+def keeps_packed_apart(model: nn.Module) -> bool:
+    """Whether documents packed into one row with restarting `position_ids` do not see each other.
+
+    Tried, since it depends on the architecture: one without `position_ids` (OPT) lets them leak.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(12, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    other = ids.clone()
+    other[:, :6] = ids[:, :6].flip(1)
+    positions = torch.arange(6, device=device).repeat(2).unsqueeze(0)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            first, second = (model(input_ids=row, position_ids=positions, use_cache=False).logits[:, 6:].float()
+                             for row in (ids, other))
+    except TypeError:  # the architecture takes no position_ids
+        return False
+    finally:
+        model.train(was_training)
+    return bool((first - second).abs().max() <= 1e-3 * first.abs().max())
+
+
+@contextmanager
+def _capture(layer: nn.Module, keep: bool = False) -> Iterator[list[Tensor]]:
+    """Collect what reaches `layer`; unless `keep`, the layer itself is handed no position at all."""
+    captured: list[Tensor] = []
+
+    def hook(_module, args):
+        captured.append(args[0])
+        return None if keep else (args[0][:, :0], *args[1:])
+
+    handle = layer.register_forward_pre_hook(hook)
+    try:
+        yield captured
+    finally:
+        handle.remove()

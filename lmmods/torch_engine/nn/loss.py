@@ -1,0 +1,174 @@
+"""Cross-entropy of the labelled tokens, as a sum and a weight.
+
+The output head is by far the widest layer of a small model, and most positions of a fine-tuning batch carry no
+label. So the head sees labelled positions only, a chunk at a time, and its gradient is taken on the way forward:
+neither [B, T, V] nor [N, V] logits ever exist, and nothing is computed twice.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmmods.torch_engine.nn.cpu_kernels import onednn_products
+
+IGNORED = -100
+# The float32 logits of one chunk take about this many bytes. Each chunk reads the head's weights anew, and where they
+# train also their gradient, which on GPUs costs more than the memory; on CPUs larger chunks gain no speed.
+CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES_GPU = 256 * 2**20
+
+
+class LossSums(NamedTuple):
+    """Sums over the scored positions of a batch; every loss of every task is one of these.
+
+    Args:
+        total: Summed loss, scalar float32, differentiable.
+        weight: Number of scored positions, scalar float32.
+        correct: How many of them the argmax gets right, scalar float32; None unless asked for.
+    """
+
+    total: Tensor
+    weight: Tensor
+    correct: Tensor | None = None
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels [B, T] moved so that position t holds the token it predicts; the last position predicts nothing."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def token_loss(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    params: list[Tensor],
+    vocab_size: int,
+    count_correct: bool = False,
+    plain: bool = False,
+) -> LossSums:
+    """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
+
+    Args:
+        hidden: [B, T, H] hidden states, already aligned with `targets`.
+        targets: [B, T] token ids or IGNORED.
+        head: Maps [N, H] to logits [N, V]. Where it has an attribute `linear` that is not None, it is this layer alone.
+        params: The head's trainable parameters.
+        vocab_size: V, which decides the chunk length.
+        count_correct: Also count argmax hits (one more pass over the logits).
+        plain: Make the logits of all positions at once and leave the gradient to autograd; `params` is then not used.
+    """
+    if plain:
+        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct)
+    scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
+    hidden = hidden.flatten(0, 1).index_select(0, scored)
+    targets = targets.flatten().index_select(0, scored)
+    chunk = max((CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
+    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, head, chunk, count_correct, torch.is_grad_enabled(),
+                                                *params)
+    return LossSums(total, total.new_tensor(len(targets)), correct if count_correct else None)
+
+
+def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool) -> LossSums:
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    correct = (logits.argmax(-1) == targets).sum().float() if count_correct else None
+    return LossSums(total, (targets != IGNORED).sum().float(), correct)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Loss and gradient chunk by chunk in one pass.
+
+    Taking the gradient in the forward pass is the idea of Liger Kernel's fused linear cross-entropy (Hsu et al.
+    2024). Autograd differentiates any head but a single matrix, so one with bias, adapter, soft-cap or scale is right.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, targets, head, chunk, count_correct, is_training, *params):
+        wants_grad = is_training and any(ctx.needs_input_grad)
+        layer = getattr(head, "linear", None)
+        products = _AnyHead(head, params) if layer is None else _LinearHead(layer)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        correct = torch.zeros_like(total)
+        grad_hidden = torch.zeros_like(hidden) if wants_grad else None
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            # oneDNN keeps what it makes for each shape, so it gets the one shape that comes again and again
+            fast = layer is not None and hidden.device.type == "cpu" and start + chunk <= len(targets)
+            with onednn_products() if fast else nullcontext():
+                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)
+                total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
+                if count_correct:
+                    correct += (log_probs.argmax(-1) == targets[part]).sum()
+                if wants_grad:
+                    # The gradient of cross-entropy by hand, in place: autograd would pass over the logits twice more.
+                    grad_logits = log_probs.exp_()
+                    grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                    grad_hidden[part] = products.backward(grad_logits)
+        if wants_grad:
+            ctx.save_for_backward(grad_hidden, *products.param_grads(params))
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    def backward(ctx, grad_total, _grad_correct):
+        # In place: the tensors are nobody else's, and a second backward pass finds them gone.
+        grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
+        return grad_hidden, None, None, None, None, None, *grads
+
+
+class _AnyHead:
+    """A head that autograd differentiates, chunk by chunk."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...]) -> None:
+        self._head, self._params = head, params
+        self._sums: list[Tensor] = []
+
+    def forward(self, piece: Tensor, wants_grad: bool) -> Tensor:
+        with torch.set_grad_enabled(wants_grad):
+            self._piece = piece.detach().requires_grad_(wants_grad)
+            self._logits = self._head(self._piece)
+        return self._logits.detach()
+
+    def backward(self, grad_logits: Tensor) -> Tensor:
+        grad, *rest = torch.autograd.grad(self._logits, [self._piece, *self._params],
+                                          grad_logits.to(self._logits.dtype))
+        if self._sums:
+            torch._foreach_add_(self._sums, [new.float() for new in rest])
+        else:
+            self._sums = [new.float() for new in rest]
+        return grad
+
+    def param_grads(self, params: tuple[Tensor, ...]) -> list[Tensor]:
+        sums = self._sums or [torch.zeros_like(p) for p in params]
+        return [grad.to(p.dtype) for grad, p in zip(sums, params, strict=True)]
+
+
+class _LinearHead:
+    """A head that is one matrix: its gradient is added up inside the product, and it is cast once for all chunks."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        device = layer.weight.device.type
+        autocast = torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device) if autocast else layer.weight.dtype
+        self._weight = layer.weight.detach().to(self._dtype)
+        self._trains, self._sum = layer.weight.requires_grad, None
+
+    def forward(self, piece: Tensor, wants_grad: bool) -> Tensor:
+        self._piece = piece.detach().to(self._dtype)
+        return self._piece @ self._weight.t()
+
+    def backward(self, grad_logits: Tensor) -> Tensor:
+        grad = grad_logits.to(self._dtype)
+        if self._trains and self._sum is None:
+            self._sum = (grad.t() @ self._piece).float()
+        elif self._trains and self._dtype == torch.float32:
+            self._sum.addmm_(grad.t(), self._piece)
+        elif self._trains:
+            self._sum += grad.t() @ self._piece
+        return grad @ self._weight
+
+    def param_grads(self, params: tuple[Tensor, ...]) -> list[Tensor]:
+        return [torch.zeros_like(p) if self._sum is None else self._sum.to(p.dtype) for p in params]

@@ -1,0 +1,74 @@
+"""Causal LMs in training and in use: what the tasks on them share."""
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Generation
+from lmmods.torch_engine.nn.attention import prefer_varlen
+from lmmods.torch_engine.nn.gradient_accumulation import seed_step
+from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.tasks.base import TaskModule, base_seed
+
+
+class CausalModule(TaskModule):
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself.
+
+    Args:
+        generation: How predict generates.
+    """
+
+    auto_class = "AutoModelForCausalLM"
+    task_type = "CAUSAL_LM"
+
+    def __init__(self, generation: Generation = Generation(), **kwargs):
+        super().__init__(**kwargs)
+        self.generation = generation
+        self.head: CausalHead | None = None
+
+    def on_model_ready(self) -> None:
+        # A spread model's hidden states stay on its last device; its logits come back to the labels.
+        self.head = CausalHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
+        if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
+            prefer_varlen(self.model)
+        if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):
+            raise UserError("data.packing: in this architecture documents packed into one row see each other. Set "
+                            "data.packing to false; data.group_by_length saves most of the padding too.")
+
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        return causal_loss(self.model, self.head, batch, count_correct)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """New tokens [B, T_new] after left-padded prompts [B, T], padded at the end; draws depend on seed and batch."""
+        from lmmods.torch_engine.nn.decoding import generate
+
+        seed_step(base_seed(), batch_idx)
+        data = self.trainer.datamodule
+        config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
+        self._check_room(batch["input_ids"].shape[1] + self.generation.max_new_tokens)
+        tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
+                      self.device_mesh is not None)
+        return tokens[:, batch["input_ids"].shape[1] :]
+
+    def _check_room(self, length: int) -> None:
+        """Learned positions end; an index beyond them is a crash."""
+        room = self.max_positions()
+        if room and length > room and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
+            raise UserError(f"generation.max_new_tokens is {self.generation.max_new_tokens}: with the longest prompt "
+                            f"that makes {length} tokens, but this model has {room} positions. Lower it, or "
+                            "data.max_length.")
+
+
+def generation_config(settings: Generation, tokenizer: Any, stop_token_ids: list[int]) -> Any:
+    """transformers' GenerationConfig of our settings and the tokens that end an answer."""
+    from transformers import GenerationConfig
+
+    options = asdict(settings)
+    if not settings.do_sample:  # transformers warns of options that greedy and beam search do not use
+        for name in ("temperature", "top_p", "typical_p") + (() if settings.penalty_alpha else ("top_k",)):
+            del options[name]
+    return GenerationConfig(**options, pad_token_id=tokenizer.pad_token_id, eos_token_id=stop_token_ids,
+                            bos_token_id=tokenizer.bos_token_id)

@@ -1,0 +1,7 @@
+"""Causal language modelling: from scratch, full or with adapters."""
+
+from lmmods.torch_engine.tasks.causal_task import CausalModule
+
+
+class CLM(CausalModule):
+    """Train a causal LM on text; predict goes on from the texts it is given."""

@@ -1,0 +1,44 @@
+"""Masked language modelling: from scratch, full or with adapters."""
+
+from torch import Tensor
+
+from lmmods.core.settings import require
+from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.nn.mlm_head import TokenHead, masked_loss
+from lmmods.torch_engine.tasks.base import TaskModule
+
+
+class MLM(TaskModule):
+    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions.
+
+    Args:
+        top_k: Candidates that predict names for each gap.
+    """
+
+    auto_class = "AutoModelForMaskedLM"
+
+    def __init__(self, top_k: int = 5, **kwargs):
+        super().__init__(**kwargs)
+        require(top_k >= 1, "model.top_k", top_k, "1 or more")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
+        self.top_k = top_k
+        self.head: TokenHead | None = None
+
+    def on_model_ready(self) -> None:
+        self.head = TokenHead(self.model, plain=not self.fast_kernels)
+
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        return masked_loss(self.head, batch, count_correct)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Candidates [G, K], the likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
+
+        A gap is a mask token that the text of a prompt holds.
+        """
+        return self(self._fill, batch, batch["input_ids"] == self.trainer.datamodule.tokenizer.mask_token_id)
+
+    def _fill(self, batch: dict[str, Tensor], gaps: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = self.head(self.head.encoder(**inputs).last_hidden_state[gaps])
+        probabilities, tokens = logits.float().softmax(-1).topk(min(self.top_k, logits.shape[-1]))
+        return tokens, probabilities

@@ -1,0 +1,7 @@
+"""Supervised fine-tuning: full, LoRA or QLoRA."""
+
+from lmmods.torch_engine.tasks.causal_task import CausalModule
+
+
+class SFT(CausalModule):
+    """Fine-tune a causal LM on instructions or chats; predict generates answers."""

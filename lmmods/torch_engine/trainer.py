@@ -1,0 +1,266 @@
+"""Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.run_length import check_length, num_steps
+from lmmods.core.signals import Interruption
+from lmmods.runs.checkpoint_format import read_plain
+from lmmods.runs.csv_logger import MetricsCSV
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.identity import RunIdentity
+from lmmods.runs.inspect import show_data
+from lmmods.torch_engine.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
+from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
+from lmmods.torch_engine.callbacks.export import Export
+from lmmods.torch_engine.callbacks.metrics import Metrics
+from lmmods.torch_engine.callbacks.predictions import PredictionWriter
+from lmmods.torch_engine.callbacks.progress import Progress
+from lmmods.torch_engine.callbacks.startup_report import StartReport
+from lmmods.torch_engine.callbacks.unsaved import StopUnsaved
+from lmmods.torch_engine.fit_loop import FitLoop
+from lmmods.torch_engine.nn.summary import available_bytes
+from lmmods.torch_engine.precision import choose_precision
+from lmmods.torch_engine.strategies import chosen
+
+
+class Trainer(L.Trainer):
+    """Train, evaluate and predict with Lightning.
+
+    Args:
+        logger: Loggers beside metrics.csv, which is always written. True or false add none.
+        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
+            where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
+        strategy: One process per device, each with the whole network (`ddp`) or with parameters, gradients and
+            optimiser state cut over all of them (`fsdp`); `auto` takes ddp when there are several devices. As a
+            class: lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy.
+        default_root_dir: The run folder.
+        check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
+            whole run, whatever this says.
+        max_epochs: Epochs to train; a fraction is allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        logger: Logger | list[Logger] | bool | None = None,
+        callbacks: L.Callback | list[L.Callback] | None = None,
+        precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "auto",
+        strategy: Literal["auto", "ddp", "fsdp"] | Strategy = "auto",
+        default_root_dir: str = "runs/default",
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        max_epochs: int | float | None = None,
+        max_steps: int = -1,
+        accelerator: str = "auto",
+        devices: list[int] | int | str = "auto",
+        plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None,
+        **kwargs: Any,
+    ):
+        if precision == "auto":
+            precision, reason = choose_precision(accelerator)
+            say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
+        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
+        check_length(max_epochs, max_steps)
+        if not any(isinstance(callback, Checkpoint) for callback in callbacks):
+            callbacks.append(Checkpoint())
+        if not enable_checkpointing:
+            callbacks = [*(callback for callback in callbacks if not isinstance(callback, Checkpoint)), StopUnsaved()]
+        # Before Checkpoint stores a step, Metrics counts it, Samples writes its samples and MMLU asks its questions; a
+        # run is complete when its last one is stored.
+        self._metrics = metrics = Metrics()
+        callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
+        callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks]
+        callbacks = [StartReport(), metrics, *callbacks, PredictionWriter(), Export()]
+        callbacks += [Progress()] if enable_progress_bar else []
+        plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
+        if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+            # Lightning's requeueing writes a checkpoint of its own, which later starts would load instead of ours.
+            plugins.append(SLURMEnvironment(auto_requeue=False))
+        try:
+            super().__init__(
+                logger=False,
+                callbacks=callbacks,
+                precision=precision,
+                strategy=chosen(strategy),
+                default_root_dir=default_root_dir,
+                val_check_interval=val_check_interval,
+                check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                enable_autolog_hparams=False,
+                use_distributed_sampler=False,
+                max_epochs=None if max_epochs is None else math.ceil(max_epochs),
+                max_steps=max_steps,
+                accelerator=accelerator,
+                devices="auto" if devices == -1 else devices,
+                plugins=[*plugins, FolderCheckpointIO()],
+                **kwargs,
+            )
+        except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's, of the recipe's values
+            raise UserError(f"trainer: {error}") from error
+        self._epochs = max_epochs
+        self.fit_loop, epoch_loop = FitLoop(self, self.min_epochs, self.max_epochs), self.fit_loop.epoch_loop
+        self.fit_loop.epoch_loop = epoch_loop
+        self.length = (max_steps, max_epochs)  # as the recipe says it
+        self.was_complete = False  # when it was resumed
+        self.stopwatch = metrics.stopwatch
+        self.run_folder = RunFolder(default_root_dir)
+        extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
+        # Attached when the data and the model have loaded, so that a failed start leaves nothing behind.
+        self.run_loggers: list[Logger] = [MetricsCSV(self.run_folder.metrics_csv), *extra]
+        self.resumed_from: Path | None = None
+        self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
+        self.identity = RunIdentity()
+        self.interruption = Interruption(saves=enable_checkpointing)
+
+    # Commands --------------------------------------------------------------------------------------------------------
+
+    def fit(self, model, train_dataloaders=None, val_dataloaders=None, datamodule=None,
+            ckpt_path: str | None = None, overwrite: bool = False) -> None:
+        """Train.
+
+        Args:
+            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
+            overwrite: Delete what an earlier run left in the run folder.
+        """
+        with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
+            self.resumed_from = checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+            if checkpoint:
+                datamodule.go_on_from(read_plain(checkpoint))
+            # Before the processes know each other, and before anything is restored: the first one reads the data.
+            for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint):
+                say(line)
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
+
+    def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
+        """Evaluate on the validation set.
+
+        Args:
+            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        with self._run_folder("validate"):
+            checkpoint = self._checkpoint(ckpt_path, datamodule)
+            found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
+        if not found:
+            raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        return found
+
+    def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
+        """Evaluate on the test set.
+
+        Args:
+            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        with self._run_folder("test"):
+            checkpoint = self._checkpoint(ckpt_path, datamodule)
+            return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
+
+    def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
+        """Write predictions.jsonl.
+
+        Args:
+            ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
+        """
+        with self._run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
+            super().predict(model, dataloaders, datamodule, return_predictions=False,
+                            ckpt_path=self._checkpoint(ckpt_path, datamodule))
+
+    def inspect(self, model=None, datamodule=None, rows: int = 4,
+                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
+        """Show what would be trained on, and train nothing.
+
+        Args:
+            rows: How many rows to show with their loss mask.
+            which: Which rows: the first, the worst by a measure, or these numbers of training rows.
+        """
+        model.trainer = datamodule.trainer = self
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        self.strategy.connect(model)
+        with self.strategy.tensor_init_context():
+            self._data_connector.attach_datamodule(model, datamodule=datamodule)
+            model.configure_model()
+        show_data(self.recipe, datamodule, rows, which)
+        needed, available = model.memory_estimate(), available_bytes(model.device)
+        print(f"\n{model.describe()}")
+        print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
+
+    def _checkpoint(self, ckpt_path: str | None, datamodule: Any) -> Path | None:
+        if ckpt_path is None:
+            return None
+        checkpoint = self.run_folder.resolve(ckpt_path)
+        datamodule.go_on_from(read_plain(checkpoint))
+        for line in self.identity.check_evaluation(checkpoint):
+            say(line)
+        return checkpoint
+
+    def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
+        launched = self._accelerator_connector.cluster_environment.creates_processes_externally
+        return self.run_folder.taken(command, check, self.is_global_zero, tells_later=launched and self.world_size > 1)
+
+    # Metrics ---------------------------------------------------------------------------------------------------------
+
+    def log_evaluation(self, metrics: dict[str, float]) -> None:
+        """Log what a callback has measured at this step, and keep it for the final numbers."""
+        self._metrics.latest |= metrics
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=self.global_step)
+
+    # Interruption ----------------------------------------------------------------------------------------------------
+
+    def interrupt_requested(self) -> bool:
+        """Whether any process has been asked to stop. All processes must call this at the same place."""
+        if self.world_size == 1:
+            return self.interruption.requested
+        asked = torch.tensor(float(self.interruption.requested), device=self.strategy.root_device)
+        return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
+
+    # Length ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimiser steps of the run. Where max_epochs is a fraction, they end it: Lightning knows whole epochs."""
+        steps = super().estimated_stepping_batches  # loads the data, too
+        if isinstance(self._epochs, float) and math.isfinite(self.num_training_batches):
+            steps = num_steps(self.num_training_batches, self.accumulate_grad_batches, self._epochs, self.max_steps)
+            self.fit_loop.epoch_loop.max_steps = steps
+        return steps
+
+    # Position --------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def validates(self) -> bool:
+        """In fit: whether there is anything to validate on."""
+        return bool(self.limit_val_batches and self.datamodule.val_dataloader())
+
+    def validation_is_due(self) -> bool:
+        """In on_train_batch_end: whether validation follows this batch."""
+        return self.validates and self.fit_loop.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher)
+
+    def is_last_batch_of_run(self) -> bool:
+        """In on_train_batch_end: whether max_steps or max_epochs end the run with this batch."""
+        if self.max_steps != -1 and self.global_step >= self.max_steps:
+            return True
+        last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
+        return last_epoch and self.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
