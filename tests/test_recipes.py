@@ -15,7 +15,7 @@ from lmmods.cli import main
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import CONTEXT
-from tests.modules.test_architectures import DECODERS, ENCODERS, make_folder
+from tests.torch_engine.test_architectures import DECODERS, ENCODERS, make_folder
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
