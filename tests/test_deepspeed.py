@@ -8,7 +8,7 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.strategies import DeepSpeed
+from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.test_distributed import figures, same_figures, same_weights, task, with_two  # noqa: F401 - a fixture
 

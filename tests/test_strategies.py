@@ -1,4 +1,4 @@
-"""Which strategies are taken, what they refuse, and generation by processes that share their parameters."""
+"""Which strategies are supported, what they refuse, and generation by processes with sharded parameters."""
 
 import shutil
 from types import SimpleNamespace
@@ -9,34 +9,35 @@ from transformers import AutoModelForCausalLM
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.strategies import FSDP2, chosen
+from lmmods.torch_engine.strategies.choose import choose_strategy
+from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.test_distributed import same_figures, same_weights, task, with_two  # noqa: F401 - a fixture
 
 
-def test_strategies_that_are_tried_are_taken():
+def test_strategies_that_are_supported():
     for strategy in ("auto", "ddp", DDPStrategy(), FSDP2()):
-        assert chosen(strategy) is strategy
-    assert isinstance(chosen("fsdp"), FSDP2)
+        assert choose_strategy(strategy) is strategy
+    assert isinstance(choose_strategy("fsdp"), FSDP2)
 
 
 @pytest.mark.parametrize(("strategy", "instead"), [(ModelParallelStrategy, "FSDP2"), (FSDPStrategy, "fsdp")])
-def test_strategies_that_are_not_tried_are_refused_by_name(strategy, instead):
-    with pytest.raises(UserError, match=f"{strategy.__name__} has not been tried.*{instead}"):
-        chosen(strategy())
+def test_strategies_that_are_not_supported_are_refused_by_name(strategy, instead):
+    with pytest.raises(UserError, match=f"{strategy.__name__} is not supported.*{instead}"):
+        choose_strategy(strategy())
 
 
 def test_a_refusal_ends_the_command_with_one_message(recipe, capsys):
     strategy = {"class_path": "lightning.pytorch.strategies.FSDPStrategy"}
     assert main(["fit", *recipe(trainer__strategy=strategy)]) == 2
-    assert capsys.readouterr().err.startswith("error: trainer.strategy: FSDPStrategy has not been tried here")
+    assert capsys.readouterr().err.startswith("error: trainer.strategy: FSDPStrategy is not supported")
 
 
 @pytest.mark.parametrize(("quantize", "optimizer", "words"), [
     ("int8", "adamw", "model.quantize int8"), (None, "adafactor", "optimizer.name adafactor"),
     ("nf4", "paged_adamw_32bit", "optimizer.name paged_adamw_32bit"),
 ])
-def test_what_cannot_be_cut_is_refused_by_name(quantize, optimizer, words):
+def test_what_cannot_be_sharded_is_refused_by_name(quantize, optimizer, words):
     module = SimpleNamespace(quantize=quantize, optimizer_settings=SimpleNamespace(name=optimizer))
     with pytest.raises(UserError, match=words):
         FSDP2().check_run(module)

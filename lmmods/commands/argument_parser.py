@@ -103,7 +103,7 @@ class OnlyHelp(argparse.Action):
 
 
 def untried_strategy(class_path: str) -> bool:
-    """Whether a strategy is one of Lightning's that `lmmods.torch_engine.strategies.chosen` refuses."""
+    """Whether a strategy is one of Lightning's that `lmmods.torch_engine.strategies.choose` refuses."""
     return class_path.startswith("lightning.") and class_path.rsplit(".", 1)[-1] not in (
         "DDPStrategy", "SingleDeviceStrategy")
 

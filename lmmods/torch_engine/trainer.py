@@ -35,7 +35,7 @@ from lmmods.torch_engine.callbacks.unsaved import StopUnsaved
 from lmmods.torch_engine.fit_loop import FitLoop
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.precision import choose_precision
-from lmmods.torch_engine.strategies import chosen
+from lmmods.torch_engine.strategies.choose import choose_strategy
 
 
 class Trainer(L.Trainer):
@@ -98,7 +98,7 @@ class Trainer(L.Trainer):
                 logger=False,
                 callbacks=callbacks,
                 precision=precision,
-                strategy=chosen(strategy),
+                strategy=choose_strategy(strategy),
                 default_root_dir=default_root_dir,
                 val_check_interval=val_check_interval,
                 check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,

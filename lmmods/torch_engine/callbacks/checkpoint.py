@@ -19,7 +19,7 @@ from lmmods.runs.folder import checkpoint_name, commit_folder, write_json
 from lmmods.runs.progress import recount
 from lmmods.runs.saving import saving
 from lmmods.torch_engine.callbacks.publish import Publish
-from lmmods.torch_engine.strategies import DeepSpeed
+from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
 
 class FolderCheckpointIO(CheckpointIO):

@@ -1,4 +1,4 @@
-"""How a network is spread over processes, beside Lightning's own DDP."""
+"""DeepSpeed: ZeRO stages 2 and 3 with exact gradient accumulation and this project's checkpoints."""
 
 import copy
 import importlib.util
@@ -10,118 +10,28 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.nn.gradient_accumulation import Window
-from lmmods.torch_engine.nn.sharding import load_into, local, outside_blocks, placed_like, whole
-
-
-def chosen(strategy: str | Strategy) -> str | Strategy:
-    """What Lightning's trainer is given for `trainer.strategy`.
-
-    Raises:
-        UserError: DeepSpeed without its package, or a strategy under which gradients or checkpoints may be wrong.
-    """
-    if strategy == "fsdp":
-        return FSDP2()
-    if isinstance(strategy, DeepSpeed):
-        strategy.check()
-    if isinstance(strategy, (str, FSDP2, DeepSpeed)) or type(strategy) in (DDPStrategy, SingleDeviceStrategy):
-        return strategy
-    name = type(strategy).__name__
-    instead = {"ModelParallelStrategy": "fsdp or lmmods.strategies.FSDP2", "FSDPStrategy": "fsdp",
-               "DeepSpeedStrategy": "lmmods.strategies.DeepSpeed"}
-    raise UserError(f"trainer.strategy: {name} has not been tried here, and gradients or checkpoints could be wrong. "
-                    f"Use {instead.get(name, 'ddp, fsdp or lmmods.strategies.DeepSpeed')} instead.")
-
-
-class FSDP2(ModelParallelStrategy):
-    """Parameters, gradients and optimiser state cut over all processes (Zhao et al. 2023), torch's `fully_shard`.
-
-    Its checkpoints are those of one process: a run goes on with any strategy on any number of processes.
-
-    Args:
-        sharded_checkpoints: Each process writes its own part into the checkpoint, at once, instead of the first one
-            gathering and writing all. The folder must be on a file system that all share.
-        process_group_backend: `nccl`, `gloo`; null takes the device's own.
-    """
-
-    def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None):
-        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend)
-        self.sharded_checkpoints = sharded_checkpoints
-
-    lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as with every other strategy
-
-    def check_run(self, module: L.LightningModule) -> None:
-        """UserError for what cannot work on parameters that are cut."""
-        if module.quantize == "int8":
-            raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot cut its scales: use nf4 "
-                            "or fp4, or strategy ddp.")
-        if module.optimizer_settings.name not in ("adamw", "sgd"):
-            raise UserError(f"optimizer.name {module.optimizer_settings.name} does not go with strategy fsdp, whose "
-                            "parameters are cut over processes: use adamw or sgd, or strategy ddp.")
-
-    def setup_environment(self) -> None:
-        self.check_run(self.lightning_module)
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
-
-    # Checkpoints: Lightning's own are pickled, and gather or shard the frozen base too ------------------------------
-
-    def _stored(self, tensor: Tensor) -> Tensor:
-        """What this process keeps of a tensor for a checkpoint. All processes must call this."""
-        if self.sharded_checkpoints:
-            return local(tensor).detach().cpu()
-        full = whole(tensor).detach()
-        return full.cpu() if self.is_global_zero else full.new_empty(0)
-
-    def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        return {name: self._stored(param) for name, param in self.lightning_module.trainable().items()}
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        saved = optimizer.state_dict()
-        state = {index: {key: self._stored(value) if torch.is_tensor(value) else value
-                         for key, value in values.items()} for index, values in saved["state"].items()}
-        return {**saved, "state": state}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if self.sharded_checkpoints:
-            self.checkpoint_io.save_part(checkpoint, path, self.global_rank, self.world_size, self.barrier)
-        elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self.checkpoint_io.load_checkpoint(checkpoint_path)
-
-    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        for name, param in self.lightning_module.trainable().items():
-            load_into(param, checkpoint["state_dict"][name])
-
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            state = {index: {key: placed_like(value, params[index]) if torch.is_tensor(value) and value.ndim else value
-                             for key, value in values.items()} for index, values in saved["state"].items()}
-            optimizer.load_state_dict({**saved, "state": state})
+from lmmods.torch_engine.nn.sharding import outside_blocks
 
 
 class DeepSpeed(DDPStrategy):
-    """ZeRO (Rajbhandari et al. 2020) by the deepspeed package: stage 2 cuts gradients and optimiser state over the
+    """ZeRO (Rajbhandari et al. 2020) by the deepspeed package: stage 2 shards gradients and optimiser state over the
     processes, stage 3 the parameters too.
 
-    Its checkpoints are those of one process. Every process builds the whole network before it is cut; commands that
-    do not train keep it whole. Under bf16-true the optimiser keeps float32 copies of the parameters.
+    Checkpoints are the same as those of one process. Every process builds the whole network before it is sharded;
+    commands that do not train keep it whole. Under bf16-true the optimiser keeps float32 copies of the parameters.
 
     Args:
-        stage: Of ZeRO.
-        offload_optimizer: Keep optimiser state in the host's memory and update there.
-        offload_parameters: Keep the parts of the parameters in the host's memory; stage 3 only.
-        persistence_threshold: Parameters with at most so many elements stay whole between uses in stage 3.
-        process_group_backend: `nccl`, `gloo`; null takes the device's own.
+        stage: ZeRO stage.
+        offload_optimizer: Keep optimiser state in host memory and update it there.
+        offload_parameters: Keep parameter shards in host memory; stage 3 only.
+        persistence_threshold: In stage 3, parameters with at most this many elements are never sharded.
+        process_group_backend: `nccl` or `gloo`; null takes the device's default.
     """
 
     def __init__(self, stage: Literal[2, 3] = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
@@ -131,19 +41,19 @@ class DeepSpeed(DDPStrategy):
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
 
     def check(self) -> None:
-        """UserError where deepspeed is not installed or the options exclude each other."""
+        """UserError if deepspeed is not installed or the options exclude each other."""
         if importlib.util.find_spec("deepspeed") is None:
             raise UserError("trainer.strategy: DeepSpeed needs the deepspeed package: pip install -e .[deepspeed]. "
-                            "Without it, fsdp cuts parameters, gradients and optimiser state too.")
+                            "Without it, fsdp shards parameters, gradients and optimiser state too.")
         if self.offload_parameters and self.stage != 3:
             raise UserError("trainer.strategy: DeepSpeed's offload_parameters needs stage 3.")
 
     def check_run(self, module: L.LightningModule) -> None:
-        """UserError for what ZeRO would not train exactly."""
+        """UserError for settings under which ZeRO's steps would not be exact."""
         trainer, name = module.trainer, module.optimizer_settings.name
         if module.quantize and self.stage == 3:
-            raise UserError(f"model.quantize {module.quantize}: ZeRO stage 3 cannot cut packed weights. Set "
-                            "trainer.strategy to fsdp, or the stage to 2.")
+            raise UserError(f"model.quantize {module.quantize}: ZeRO stage 3 cannot shard packed weights. "
+                            "Set trainer.strategy to fsdp, or the stage to 2.")
         if module.quantize == "int8":
             raise UserError("model.quantize int8 does not go with DeepSpeed: use nf4, or strategy ddp.")
         if name not in ("adamw", "sgd"):
@@ -197,7 +107,8 @@ class DeepSpeed(DDPStrategy):
             "bf16": {"enabled": trainer.precision == "bf16-true"},
             "gradient_clipping": trainer.gradient_clip_val or 0.0,
             "train_micro_batch_size_per_gpu": 1,
-            # Windows are Lightning's: an epoch may end inside one. `engine.step` ends it.
+            # Lightning decides when gradients are applied, as an epoch may end before enough are accumulated: deepspeed
+            # takes every `engine.step` as one.
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
         }
@@ -210,7 +121,7 @@ class DeepSpeed(DDPStrategy):
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def block_backward_sync(self) -> AbstractContextManager:
-        return nullcontext()  # every micro-batch's gradient is cut at once
+        return nullcontext()  # the gradient of every micro-batch is reduced to its shards at once
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Divide the gradient by the window's weight, clip and update.
@@ -224,7 +135,7 @@ class DeepSpeed(DDPStrategy):
         lr = zero.param_groups[0]["lr"]
         zero.override_loss_scale(max(sums[1].item(), 1) / divided)
         self.model.step()
-        zero.override_loss_scale(1.0)  # it scales the losses of the next window too
+        zero.override_loss_scale(1.0)  # else it would scale the losses of the next step too
         module.window.close(sums, torch.as_tensor(self.model.get_global_grad_norm()), lr)
         module.window.check_finite(module.trainer.global_step + 1, module.trainer.current_epoch)
 
@@ -244,14 +155,14 @@ class DeepSpeed(DDPStrategy):
         return full.cpu() if self.is_global_zero else full.new_empty(0)
 
     def _flat_vectors(self) -> list[Tensor]:
-        """The flat float32 parameters of this process that torch's optimiser updates."""
+        """This process's flat float32 vectors of parameters, which torch's optimiser updates."""
         zero = self.model.optimizer
         return zero.single_partition_of_fp32_groups if self.stage == 2 else zero.fp32_partitioned_groups_flat
 
     def _link_states(self) -> None:
-        """Let each parameter find its part of the flat states.
+        """Link each parameter to its part of the flat optimiser states.
 
-        deepspeed does so once, after it has stepped the first group of parameters, when the others have no state yet.
+        deepspeed does so only once, after it has stepped the first parameter group, when the others have no state yet.
         """
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -260,16 +171,16 @@ class DeepSpeed(DDPStrategy):
                 lazy_init_hp_params_optimizer_state(params, vector, self.model.optimizer.optimizer.state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """What torch's optimiser would tell if it held the parameters themselves."""
+        """The `state_dict()` that torch's optimiser would have if it held the parameters themselves."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_states()
         zero, vector = self.model.optimizer, self._flat_vectors()[0]
         values = zero.optimizer.state[vector]
-        cut = [key for key, value in values.items() if torch.is_tensor(value) and value.shape == vector.shape]
-        rest = {key: value for key, value in values.items() if key not in cut}
+        sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.shape == vector.shape]
+        rest = {key: value for key, value in values.items() if key not in sharded}
         state = {index: copy.deepcopy(rest)
-                 | {key: self._kept(safe_get_full_optimizer_state(param, key)) for key in cut}
+                 | {key: self._kept(safe_get_full_optimizer_state(param, key)) for key in sharded}
                  for index, param in enumerate(sum(self._groups, []))}
         indices = iter(range(len(state)))
         groups = [{**group, "params": [next(indices) for _ in params]}
@@ -282,19 +193,19 @@ class DeepSpeed(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         if checkpoint["window"]:
-            raise UserError("This checkpoint stands between two optimiser steps, where DeepSpeed cannot go on. Resume "
-                            "from one without + in its name, or with strategy ddp or fsdp.")
+            raise UserError("This checkpoint was saved between two optimiser steps, where DeepSpeed cannot resume. "
+                            "Take one without + in its name, or strategy ddp or fsdp.")
         saved, = checkpoint["optimizer_states"]
         zero, values = self.model.optimizer, saved["state"][0]
-        cut = [key for key, value in values.items() if torch.is_tensor(value) and value.ndim]
+        sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.ndim]
         for vector in self._flat_vectors():
-            rest = {key: copy.deepcopy(value) for key, value in values.items() if key not in cut}
-            zero.optimizer.state[vector] = rest | {key: torch.zeros_like(vector) for key in cut}
+            rest = {key: copy.deepcopy(value) for key, value in values.items() if key not in sharded}
+            zero.optimizer.state[vector] = rest | {key: torch.zeros_like(vector) for key in sharded}
         self._link_states()
         names = {param: name for name, param in self.lightning_module.trainable().items()}
         for index, param in enumerate(sum(self._groups, [])):
             self._set(param, checkpoint["state_dict"][names[param]], None)
-            for key in cut:
+            for key in sharded:
                 self._set(param, saved["state"][index][key], key)
         for group, before in zip(zero.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in before.items() if key != "params"})
@@ -305,6 +216,6 @@ class DeepSpeed(DDPStrategy):
         if self.stage == 2:
             param.set_full_hp_param(full, key)
             return
-        size = param.ds_tensor.numel()  # cut evenly: the last part is padded
+        size = param.ds_tensor.numel()  # shards are of one size: the last is padded
         full = nn.functional.pad(full.flatten(), (0, size * self.world_size - full.numel()))
         param._z3_optimizer.set_local_hp_param(full.narrow(0, size * self.global_rank, size), param, key)

@@ -1,0 +1,82 @@
+"""FSDP2: fully sharded data parallel training with torch's `fully_shard`."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, whole
+
+
+class FSDP2(ModelParallelStrategy):
+    """Parameters, gradients and optimiser state sharded over all processes (Zhao et al. 2023), torch's `fully_shard`.
+
+    Checkpoints are the same as those of one process: a run can be resumed with any strategy on any number of processes.
+
+    Args:
+        sharded_checkpoints: Each process writes its own shard of the checkpoint, in parallel, instead of the first one
+            gathering and writing everything. The folder must be on a file system that all processes share.
+        process_group_backend: `nccl` or `gloo`; null takes the device's default.
+    """
+
+    def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None):
+        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend)
+        self.sharded_checkpoints = sharded_checkpoints
+
+    lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as with every other strategy
+
+    def check_run(self, module: L.LightningModule) -> None:
+        """UserError for settings that cannot work on sharded parameters."""
+        if module.quantize == "int8":
+            raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot shard its scales: use "
+                            "nf4 or fp4, or strategy ddp.")
+        if module.optimizer_settings.name not in ("adamw", "sgd"):
+            raise UserError(f"optimizer.name {module.optimizer_settings.name} does not go with strategy fsdp, whose "
+                            "parameters are sharded over processes: use adamw or sgd, or strategy ddp.")
+
+    def setup_environment(self) -> None:
+        self.check_run(self.lightning_module)
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    # Checkpoints: Lightning's own are pickled, and hold the frozen base too ------------------------------------------
+
+    def _stored(self, tensor: Tensor) -> Tensor:
+        """What this process holds of a tensor for a checkpoint. A collective call: all processes must make it."""
+        if self.sharded_checkpoints:
+            return local(tensor).detach().cpu()
+        full = whole(tensor).detach()
+        return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        return {name: self._stored(param) for name, param in self.lightning_module.trainable().items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = optimizer.state_dict()
+        state = {index: {key: self._stored(value) if torch.is_tensor(value) else value
+                         for key, value in values.items()} for index, values in saved["state"].items()}
+        return {**saved, "state": state}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        path = Path(self.broadcast(filepath))
+        if self.sharded_checkpoints:
+            self.checkpoint_io.save_part(checkpoint, path, self.global_rank, self.world_size, self.barrier)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        for name, param in self.lightning_module.trainable().items():
+            load_into(param, checkpoint["state_dict"][name])
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            state = {index: {key: placed_like(value, params[index]) if torch.is_tensor(value) and value.ndim else value
+                             for key, value in values.items()} for index, values in saved["state"].items()}
+            optimizer.load_state_dict({**saved, "state": state})
