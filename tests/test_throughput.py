@@ -1,14 +1,17 @@
 """train/tokens_per_second: the tokens of exactly the steps whose time was measured, on both engines; no clock runs."""
 
 import csv
+import math
 
 import numpy as np
 import pytest
 
 from lmmods.cli import main
 from lmmods.core import throughput
+from lmmods.core.errors import UserError
 from lmmods.core.throughput import Laps, Stopwatch
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.step_metrics import MOST_PENDING, StepMetrics
 
 TOKENS = [10, 20, 30, 40, 50, 60, 70]
 SECONDS = [1.0, 2.0, 1.0, 3.0, 2.0, 1.0, 4.0]
@@ -21,29 +24,22 @@ class Clock:
         return self.now
 
 
-class Figure:
-    """A number that a device has from some moment on; whoever fetches it waits until then."""
+class OnDevice:
+    """Figures that a device has from some moment on; whoever fetches them waits until then."""
 
-    def __init__(self, value: float, ready: float, clock: Clock):
-        self.value, self.ready, self.clock = value, ready, clock
+    def __init__(self, num_tokens: int, ready: float, clock: Clock):
+        self.num_tokens, self.ready, self.clock = num_tokens, ready, clock
 
     def is_ready(self) -> bool:
         return self.clock.now >= self.ready
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    def fetch(self) -> dict[str, float]:
         self.clock.now = max(self.clock.now, self.ready)
-        return np.array(self.value, np.float32)
+        return figures(self.num_tokens)
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.speeds: dict[int, float] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.speeds[step] = metrics["train/tokens_per_second"]
-
-    def update(self, *_) -> None:
-        """Of the progress bar."""
+def figures(num_tokens: int = 1, loss: float = 1.0) -> dict[str, float]:
+    return {"loss": loss, "lr": 0.1, "grad_norm": 1.0, "num_tokens": num_tokens, "num_rows": 1}
 
 
 def wanted(every: int) -> dict[int, float]:
@@ -54,14 +50,11 @@ def wanted(every: int) -> dict[int, float]:
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("evaluated", [(), (3,), (2, 4, 7)], ids=str)
 @pytest.mark.parametrize("waits", [True, False], ids=["the_call_computes", "the_device_runs_behind"])
-def test_rows_of_jax_hold_the_time_of_their_steps(every, evaluated, waits):
+def test_rows_hold_the_time_of_their_steps(every, evaluated, waits):
     """Steps take the seconds above. An evaluation of 50 seconds follows some of them, a fetch the last."""
-    from jax_engine.metrics import Metrics
-
-    clock, sink = Clock(), Sink()
+    clock, speeds = Clock(), {}
     stopwatch = Stopwatch(clock)
-    metrics = Metrics(every, stopwatch, sink, lambda step: 0.0, None)
-    metrics.loggers = [sink]
+    metrics = StepMetrics(stopwatch, lambda row, step: speeds.update({step: row["train/tokens_per_second"]}), every)
     stopwatch.start()
     ready = clock.now
     for step, (tokens, seconds) in enumerate(zip(TOKENS, SECONDS, strict=True), 1):
@@ -69,14 +62,36 @@ def test_rows_of_jax_hold_the_time_of_their_steps(every, evaluated, waits):
         ready = max(ready, clock.now) + seconds
         if waits:
             clock.now = ready
-        values = {"total": 1.0, "weight": 1.0, "num_tokens": tokens, "num_rows": 1, "grad_norm": 1.0}
-        metrics.add(step, 0.0, {name: Figure(value, ready, clock) for name, value in values.items()})
+        on_device = OnDevice(tokens, ready, clock)
+        metrics.add(step, 0.0, on_device.fetch, on_device.is_ready)
         if step in evaluated:
             metrics.fetch()
             with stopwatch.paused():
                 clock.now += 50.0
     metrics.fetch()
-    assert sink.speeds == pytest.approx(wanted(every))
+    assert speeds == pytest.approx(wanted(every))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_at_its_step():
+    """Of several steps counted at once the first bad one is named; 16-mixed skips such steps."""
+    for skips in (False, True):
+        metrics = StepMetrics(Stopwatch(Clock()), lambda row, step: None, every=10)
+        metrics.skips_overflows = skips
+        for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan)):
+            metrics.add(step, step / 2, lambda loss=loss: figures(loss=loss))
+        if skips:
+            assert metrics.fetch() == {} and metrics.num_rows == 3
+        else:
+            with pytest.raises(UserError, match="Step 2 .epoch 0.: loss is nan"):
+                metrics.fetch()
+
+
+def test_steps_that_wait_to_be_counted_do_not_pile_up():
+    fetched = []
+    metrics = StepMetrics(Stopwatch(Clock()), lambda row, step: None, every=10**9)
+    for step in range(2 * MOST_PENDING + 1):
+        metrics.add(step + 1, 0.0, lambda step=step: fetched.append(step) or figures())
+    assert len(fetched) == metrics.num_rows == 2 * MOST_PENDING
 
 
 def test_tokens_from_before_a_resume_are_left_out():

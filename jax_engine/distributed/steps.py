@@ -4,7 +4,6 @@ A window of several micro-batches is `open_window`, a `micro_step` each, `update
 are separate calls because the micro-batches of a window may differ in length. None of them waits for a device.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from jax import Array
 from jax_engine.distributed.loss import LossSums, scored_rows
 from jax_engine.distributed.parallel import Parallel, num_shares_here
 from jax_engine.distributed.tree import Tree, merge, new_state, new_window
-from lmmods.core.errors import UserError
 
 Batch = dict[str, Array]
 # (parameters, rows, row keys or None, count argmax hits) -> sums
@@ -177,18 +175,6 @@ def window_figures(figures: dict[str, Array]) -> dict[str, float]:
     """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device."""
     plain = {name: value.item() for name, value in jax.device_get(figures).items()}
     return {**plain, "loss": plain["total"] / max(plain["weight"], 1)}
-
-
-def check_finite(figures: dict[str, float], step: int, epoch: int) -> None:
-    """Raise UserError when loss or gradient of optimiser step `step` is not a number.
-
-    Call it before what comes of the step is saved; the step itself has been taken by then.
-    """
-    if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
-        raise UserError(
-            f"Step {step} (epoch {epoch}): loss is {figures['loss']}, gradient norm {figures['grad_norm']}. Training "
-            "stops and no checkpoint of this step is written. Go on from the last checkpoint with a lower "
-            "optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")
 
 
 def _rows_of(batch: Batch) -> Batch:

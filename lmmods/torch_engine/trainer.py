@@ -221,9 +221,7 @@ class Trainer(L.Trainer):
 
     def log_evaluation(self, metrics: dict[str, float]) -> None:
         """Log what a callback has measured at this step, and keep it for the final numbers."""
-        self._metrics.latest |= metrics
-        for logger in self.loggers:
-            logger.log_metrics(metrics, step=self.global_step)
+        self._metrics.steps.log(metrics, self.global_step)
 
     # Interruption ----------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ import torch
 
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.parallel import Replicas
-from jax_engine.distributed.steps import Clipping, Steps, check_finite, row_keys, window_figures
+from jax_engine.distributed.steps import Clipping, Steps, row_keys, window_figures
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
+from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn.optim import build_optimizer
 
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)

@@ -1,6 +1,7 @@
 """A window is the micro-batches of one optimiser step. Sums are added over it and divided once."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,28 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lmmods.core.errors import UserError
+from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.loss import LossSums
+
+
+@dataclass(frozen=True)
+class ClosedWindow:
+    """What an optimiser step has seen, over all processes.
+
+    Args:
+        numbers: [5] float64, on the device: summed loss, weight, real tokens, rows, norm of the averaged gradient.
+        lr: Learning rate of the step.
+    """
+
+    numbers: Tensor
+    lr: float
+
+    def figures(self) -> dict[str, float]:
+        """They by name, and the mean loss. Waits for the device."""
+        total, weight, num_tokens, num_rows, grad_norm = self.numbers.tolist()
+        return {"loss": total / max(weight, 1), "lr": self.lr, "grad_norm": grad_norm, "num_tokens": num_tokens,
+                "num_rows": num_rows}
 
 
 class Window:
@@ -23,9 +43,7 @@ class Window:
     def __init__(self) -> None:
         self._sums: Tensor | None = None
         self.num_batches = 0  # in the open window
-        self._closed: Tensor | None = None
-        self._counts: Tensor | None = None
-        self._lr = 0.0
+        self.last: ClosedWindow | None = None
         self._gradients: dict[str, Tensor] = {}  # of an unpacked window, for parameters that are not there yet
 
     @property
@@ -58,29 +76,13 @@ class Window:
         """
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
-        self._closed = torch.cat([sums, grad_norm.to(sums).unsqueeze(0)])
-        self._counts = sums[2:] if self._counts is None else self._counts + sums[2:]
+        self.last = ClosedWindow(torch.cat([sums, grad_norm.to(sums).unsqueeze(0)]), lr)
         self._sums, self.num_batches = None, 0
-        self._lr = lr
-
-    def last(self) -> dict[str, float]:
-        """Figures of the last closed window: loss, lr, grad_norm. Waits for the device."""
-        total, weight, _, _, grad_norm = self._closed.tolist()
-        return {"loss": total / max(weight, 1), "lr": self._lr, "grad_norm": grad_norm}
-
-    def take_counts(self) -> tuple[int, int]:
-        """Real tokens and rows of the windows closed since this was last asked. Waits for the device."""
-        counts, self._counts = self._counts, None
-        return (0, 0) if counts is None else tuple(int(count) for count in counts.tolist())
 
     def check_finite(self, step: int, epoch: int) -> None:
-        """Raise UserError when the last window's loss or gradient is not a number."""
-        if self._closed is not None and not torch.isfinite(self._closed).all():
-            last = self.last()
-            raise UserError(
-                f"Step {step} (epoch {epoch}): loss is {last['loss']}, gradient norm {last['grad_norm']}. Training "
-                "stops before this step and no checkpoint of it is written. Go on from the last checkpoint with a "
-                "lower optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")
+        """Raise UserError when the last window's loss or gradient is not a number. Waits for the device."""
+        if self.last is not None:
+            check_finite(self.last.figures(), step, epoch)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
