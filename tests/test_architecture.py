@@ -20,7 +20,7 @@ ROOMS = ["lmmods.core", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmo
          "lmmods.commands", "lmmods.strategies", "lmmods.cli"]
 # The same inside rooms; what lies in none of these folders may use all of them.
 INSIDE = {
-    "lmmods.data": ["sources", "encode", "store", "batches"],
+    "lmmods.data": ["sources", "encode", "store", "batches", "scoring"],
     "lmmods.torch_engine": ["nn", "strategies", "tasks", "callbacks"],
     "jax_engine": ["distributed", "models", "tasks"],
 }
@@ -147,7 +147,7 @@ def test_a_setting_that_nobody_reads_is_found():
     sources = modules()
     text = sources["lmmods.data.sft"]
     sources["lmmods.data.sft"] = text.replace("self.train_on_last, self.roles", "False, self.roles")
-    assert dead_settings(sources) - before == {("lmmods.data.sft.SFTData", "train_on_last")}
+    assert dead_settings(sources) - before == {("lmmods.data.fields.SFTDataFields", "train_on_last")}
 
 
 def test_generation_hands_every_option_on():

@@ -17,7 +17,7 @@ from lmmods.cli import main
 from lmmods.commands.registry import COMMANDS, command_parser
 from lmmods.commands.report.command import report_parser
 from lmmods.core.settings import LoRA
-from lmmods.data.sources.sources import Source
+from lmmods.data.sources.source import Source
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import choice_scores
-from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sft import SFTData
 from lmmods.evaluation.mmlu import Questionnaire, choice_tokens
 from lmmods.runs.folder import RunFolder
@@ -206,7 +206,7 @@ def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
 
 
 def test_several_files_and_mapped_columns(tmp_path, data, rows):
-    from lmmods.data.sources.sources import Source
+    from lmmods.data.sources.source import Source
 
     first = write(tmp_path / "first.jsonl", rows[:3])
     second = write(tmp_path / "second.jsonl", [{"question": row["input"], "right": row["output"]} for row in rows[3:]])

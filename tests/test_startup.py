@@ -82,7 +82,7 @@ def test_a_store_opens_without_pandas(instructions, llama_folder, tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from lmmods.data.store.store import Store
+from lmmods.data.store.arrow_store import Store
 store = Store(next(Path({str(tmp_path)!r}).glob("sftdata-*")))
 assert store.row(3)["input_ids"].size and store.column("input_ids").all() and store.column("index")[3] == 3
 assert "pandas" not in sys.modules

@@ -17,17 +17,18 @@ from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, evaluation_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number, first_usable_window
-from lmmods.data.checks import check_range
-from lmmods.data.encode.encoded import Encoder
+from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import RepairedTokenizer, load_tokenizer
+from lmmods.data.fields import DataFields
 from lmmods.data.inspection import Which, choose_rows, shown_row
-from lmmods.data.predictions import Predictions
 from lmmods.data.report import describe_rows, describe_source, render_table
+from lmmods.data.scoring.predictions import Predictions
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import Source, SourceReader, as_sources
+from lmmods.data.sources.source import Source, as_sources
+from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.store.arrow_store import Store
 from lmmods.data.store.cache import Cache
 from lmmods.data.store.rows import PromptSet, RowSet, split, weighted
-from lmmods.data.store.store import Store
 
 Role = Literal["train", "val", "test", "predict"]
 DEFAULT_MAX_LENGTH = 1024
@@ -43,113 +44,28 @@ STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
 }
 
 
-class DataModule(lightning.LightningDataModule, ABC):
+class DataModule(DataFields, lightning.LightningDataModule, ABC):
     """Text in, batches out. Abstract: each task says how rows are encoded.
 
-    Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight, format}, or a list of these.
-        val_source: The same for validation.
-        val_size: Usable rows of `source` to set aside for validation: a share (0.05) or a number of rows (200).
-        test_source: The same for test.
-        predict_source: The same for predict; null takes the test set, else the validation set.
-        tokenizer: Folder or hub id of the tokenizer; null takes the model's.
-        pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's
-            own; where it has none, causal models take another token it has, others add [PAD].
-        bos_token: Token that begins a text, where the tokenizer names none.
-        eos_token: Token that ends a text, where the tokenizer names none.
-        add_tokens: Special tokens to add to the vocabulary; their embeddings are trained.
-        max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
-        batch_size: Rows per micro-batch and device in training.
-        eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
-        packing: Put several rows into one of `max_length`, kept apart by `segment_ids` and `position_ids`.
-        streaming: Encode rows while training instead of into the cache, for sources larger than the disk. Needs
-            `trainer.max_steps`; validation rows come from `val_source`.
-        stream_window: Rows of a stream that are read, and shuffled, together.
-        group_by_length: Put rows of similar length together, which saves padding; the order of batches stays random.
-        shuffle: Draw a new order of the training rows in each epoch.
-        pad_to_multiple_of: Lengths of batches are multiples of this.
-        num_workers: Processes that assemble batches; 0 does it in the training process.
-        num_proc: Processes that tokenise; null decides by the size of the source.
-        columns: Names in the file -> names that the task expects, for all sources that do not map their own.
-        cache_dir: Where tokenised data are kept; null is $LMMODS_CACHE, or lmmods in the user's cache folder.
-        rebuild_cache: Tokenise again even if the cache has the data.
-        seed: Seed of splits and orders; null takes `seed_everything`.
+    Its fields are those of DataFields; a task adds to them as `class SFTData(SFTDataFields, DataModule)` does.
     """
 
-    def __init__(
-        self,
-        source: str | Source | list[str | Source],
-        *,
-        val_source: str | Source | list[str | Source] | None = None,
-        val_size: int | float = 0.0,
-        test_source: str | Source | list[str | Source] | None = None,
-        predict_source: str | Source | list[str | Source] | None = None,
-        tokenizer: str | None = None,
-        pad_token: str | None = None,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-        add_tokens: list[str] | None = None,
-        max_length: int | None = None,
-        batch_size: int = 1,
-        eval_batch_size: int | None = None,
-        packing: bool = False,
-        streaming: bool = False,
-        stream_window: int = 10_000,
-        group_by_length: bool = False,
-        shuffle: bool = True,
-        pad_to_multiple_of: int = 8,
-        num_workers: int = 0,
-        num_proc: int | None = None,
-        columns: dict[str, str] | None = None,
-        cache_dir: str | None = None,
-        rebuild_cache: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__()
-        check_range(
-            batch_size=(batch_size, 1),
-            eval_batch_size=(eval_batch_size, 1),
-            max_length=(max_length, 2),
-            pad_to_multiple_of=(pad_to_multiple_of, 1),
-            num_workers=(num_workers, 0, 1024),
-            num_proc=(num_proc, 1, 1024),
-            val_size=(val_size, 0),
-            stream_window=(stream_window, 1),
-        )
-        if val_size and val_source is not None:
-            raise UserError("data.val_size and data.val_source are both set; keep one of them")
-        if val_size and streaming:
-            raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
+    eval_batch_size: int  # settled here
+    max_length: int  # by connect or setup
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lightning.LightningDataModule.__init__(self)
+        self.eval_batch_size = self.eval_batch_size or self.batch_size
         self._sources: dict[Role, list[Source]] = {
-            role: as_sources(value, key, columns)
+            role: as_sources(value, key, self.columns)
             for role, key, value in (
-                ("train", "source", source),
-                ("val", "val_source", val_source),
-                ("test", "test_source", test_source),
-                ("predict", "predict_source", predict_source),
+                ("train", "source", self.source),
+                ("val", "val_source", self.val_source),
+                ("test", "test_source", self.test_source),
+                ("predict", "predict_source", self.predict_source),
             )
             if value is not None
-        }
-        self.val_size = val_size
-        self.max_length: int = max_length  # type: ignore[assignment] - settled by connect or setup
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
-        self.packing = packing
-        self.streaming = streaming
-        self.stream_window = stream_window
-        self.group_by_length = group_by_length
-        self.shuffle = shuffle
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.num_workers = num_workers
-        self.num_proc = num_proc
-        self._seed = seed
-        self._tokenizer_path = tokenizer
-        self._tokenizer_options = {
-            "pad_token": pad_token,
-            "bos_token": bos_token,
-            "eos_token": eos_token,
-            "add_tokens": add_tokens,
         }
         self._pretrained: dict[str, Any] = {}
         self.token_types = True  # settled by connect
@@ -160,8 +76,7 @@ class DataModule(lightning.LightningDataModule, ABC):
         self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
         self._readers: dict[str, SourceReader] = {}
         self._report: dict[str, Any] | None = None
-        self.rebuild_cache = rebuild_cache
-        self._cache = Cache(cache_dir, num_proc)
+        self._cache = Cache(self.cache_dir, self.num_proc)
         self._loader: StatefulLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
 
@@ -261,13 +176,22 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     @property
     def seed(self) -> int:
-        """Seed of splits and orders."""
+        """Seed of splits and orders: the field, else the run's."""
         return self._seed or 0
+
+    @seed.setter
+    def seed(self, value: int | None) -> None:
+        self._seed = value
 
     @property
     def tokenizer(self):  # noqa: ANN201 - transformers is imported only when used
-        """The repaired transformers tokenizer, loaded at first use. Raises UserError."""
+        """The repaired transformers tokenizer of the folder or hub id that is set. Raises UserError."""
         return self._load_tokenizer().tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, path: str | None) -> None:
+        """The field: folder or hub id."""
+        self._tokenizer_path = path
 
     @property
     def new_tokens(self) -> list[int]:
@@ -285,7 +209,9 @@ class DataModule(lightning.LightningDataModule, ABC):
                 raise UserError(
                     "no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one"
                 )
-            self._repaired = load_tokenizer(self._tokenizer_path, **self._pretrained, **self._tokenizer_options,
+            self._repaired = load_tokenizer(self._tokenizer_path, **self._pretrained,
+                                            pad_token=self.pad_token, bos_token=self.bos_token,
+                                            eos_token=self.eos_token, add_tokens=self.add_tokens,
                                             new_padding=self._adds_padding)
         return self._repaired
 
@@ -335,7 +261,8 @@ class DataModule(lightning.LightningDataModule, ABC):
             return
         if origin == "train" and self.streaming:
             if role == "train":
-                self._sets["train"] = self._first_window()
+                self._sets["train"] = first_usable_window(self._stream_sources(),
+                                                          min(self.stream_window, FIRST_WINDOW), self.seed)
             return
         stores = [self._store(source, prompts_only=role == "predict") for source in self._sources[origin]]
         rows = RowSet(stores)
@@ -380,18 +307,14 @@ class DataModule(lightning.LightningDataModule, ABC):
 
     def _stream_sources(self) -> list[StreamSource]:
         if self._streams is None:
-            self._streams = [self._stream_source(source) for source in self._sources["train"]]
+            self._streams = []
+            for source in self._sources["train"]:
+                reader = self._reader(source, streaming=True)
+                _, encoder, info = self._prepared(reader, prompts_only=False)
+                info["notes"] = [*info.get("notes", []), STREAM_NOTE]
+                rows = lambda reader=reader, info=info: iter(self._regrouped(reader, info))  # noqa: E731
+                self._streams.append(StreamSource(rows, encoder, source.weight, info))
         return self._streams
-
-    def _stream_source(self, source: Source) -> StreamSource:
-        reader = self._reader(source, streaming=True)
-        _, encoder, info = self._prepared(reader, prompts_only=False)
-        info["notes"] = [*info.get("notes", []), STREAM_NOTE]
-        return StreamSource(lambda: iter(self._regrouped(reader, info)), encoder, source.weight, info)
-
-    def _first_window(self) -> RowSet:
-        """The beginning of a stream: what the report and inspection show of it. Raises UserError for a useless one."""
-        return first_usable_window(self._stream_sources(), min(self.stream_window, FIRST_WINDOW), self.seed)
 
     def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
         return SourceReader(source, streaming=streaming)

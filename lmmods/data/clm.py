@@ -1,50 +1,24 @@
 """Causal language modelling on plain text: documents, each closed by the end token, cut into blocks."""
 
-from typing import Any, Literal
+from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
-from lmmods.data.encode.encoded import Encoder
-from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.texts import TextRowEncoder
+from lmmods.data.fields import CLMDataFields
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import Source, SourceReader
+from lmmods.data.sources.source import Source
+from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 
 
-class CLMData(DataModule):
-    """Texts for causal language modelling; one row of a batch is a block of `max_length` tokens.
-
-    Args:
-        source: Where the training texts come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. Text files, or files with a text column.
-        text_column: Column that holds the text.
-        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or
-            each `line`.
-        join: Lay the documents end to end before cutting, so that every block but the last is full. Otherwise each
-            document fills blocks of its own, padded or, with `packing`, put together whole. null joins unless
-            `packing` is set.
-        **common: Fields of every data module.
-    """
+class CLMData(CLMDataFields, DataModule):
+    """Texts for causal language modelling; one row of a batch is a block of `max_length` tokens."""
 
     _adds_padding = False  # a row more in the output head changes every probability
-
-    def __init__(
-        self,
-        source: str | Source | list[str | Source],
-        *,
-        text_column: str = "text",
-        documents: Literal["file", "paragraph", "line"] = "file",
-        join: bool | None = None,
-        **common: Any,
-    ) -> None:
-        super().__init__(source, **common)
-        self.text_column = text_column
-        self.documents = documents
-        if join and self.packing:
-            raise UserError("data.join and data.packing are both set; joined blocks are full already, keep one of them")
-        self.join = not self.packing if join is None else join
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Token ids of beginnings of documents."""
@@ -77,7 +51,8 @@ class CLMData(DataModule):
         return ("input_ids", "labels")
 
     def _arrange(self, rows: RowSet) -> BlockSet:
-        return BlockSet(rows, self.max_length, self.join)
+        joined = not self.packing if self.join is None else self.join
+        return BlockSet(rows, self.max_length, joined)
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]

@@ -1,59 +1,27 @@
 """Masked language modelling on plain text."""
 
-from typing import Any, Literal
+from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.batches.masking import MaskedSet, Masker, tokens_around, vocabulary_flags
-from lmmods.data.encode.encoded import Encoder
-from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.texts import TextRowEncoder
-from lmmods.data.predictions import Predictions
+from lmmods.data.fields import MLMDataFields
+from lmmods.data.scoring.predictions import Predictions
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import Source, SourceReader
+from lmmods.data.sources.source import Source
+from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 
 
-class MLMData(DataModule):
+class MLMData(MLMDataFields, DataModule):
     """Texts for masked language modelling. Training masks are drawn anew in each epoch, evaluation masks are fixed.
 
     In predict, the mask token typed in a text of `predict_source` is the gap to fill.
-
-    Args:
-        source: Where the training texts come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. Text files, or files with a text column.
-        text_column: Column that holds the text.
-        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or
-            each `line`.
-        join: Lay the documents end to end before cutting, a separator between them. Otherwise each fills rows of its
-            own.
-        mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
-        whole_word_masking: Choose whole words instead of tokens.
-        **common: Fields of every data module.
     """
-
-    def __init__(
-        self,
-        source: str | Source | list[str | Source],
-        *,
-        text_column: str = "text",
-        documents: Literal["file", "paragraph", "line"] = "file",
-        join: bool = True,
-        mlm_probability: float = 0.15,
-        whole_word_masking: bool = False,
-        **common: Any,
-    ) -> None:
-        super().__init__(source, **common)
-        if self.packing:
-            raise UserError("data.packing is not for masked language modelling; data.join fills rows")
-        if not 0 < mlm_probability < 1:
-            raise UserError(f"data.mlm_probability is {mlm_probability}, but must be between 0 and 1")
-        self.text_column = text_column
-        self.documents = documents
-        self.join = join
-        self.mlm_probability = mlm_probability
-        self.whole_word_masking = whole_word_masking
 
     def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
         return SourceReader(source, self.documents, streaming)

@@ -8,57 +8,28 @@ import numpy as np
 from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
 from lmmods.data.base import DataModule, Role
-from lmmods.data.checks import check_range
-from lmmods.data.encode.encoded import Encoder
+from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
-from lmmods.data.predictions import Predictions
+from lmmods.data.fields import QADataFields
+from lmmods.data.scoring.predictions import Predictions
+from lmmods.data.scoring.spans import Answers, SpanSettings, WindowLogits, choose_answer
 from lmmods.data.sources.formats import RowProblem, as_text
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import Source
-from lmmods.data.spans import Answers, SpanSettings, WindowLogits, choose_answer
+from lmmods.data.sources.source import Source
 from lmmods.data.store.rows import RowSet
 
 
-class QAData(DataModule):
+class QAData(QADataFields, DataModule):
     """Questions on contexts; one row of a batch is a window of one question.
 
     `index` of a batch counts the windows of its set; `window` tells what lies behind it. A window without the whole
     answer is labelled with the position of CLS. Where an answer cannot be found in its context, the labels are -100.
-
-    Args:
-        source: Where the training questions come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context,
-            answers}.
-        stride: Tokens that neighbouring windows of a context share.
-        question_max_length: Longest question in tokens; longer ones are cut and counted.
-        version_2_with_negative: Questions may have no answer (SQuAD v2.0): "" is then an answer, scored as v2.0 does.
-        n_best_size: Candidates kept of a window, and of a question in nbest_predictions.json.
-        max_answer_length: Longest answer in tokens.
-        null_score_diff_threshold: With version_2_with_negative, no answer is given where its score is above that of the
-            best answer by more than this.
-        **common: Fields of every data module.
     """
 
-    def __init__(
-        self,
-        source: str | Source | list[str | Source],
-        *,
-        stride: int = 128,
-        question_max_length: int = 64,
-        version_2_with_negative: bool = False,
-        n_best_size: int = 20,
-        max_answer_length: int = 30,
-        null_score_diff_threshold: float = 0.0,
-        **common: Any,
-    ) -> None:
-        super().__init__(source, **common)
-        if self.packing:
-            raise UserError("data.packing is not for question answering: a window is a row of its own")
-        check_range(stride=(stride, 0), question_max_length=(question_max_length, 1), n_best_size=(n_best_size, 1),
-                    max_answer_length=(max_answer_length, 1))
-        self.stride = stride
-        self.spans = SpanSettings(n_best_size, max_answer_length, null_score_diff_threshold, version_2_with_negative)
-        self.question_max_length = question_max_length
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.spans = SpanSettings(self.n_best_size, self.max_answer_length, self.null_score_diff_threshold,
+                                  self.version_2_with_negative)
 
     def window(self, role: Role, index: int) -> dict[str, Any]:
         """What lies behind `index` of a batch.

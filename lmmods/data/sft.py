@@ -5,65 +5,26 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
-from lmmods.data.checks import check_range
-from lmmods.data.encode.conversations import Limits, Overflow, SFTEncoder
-from lmmods.data.encode.encoded import Encoder
-from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.conversations import Limits, SFTEncoder
+from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.templates import ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.fields import SFTDataFields
 from lmmods.data.sources.formats import RowProblem, detect_format, find_format
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import Source
+from lmmods.data.sources.source import Source
 
 
-class SFTData(DataModule):
-    """Conversations for supervised fine-tuning; one row of a batch is one conversation.
-
-    Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a set of qlora's by name, a mapping
-            {path, name, split, revision, columns, limit, weight, format}, or a list of these.
-        template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr, plain,
-            qlora-alpaca or qlora-plain. null takes the tokenizer's chat template if it has one, else alpaca.
-        dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
-        roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
-        train_on_prompt: Score every token, not only responses.
-        train_on_last: Score only the last response of a conversation.
-        source_max_length: Longest prompt (all before the last response) in tokens.
-        target_max_length: Longest last response in tokens.
-        on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_prompt` cuts the
-            oldest part of the prompt and drops rows whose response alone is too long; `truncate` cuts the end of the
-            response, which then has no end token, and the oldest part of a prompt over `source_max_length`;
-            `truncate_ends` cuts the ends of both. All of it is counted in the report.
-        **common: Fields of every data module.
-    """
+class SFTData(SFTDataFields, DataModule):
+    """Conversations for supervised fine-tuning; one row of a batch is one conversation."""
 
     _adds_padding = False  # a row more in the output head changes every probability
 
-    def __init__(
-        self,
-        source: str | Source | list[str | Source],
-        *,
-        template: str | None = None,
-        dataset_format: str | None = None,
-        roles: dict[str, str] | None = None,
-        train_on_prompt: bool = False,
-        train_on_last: bool = False,
-        source_max_length: int | None = None,
-        target_max_length: int | None = None,
-        on_overflow: Overflow = "truncate_prompt",
-        **common: Any,
-    ) -> None:
-        super().__init__(source, **common)
-        check_range(source_max_length=(source_max_length, 1), target_max_length=(target_max_length, 1))
-        if dataset_format is not None:
-            find_format(dataset_format)
-        self.template = template
-        self.dataset_format = dataset_format
-        self.roles = roles or {}
-        self.train_on_prompt = train_on_prompt
-        self.train_on_last = train_on_last
-        self.source_max_length = source_max_length
-        self.target_max_length = target_max_length
-        self.on_overflow = on_overflow
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dataset_format is not None:
+            find_format(self.dataset_format)
+        self.roles = self.roles or {}
 
     @property
     def stop_token_ids(self) -> list[int]:

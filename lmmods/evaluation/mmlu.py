@@ -11,9 +11,10 @@ from lmmods.core.settings import require
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.sampler import deal, evaluation_order
-from lmmods.data.encode.encoding import TextEncoder
+from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import Source, SourceReader, as_sources
+from lmmods.data.sources.source import Source, as_sources
+from lmmods.data.sources.source_reader import SourceReader
 
 LETTERS = "ABCDEFGHIJ"
 NO_SUBJECT = "all"

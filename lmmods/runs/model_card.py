@@ -11,7 +11,7 @@ import yaml
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.report import render_table
 from lmmods.data.sources.readers import READERS, file_type
-from lmmods.data.sources.sources import NAMED_SETS
+from lmmods.data.sources.source_reader import NAMED_SETS
 from lmmods.runs.folder import RunFolder, as_yaml
 from lmmods.runs.local_paths import shown_path, shown_paths
 

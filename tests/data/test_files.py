@@ -10,7 +10,8 @@ import fsspec
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.sources import Source, SourceReader
+from lmmods.data.sources.source import Source
+from lmmods.data.sources.source_reader import SourceReader
 
 pytestmark = pytest.mark.timeout(60)  # what would wait for a pipe fails here
 

@@ -12,8 +12,8 @@ from lmmods.data.batches.masking import Masker
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import PADDING_ROW, deal, training_order
 from lmmods.data.encode.conversations import Limits, SFTEncoder
-from lmmods.data.encode.encoding import NOT_SCORED, TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.encode.text_encoder import NOT_SCORED, TextEncoder
 from lmmods.data.encode.tokenizer import load_tokenizer
 
 SPECIAL = [

@@ -11,7 +11,8 @@ import pytest
 
 from lmmods.core.errors import UserError
 from lmmods.data.sources.readers import read_file
-from lmmods.data.sources.sources import Source, SourceReader
+from lmmods.data.sources.source import Source
+from lmmods.data.sources.source_reader import SourceReader
 
 DAMAGED = {
     "cut.jsonl": (b'{"a": 1}\n{"a": ', r"cut.jsonl:2: broken JSON"),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmmods.data.encode.encoding import NOT_SCORED
+from lmmods.data.encode.text_encoder import NOT_SCORED
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmmods.data.encode.encoding import NOT_SCORED
+from lmmods.data.encode.text_encoder import NOT_SCORED
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest stays as it is (Devlin et al. 2018)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmmods.data.encode.encoding import NOT_SCORED
+from lmmods.data.encode.text_encoder import NOT_SCORED
 
 WINDOW = 50_000  # rows considered at a time; bounds memory, and more fill no fuller
 

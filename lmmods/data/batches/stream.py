@@ -17,11 +17,11 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.data.batches.loader import Batch, Share
 from lmmods.data.batches.sampler import BatchOrder, deal
-from lmmods.data.encode.encoded import Encoded, Encoder, Tally, describe_dropped
+from lmmods.data.encode.encoder import Encoded, Encoder, Tally, describe_dropped
 from lmmods.data.sources.readers import Row
+from lmmods.data.store.arrow_store import MemoryStore
 from lmmods.data.store.building import encode_batches
 from lmmods.data.store.rows import RowSet
-from lmmods.data.store.store import MemoryStore
 
 ENDLESS = 10**12  # length of a loader that never ends; sized, so that nobody fetches ahead to find its end
 

@@ -2,26 +2,24 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmmods.data.encode.encoded import Encoded, Ragged, RowError
-from lmmods.data.encode.encoding import NOT_SCORED, Run, TextEncoder
+from lmmods.data.encode.encoder import Encoded, Ragged, RowError
 from lmmods.data.encode.templates import Renderer
+from lmmods.data.encode.text_encoder import NOT_SCORED, Run, TextEncoder
 from lmmods.data.sources.formats import Roles, RowProblem, check_unicode, find_format
-
-Overflow = Literal["error", "skip", "truncate_prompt", "truncate", "truncate_ends"]
 
 
 @dataclass
 class Limits:
-    """Length policy of a row, in tokens; None is no limit of that kind."""
+    """Length policy of a row, in tokens; None is no limit of that kind. `on_overflow` is as SFTDataFields has it."""
 
     max_length: int
     source_max_length: int | None
     target_max_length: int | None
-    on_overflow: Overflow
+    on_overflow: str
 
 
 class Cuts(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lmmods.data.encode.encoded import Encoded, Ragged
-from lmmods.data.encode.encoding import Run, TextEncoder
+from lmmods.data.encode.encoder import Encoded, Ragged
+from lmmods.data.encode.text_encoder import Run, TextEncoder
 from lmmods.data.sources.formats import RowProblem, as_text, check_unicode
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from lmmods.data.encode.encoded import Encoded, Ragged
-from lmmods.data.encode.encoding import NOT_SCORED
+from lmmods.data.encode.encoder import Encoded, Ragged
+from lmmods.data.encode.text_encoder import NOT_SCORED
 from lmmods.data.sources.formats import RowProblem, as_text, check_unicode
 from lmmods.data.sources.readers import Row
 

@@ -22,18 +22,18 @@ from tqdm import tqdm
 from lmmods.core.checksums import stamps
 from lmmods.core.errors import UserError
 from lmmods.core.parenthood import end_with_parent
-from lmmods.data.encode.encoded import Encoded, Encoder, RowError, Tally, arrow_column
+from lmmods.data.encode.encoder import Encoded, Encoder, RowError, Tally, arrow_column
 from lmmods.data.sources.readers import Row
-from lmmods.data.store.store import MANIFEST, damage
+from lmmods.data.store.arrow_store import MANIFEST, damage
 
 ROWS_PER_BATCH = 1000
 CHARACTERS_PER_BATCH = 1 << 20
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
-    """Hash (32 hex digits) of settings and of the code of this package."""
+    """Hash (32 hex digits) of settings and of all code that reads and encodes data."""
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

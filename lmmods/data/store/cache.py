@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
-from lmmods.data.encode.encoded import Encoder, describe_dropped
+from lmmods.data.encode.encoder import Encoder, describe_dropped
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.sources import SourceReader
+from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.store.arrow_store import Store, damage
 from lmmods.data.store.building import build_store, fingerprint
-from lmmods.data.store.store import Store, damage
 
 BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
 ATTEMPTS = 3  # to open a store that other processes replace at the same time

@@ -7,7 +7,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.store.store import Store
+from lmmods.data.store.arrow_store import Store
 
 
 class RowSet(Dataset):

@@ -1,10 +1,10 @@
-"""What `source` may be (file, folder, glob, URL, hub id, or a list of these) and the rows that come out of it."""
+"""The rows that come out of a source, its column names mapped, and what they are told apart by."""
 
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cached_property
 
 import fsspec
@@ -14,6 +14,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.sources.files import did_you_mean, find_files
 from lmmods.data.sources.readers import Row, read_file
+from lmmods.data.sources.source import Source
 
 NAMED_SETS = {
     "alpaca": "tatsu-lab/alpaca",
@@ -26,64 +27,6 @@ NAMED_SETS = {
     "unnatural-instructions": "mrm8488/unnatural-instructions-full",
 }
 NAMED_FILES = {"chip2": "unified_chip2.jsonl"}
-
-
-@dataclass
-class Source:
-    """One place that rows come from.
-
-    Args:
-        path: File, folder, glob, URL (s3://, gs://, hf://, https://), hub id, or one of qlora's sets by name (alpaca,
-            alpaca-clean, chip2, self-instruct, hh-rlhf, oasst1, longform, unnatural-instructions).
-        name: Configuration of a hub data set.
-        split: Split of a hub data set; slices such as `train[:10%]` work.
-        revision: Branch, tag or commit of a hub data set.
-        columns: Names in the file -> names that the format expects, for example {question: instruction}. A column of
-            the file that has such a name already gives way, which the report counts.
-        limit: Use only this many rows, the first ones.
-        weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them.
-        format: Format of these rows; null means `dataset_format` of the data module, or detection.
-    """
-
-    path: str
-    name: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    columns: dict[str, str] | None = None
-    limit: int | None = None
-    weight: float = 1.0
-    format: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"source {self.path}: limit is {self.limit}, but must be 1 or more")
-        if self.weight <= 0:
-            raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
-        twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
-        if twice:
-            raise UserError(f"source {self.path}: columns gives the name {twice[0]!r} to several columns; give it to "
-                            "one of them")
-
-
-SourceLike = str | Source | list[str | Source]
-
-
-def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | None = None) -> list[Source]:
-    """The list of sources that a `source` field stands for; `columns` is for those that map none.
-
-    Raises:
-        UserError: The list is empty.
-    """
-    items = source if isinstance(source, list) else [source]
-    if not items or not all(items):
-        raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
-    sources = [
-        Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
-        for item in items
-    ]
-    if key != "source" and any(item.weight != 1 for item in sources):
-        raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
-    return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 
 
 class SourceReader:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from lmmods.core.checksums import first_damaged
-from lmmods.data.encode.encoded import Encoded, Ragged, Tally, arrow_column
+from lmmods.data.encode.encoder import Encoded, Ragged, Tally, arrow_column
 from lmmods.data.sources.readers import Row
 
 MANIFEST = "manifest.json"
