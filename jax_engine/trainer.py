@@ -13,7 +13,7 @@ from jax_engine import checkpoint as checkpoints
 from jax_engine.callbacks import Callback
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import MeshSharding
-from jax_engine.distributed.parallel import Parallel
+from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.prefetch import Feed, Group
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.tree import Tree

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_engine.distributed import parallel
-from jax_engine.distributed.parallel import Parallel, Replicas
+from jax_engine.distributed.interface import Parallel
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.replicas import Replicas
 from lmmods.core.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
@@ -71,7 +72,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     if strategy in ("auto", "ddp"):
         return Replicas(chosen)
     mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
-    return parallel.MeshSharding(mesh.data, mesh.fsdp, mesh.tensor, chosen)
+    return ShardedMesh(mesh.data, mesh.fsdp, mesh.tensor, chosen)
 
 
 def keep_freed_memory() -> None:

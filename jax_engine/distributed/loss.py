@@ -14,7 +14,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.parallel import SHARE_AXES, constrain, num_shares_here
+from jax_engine.distributed.interface import DATA_AXES, constrain, num_visible_ranks
 
 IGNORED = -100
 # The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
@@ -66,8 +66,8 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
                                         targets.reshape(-1))
         return LossSums(total, (targets != IGNORED).sum(), correct if count_correct else None)
     # Each device works on its own share of the rows, with positions in one line and the labelled ones in front.
-    hidden = _own_share(hidden.reshape(num_shares_here(), -1, hidden.shape[-1]))
-    targets = _own_share(targets.reshape(num_shares_here(), -1))
+    hidden = _own_share(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
+    targets = _own_share(targets.reshape(num_visible_ranks(), -1))
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
     chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
     chunk = min(max(chunk_bytes // (4 * vocab_size), 1), targets.shape[1])
@@ -98,7 +98,7 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
 
 
 def _own_share(x: Array) -> Array:
-    return constrain(x, PartitionSpec(SHARE_AXES))
+    return constrain(x, PartitionSpec(DATA_AXES))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import IGNORED
-from jax_engine.distributed.parallel import Parallel
 
 _FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED, "index": -1}
 

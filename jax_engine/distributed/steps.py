@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from jax_engine.distributed.interface import Parallel, num_visible_ranks
 from jax_engine.distributed.loss import LossSums, scored_rows
-from jax_engine.distributed.parallel import Parallel, num_shares_here
 from jax_engine.distributed.tree import Tree, merge, new_state, new_window
 
 Batch = dict[str, Array]
@@ -126,7 +126,7 @@ class Steps:
 
     def _predict_step(self, trainable, frozen, batch):
         predicted = self._predict(merge(trainable, frozen), _rows_of(batch))
-        return (jax.tree.map(lambda x: x.reshape(num_shares_here(), -1, *x.shape[1:]), predicted),)
+        return (jax.tree.map(lambda x: x.reshape(num_visible_ranks(), -1, *x.shape[1:]), predicted),)
 
     def _differentiate(self, state, frozen, batch):
         """Gradient of the summed loss and the sums of a micro-batch of each share in sight."""

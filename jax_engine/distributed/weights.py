@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from jax_engine.distributed.parallel import Parallel
+from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.tree import Tree, merge
 
 

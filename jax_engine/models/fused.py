@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.parallel import SHARE_AXES, constrain
+from jax_engine.distributed.interface import DATA_AXES, constrain
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
 from lmmods.core.console import say
@@ -57,7 +57,7 @@ class Fused:
         if "segment_ids" in batch or not self.by_length:
             if not self.by_mask or length % 2 or length == 1:  # the kernel has no gradient for odd lengths under a mask
                 return None
-            options["mask"] = constrain(attention_mask(batch, self.causal, self.window), PartitionSpec(SHARE_AXES))
+            options["mask"] = constrain(attention_mask(batch, self.causal, self.window), PartitionSpec(DATA_AXES))
         elif length == 1:
             return None
         elif self.window is not None and self.window < length:
@@ -173,4 +173,4 @@ def trial(fused: Fused, by_mask: bool) -> str | None:
 def _laid_out(x: Array, num_kv_heads: int) -> Array:
     """On a mesh: rows over the shares, heads over `tensor` where they divide; positions and features stay whole."""
     tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-    return constrain(x, PartitionSpec(SHARE_AXES, None, "tensor" if num_kv_heads % tensor == 0 else None))
+    return constrain(x, PartitionSpec(DATA_AXES, None, "tensor" if num_kv_heads % tensor == 0 else None))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from jax_engine.checkpoint import Writer, pack, pack_window, read, unpack, unpack_window, write
-from jax_engine.distributed.parallel import MeshSharding, Replicas
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Steps
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
@@ -53,7 +54,7 @@ def save(toy, parallel, state, settings, folder, step=2):
 
 @pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
 def test_bits_return_on_other_devices(toy, tmp_path, settings):
-    before, after = MeshSharding(data=2, fsdp=4), Replicas(jax.devices()[:2])
+    before, after = ShardedMesh(data=2, fsdp=4), Replicas(jax.devices()[:2])
     _, state = stepped(toy, before, settings)
     save(toy, before, state, settings, tmp_path / "step=2")
     _, fresh = stepped(toy, after, settings, 0)

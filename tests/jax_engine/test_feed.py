@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.distributed.parallel import MeshSharding, Replicas
+from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Feed, rounded
+from jax_engine.distributed.replicas import Replicas
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
 from lmmods.data.batches.sampler import evaluation_order, training_order
@@ -52,7 +53,7 @@ def plain(loader):
     return [{name: tensor.numpy() for name, tensor in batch.items()} for batch in loader]
 
 
-@pytest.mark.parametrize("parallel", [four, lambda: MeshSharding(devices=jax.devices()[:4]),
+@pytest.mark.parametrize("parallel", [four, lambda: ShardedMesh(devices=jax.devices()[:4]),
                                       lambda: Replicas(jax.devices()[:1])])
 def test_every_share_gets_the_next_micro_batch(parallel):
     parallel = parallel()

@@ -10,8 +10,9 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_engine.distributed import loss as losses
+from jax_engine.distributed.interface import DATA_AXES
 from jax_engine.distributed.loss import IGNORED, span_loss, token_loss
-from jax_engine.distributed.parallel import SHARE_AXES, MeshSharding
+from jax_engine.distributed.mesh import ShardedMesh
 from lmmods.torch_engine.nn import loss as torch_loss
 from lmmods.torch_engine.tasks import qa
 
@@ -127,9 +128,9 @@ def test_a_frozen_head_costs_no_gradient():
 
 def test_same_on_a_mesh(small_chunks):
     hidden, targets, params = draw(0.3)
-    mesh = MeshSharding(data=2, fsdp=2, tensor=2).mesh
+    mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
     wanted_total, wanted = jax.value_and_grad(lambda h, t, p: ours(h, t, p)[0], argnums=(0, 2))(hidden, targets, params)
-    rows = NamedSharding(mesh, PartitionSpec(SHARE_AXES))
+    rows = NamedSharding(mesh, PartitionSpec(DATA_AXES))
     args = (jax.device_put(hidden, rows), jax.device_put(targets, rows),
             {"weight": jax.device_put(params["weight"], NamedSharding(mesh, PartitionSpec("fsdp"))),
              "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))})

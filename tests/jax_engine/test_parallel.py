@@ -15,8 +15,9 @@ import torch
 from toy import Toy
 
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
-from jax_engine.distributed.parallel import MeshSharding, Replicas
+from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Feed
+from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Clipping, Steps, window_figures
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
@@ -27,10 +28,10 @@ B, NUM_STEPS = 2, 20
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=3)
 WAYS = {
     "replicas": lambda: Replicas(),
-    "fsdp": lambda: MeshSharding(),
-    "data_fsdp": lambda: MeshSharding(data=2, fsdp=4),
-    "all_three": lambda: MeshSharding(data=2, fsdp=2, tensor=2),
-    "one_device_mesh": lambda: MeshSharding(devices=jax.devices()[:1]),
+    "fsdp": lambda: ShardedMesh(),
+    "data_fsdp": lambda: ShardedMesh(data=2, fsdp=4),
+    "all_three": lambda: ShardedMesh(data=2, fsdp=2, tensor=2),
+    "one_device_mesh": lambda: ShardedMesh(devices=jax.devices()[:1]),
 }
 
 
@@ -102,7 +103,7 @@ def test_one_compile_for_each_length(toy, way):
 
 
 def test_state_is_born_and_stays_sharded(toy):
-    parallel = MeshSharding(data=2, fsdp=4)
+    parallel = ShardedMesh(data=2, fsdp=4)
     (params,) = parallel.compile(lambda key: (toy.init(key),), ("scalar",), ("state",))(jax.random.key(0))
     steps = Steps(parallel, None, build(SETTINGS, toy.decays(params)), 0)
     state = steps.new_state(params)
@@ -131,7 +132,7 @@ def test_host_arrays_come_back_bit_for_bit(toy, way):
 
 
 def test_what_is_fetched_outlives_the_donated_state():
-    parallel = MeshSharding()
+    parallel = ShardedMesh()
     state = parallel.put_state({"weight": np.arange(16.0, dtype=np.float32).reshape(8, 2)})
     step = parallel.compile(lambda s: (jax.tree.map(lambda x: x * 0 - 1, s),), ("state",), ("state",), donate=(0,))
     before = parallel.fetch_state(state)
@@ -140,7 +141,7 @@ def test_what_is_fetched_outlives_the_donated_state():
 
 
 def test_indivisible_dimensions_stay_whole_and_are_told_once(capsys):
-    parallel = MeshSharding()
+    parallel = ShardedMesh()
     state = parallel.put_state({"a": {"weight": np.ones((5, 7))}, "b": {"weight": np.ones((3, 16))}, "c": np.ones(3),
                                 "d": {"weight": np.ones((5, 9))}})
     assert state["a"]["weight"].sharding.is_fully_replicated
@@ -153,7 +154,7 @@ def test_indivisible_dimensions_stay_whole_and_are_told_once(capsys):
                                    {"fsdp": 16}])
 def test_wrong_mesh_sizes(sizes):
     with pytest.raises(UserError, match="mesh sizes.*(8|-1 for all)"):
-        MeshSharding(**sizes)
+        ShardedMesh(**sizes)
 
 
 def start(script, *args, **env):
@@ -169,9 +170,9 @@ def test_no_array_is_rebuilt_in_full():
     """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own."""
     process = start("""
 from toy import Toy
-from test_parallel import MeshSharding, train
-train(Toy(), MeshSharding(data=2, fsdp=4), 1, num_steps=1)
-train(Toy(), MeshSharding(data=2, fsdp=2, tensor=2), 2, num_steps=1)
+from test_parallel import ShardedMesh, train
+train(Toy(), ShardedMesh(data=2, fsdp=4), 1, num_steps=1)
+train(Toy(), ShardedMesh(data=2, fsdp=2, tensor=2), 2, num_steps=1)
 print("trained")
 """, TF_CPP_MIN_LOG_LEVEL="0")
     out, err = process.communicate(timeout=300)
@@ -190,8 +191,8 @@ import json
 import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
 from toy import Toy
-from test_parallel import MeshSharding, Replicas, np, train
-for way in (Replicas(), MeshSharding(data=2, fsdp=2), MeshSharding(tensor=4)):
+from test_parallel import ShardedMesh, Replicas, np, train
+for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
     losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
     table = state["trainable"]["embed"]["tokens"]["weight"]
     sums = way.fetch_sums(way.put_sums({"x": np.float32(2.5)}))

@@ -13,7 +13,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from twins import AUTO, FAMILIES, PAIRS
 
-from jax_engine.distributed.parallel import MeshSharding
+from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
@@ -223,7 +223,7 @@ def test_codes_are_sharded_like_their_matrices(kind):
     """Each device holds its part of codes and scales; small scales are everywhere."""
     layers = [quant.quantize(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *layers)
-    parallel = MeshSharding(data=1, fsdp=4, tensor=2)
+    parallel = ShardedMesh(data=1, fsdp=4, tensor=2)
     placed = parallel.put_state({"layers": {"mlp": {"up": {"weight": stacked}}}})["layers"]["mlp"]["up"]["weight"]
     assert [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(placed)[:2]] == (
         [(2, 32, 64), (2, 32, 2)] if kind == "nf4" else [(2, 32, 128), (2, 64)])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from twins import VOCAB
 
-from jax_engine.distributed.parallel import MeshSharding
+from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import Fused, choose, trial, tried, unfit
@@ -109,7 +109,7 @@ def test_rows_and_heads_stay_laid_out_over_a_mesh():
     batch = {name: jnp.tile(x, (4, 1)) for name, x in rows("packed").items()}
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     expected = CAUSAL.over(batch)(q, k, v)
-    with jax.set_mesh(MeshSharding(data=2, fsdp=2, tensor=2).mesh):
+    with jax.set_mesh(ShardedMesh(data=2, fsdp=2, tensor=2).mesh):
         found = jax.jit(lambda batch, *qkv: CAUSAL.over(batch)(*qkv))(batch, q, k, v)
     assert found.sharding.spec[0] == ("data", "fsdp") and np.allclose(found, expected, atol=1e-5)
 

@@ -1,0 +1,144 @@
+"""Fully sharded and tensor parallelism: state and batches sharded over a mesh of devices, by a table."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_engine.distributed.interface import DATA_AXES, Compiled, Parallel, own_positions
+from jax_engine.distributed.tree import Tree
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+
+# Pattern in a parameter's dotted path -> the mesh axis over which each of its last dimensions is sharded; () and paths
+# without a match: replicated. The first match counts. Dimensions in front (stacked layers) are never sharded. Matrices
+# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with.
+SHARDING: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
+    # By rows along fsdp: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to
+    # bring them into the layout of the activations.
+    (r"embed\.\w+\.weight$|\bhead\.weight$", ("fsdp", "tensor")),
+    (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
+    (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", ("fsdp", "tensor")),  # row-parallel: the input is split
+    (r"lora_A$", (None, "fsdp")),
+    (r"lora_B$", ("fsdp", None)),
+    (r"\.weight\b", ("tensor", "fsdp")),  # all other matrices, column-parallel: the output is split
+)
+
+
+class ShardedMesh(Parallel):
+    """`jax.jit` over a mesh: parameters and optimiser state are sharded by `SHARDING`, batches over data x fsdp.
+
+    Args:
+        data: Number of copies of the parameters.
+        fsdp: Devices over which each copy is sharded, each with a micro-batch of its own. -1: all that are left.
+        tensor: Devices that compute one micro-batch together.
+        devices: Devices to use, of all processes; None takes all there are.
+
+    Raises:
+        UserError: The product is not the number of devices.
+    """
+
+    def __init__(self, data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[jax.Device] | None = None):
+        devices = list(devices or jax.devices())
+        sizes, count = {"data": data, "fsdp": fsdp, "tensor": tensor}, len(devices)
+        wanted = f"strategy: mesh sizes data {data}, fsdp {fsdp}, tensor {tensor}"
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1 or any(size < 1 for size in sizes.values() if size != -1):
+            raise UserError(f"{wanted}: each must be 1 or more, or one of them -1 for all devices that are left.")
+        if free:
+            sizes[free[0]] = count // math.prod(size for size in sizes.values() if size != -1)
+        if math.prod(sizes.values()) != count:
+            raise UserError(f"{wanted} do not make up the number of devices, which is {count}. Change one of them so "
+                            f"that their product is {count}.")
+        grid = np.array(devices).reshape(*sizes.values())
+        self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        self.num_shares, self.num_devices = sizes["data"] * sizes["fsdp"], count
+        self.local_shares = tuple(sorted({place // sizes["tensor"] for place in own_positions(devices)}))
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._by_share = NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
+        self._reported = False
+
+    def sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """How an array of the state is sharded, from its dotted path and its shape alone."""
+        axes = next((axes for pattern, axes in SHARDING if re.search(pattern, name)), ())
+        if len(axes) > len(shape):
+            return self._replicated
+        trailing = shape[len(shape) - len(axes):]
+        divides = [axis is None or length % self.mesh.shape[axis] == 0
+                   for length, axis in zip(trailing, axes, strict=True)]
+        if not all(divides) and not self._reported:
+            self._reported = True
+            say(f"Some dimensions are not divisible by the mesh {dict(self.mesh.shape)} and stay whole on each device, "
+                f"the first of them in {name} {list(shape)}.")
+        fitting = [axis if fits else None for axis, fits in zip(axes, divides, strict=True)]
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * (len(shape) - len(axes)), *fitting))
+
+    def shardings(self, tree: Tree) -> Tree:
+        """`sharding` of each leaf of a state."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self.sharding(jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape), tree)
+
+    def compile(self, function, inputs, outputs, donate=()):
+        layouts = {"scalar": self._replicated, "batch": self._by_share}
+        compiled: list[Any] = []
+
+        def program(args):
+            if not compiled:  # the layout of a state depends on its leaves, which are not known before the first call
+                results = jax.eval_shape(function, *args)
+                out = tuple(self.shardings(result) if kind == "state" else layouts[kind]
+                            for kind, result in zip(outputs, results, strict=True))
+                compiled.append(jax.jit(function, donate_argnums=donate, out_shardings=out))
+            return compiled[0]
+
+        def step(*args):
+            with jax.set_mesh(self.mesh):
+                return program(args)(*args)
+
+        def lower(*args):
+            with jax.set_mesh(self.mesh):
+                return program(args).lower(*args)
+
+        return Compiled(step, lower, self.mesh.size)
+
+    def put_state(self, tree):
+        return jax.tree.map(_place, tree, self.shardings(jax.tree.map(np.asarray, tree)))
+
+    def put_batch(self, batch):
+        return {name: self._place_shares(x) for name, x in batch.items()}
+
+    def _place_shares(self, x: np.ndarray) -> Array:
+        first = {share: place for place, share in enumerate(self.local_shares)}
+
+        def part(index):
+            shares = range(self.num_shares)[index[0]]
+            return x[[first[share] for share in shares]] if len(shares) > 1 else x[first[shares[0]]][None]
+
+        return jax.make_array_from_callback((self.num_shares, *x.shape[1:]), self._by_share, part)
+
+    def put_scalars(self, scalars):
+        return jax.device_put(scalars, self._replicated)
+
+    def fetch_state(self, tree):
+        return jax.tree.map(_whole, tree)
+
+    def fetch_rows(self, tree):
+        return jax.tree.map(self._own_rows, tree)
+
+    def _own_rows(self, x: Array) -> np.ndarray:
+        parts = {range(self.num_shares)[shard.index[0]]: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(parts[shares]) for shares in sorted(parts, key=lambda shares: shares[0])])
+
+
+def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+
+
+def _whole(x: Array) -> np.ndarray:
+    return np.array(x) if x.is_fully_addressable else np.array(multihost_utils.process_allgather(x, tiled=True))

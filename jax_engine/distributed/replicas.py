@@ -1,0 +1,83 @@
+"""Data parallelism: a full copy of the state on every device."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_engine.distributed.interface import Compiled, Parallel, own_positions
+
+_AXIS = "replica"
+
+
+class Replicas(Parallel):
+    """`jax.pmap`: every device holds the whole state and works on its own micro-batch.
+
+    Args:
+        devices: Devices to use, of all processes; None takes all there are.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+        devices = list(devices or jax.devices())
+        self.num_shares = self.num_devices = len(devices)
+        self.local_shares = own_positions(devices)
+        self._devices = devices
+        self._mesh = Mesh(np.array([devices[share] for share in self.local_shares]), (_AXIS,),
+                          axis_types=(AxisType.Auto,))
+
+    def compile(self, function, inputs, outputs, donate=()):
+        def local(_, *args):
+            args = [jax.tree.map(lambda x: x[None], arg) if kind == "batch" else arg
+                    for kind, arg in zip(inputs, args, strict=True)]
+            results = function(*args)
+            return tuple(jax.tree.map(lambda x: x[0], result) if kind == "batch" else result
+                         for kind, result in zip(outputs, results, strict=True))
+
+        step = jax.pmap(local, axis_name=_AXIS, devices=self._devices,
+                        donate_argnums=tuple(place + 1 for place in donate),
+                        in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
+                        out_axes=tuple(None if kind == "scalar" else 0 for kind in outputs))
+        # pmap needs at least one mapped argument, and a step may have none: hence the first one
+        first = self._place(np.array(self.local_shares))
+        return Compiled(partial(step, first), partial(step.lower, first), self.num_shares)
+
+    def sum(self, tree):
+        return jax.lax.psum(tree, _AXIS)
+
+    def put_state(self, tree):
+        return jax.tree.map(lambda x: self._place(np.broadcast_to(x, (len(self.local_shares), *np.shape(x)))), tree)
+
+    def put_batch(self, batch):
+        return {name: self._place(x) for name, x in batch.items()}
+
+    def put_scalars(self, scalars):
+        return jax.device_put(scalars, NamedSharding(self._mesh, PartitionSpec()))
+
+    def fetch_state(self, tree):
+        return jax.tree.map(lambda x: np.array(x.addressable_shards[0].data[0]), tree)
+
+    def replica(self, tree):
+        return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
+
+    def shapes(self, tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+    def fetch_rows(self, tree):
+        return jax.tree.map(np.array, tree)
+
+    def put_sums(self, tree):
+        # The very first device gets the whole sum, all others zeros: adding up over devices gives the same again.
+        is_first = np.array(self.local_shares) == 0
+        return jax.tree.map(
+            lambda x: self._place(np.where(is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros_like(x))), tree)
+
+    def fetch_sums(self, tree):
+        added = self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]
+        return self.fetch_state(added)
+
+    def _place(self, x: np.ndarray) -> Array:
+        sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
