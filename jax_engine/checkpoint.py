@@ -1,36 +1,19 @@
-"""Checkpoints in the form that the torch engine writes and reads, so that a run can change engine.
+"""Parameters, optimiser state and accumulated gradients as the torch engine names and numbers them, and back."""
 
-    model.safetensors       trainable parameters by torch's names
-    optimizer.safetensors   optimiser state, numbered as torch's optimisers number parameters
-    state.safetensors       summed gradients of an open window, and other arrays
-    state.json              everything else, and where the arrays go
-    manifest.json           size and checksum of each file
-
-The folder appears under its name only when all of it is on disk.
-"""
-
-import os
-import shutil
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from jax_engine.distributed.tree import SUMS, Tree
 from jax_engine.optim import step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
-from lmmods.runs import checkpoint_format as treefile
-from lmmods.runs.folder import commit_folder, write_json
+from lmmods.runs.checkpoint_io import BackgroundWriter as Writer  # noqa: F401
+from lmmods.runs.checkpoint_io import read_checkpoint as read  # noqa: F401
 from lmmods.runs.identity import check_parameters
-from lmmods.runs.saving import saving
 
-FILES = {"state_dict": "model.safetensors", "optimizer_states": "optimizer.safetensors"}
-REST = "state.safetensors"
 # The torch engine's networks are the attribute `model` of a LightningModule.
 PREFIX = "model."
 # Under this key bitsandbytes wraps the slots of its optimisers when it saves them; it also reads them unwrapped.
@@ -46,77 +29,6 @@ _COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "sgd": lambda step: {},
     "lion": lambda step: {"step": step},
 }
-
-
-class Writer:
-    """Writes checkpoints in a thread, one at a time."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, folder: Path, content: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Start to write `content`, after the checkpoint before it; call `then` when it stands.
-
-        Raises:
-            Exception: What went wrong with the checkpoint before.
-        """
-        self.wait()
-        self._thread = threading.Thread(target=self._run, args=(folder, content, then), name="checkpoint")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing is being written any more; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
-
-    def check(self) -> None:
-        """Raise what went wrong, if anything has by now; waits for nothing."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _run(self, folder: Path, content: dict[str, Any], then: Callable[[], None]) -> None:
-        try:
-            write(folder, content)
-            then()
-        except BaseException as error:
-            self._error = error
-
-
-def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write a tree of plain data and numpy arrays."""
-    tree, arrays = treefile.split(content, lambda node: isinstance(node, np.ndarray))
-    temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
-    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
-        _write(tree, arrays, folder, temporary)
-
-
-def _write(tree: Any, arrays: dict[str, np.ndarray], folder: Path, temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    by_file: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in arrays.items():
-        top, _, rest = name.partition("/")
-        # safetensors writes garbage for arrays that are not contiguous
-        by_file.setdefault(FILES.get(top, REST), {})[rest if top in FILES else name] = np.asarray(array, order="C")
-    for file, part in by_file.items():
-        save_file(part, temporary / file, metadata={"format": "pt"})
-    write_json(temporary / treefile.PLAIN, tree)
-    treefile.write_manifest(temporary)
-    commit_folder(temporary, folder)
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """Undo `write`, also for a checkpoint of the torch engine. Raises UserError if a file is damaged."""
-    treefile.check_manifest(folder)
-    arrays: dict[str, np.ndarray] = {}
-    for top, file in (*FILES.items(), ("", REST)):
-        if (folder / file).exists():
-            arrays |= {f"{top}/{name}".lstrip("/"): array for name, array in load_file(folder / file).items()}
-    return treefile.read_tree(folder, arrays)
 
 
 def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-MANIFEST = "manifest.json"  # name of each file, with size and checksum (lmmods.runs.checkpoint_format)
+MANIFEST = "manifest.json"  # name of each file, with size and checksum
+PLAIN = "state.json"  # everything but arrays, and where the arrays go
 
 
 def own_files(checkpoint: Path) -> list[str]:
@@ -14,7 +15,7 @@ def own_files(checkpoint: Path) -> list[str]:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return [*manifest, MANIFEST] if isinstance(manifest, dict) and "state.json" in manifest else []
+    return [*manifest, MANIFEST] if isinstance(manifest, dict) and PLAIN in manifest else []
 
 
 def holds_checkpoint(checkpoints: Path) -> bool:

@@ -7,18 +7,9 @@ from typing import Any
 
 from lmmods.core.checksums import first_damaged, stamps
 from lmmods.core.errors import UserError
-from lmmods.runs.folder import write_json
-
-MANIFEST = "manifest.json"
-_KINDS = {dict: "an object", list: "a list", int: "a whole number"}
-# What a run needs of a checkpoint, of either engine and any age.
-_CONTENT = {
-    "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
-    "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
-    "callbacks|Checkpoint|best": list, "window": dict,
-    "loops|fit_loop|epoch_progress": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict,
-}
-PLAIN = "state.json"
+from lmmods.runs.atomic import write_json
+from lmmods.runs.checkpoint_content import missing_key
+from lmmods.runs.checkpoint_files import MANIFEST, PLAIN
 
 
 def split(tree: Any, is_array: Callable[[Any], bool],
@@ -109,7 +100,10 @@ def read_plain(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
     _check_object(folder, plain)
-    _check_content(folder, plain)
+    if missing := missing_key(plain):
+        key, kind = missing
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds no {key} that is {kind}. Resume from another "
+                        "one.")
     return plain
 
 
@@ -132,16 +126,6 @@ def _check_object(folder: Path, tree: Any) -> None:
     if not isinstance(tree, dict):
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds a {type(tree).__name__}. Resume from another "
                         "one.")
-
-
-def _check_content(folder: Path, content: dict[str, Any]) -> None:
-    for path, kind in _CONTENT.items():
-        value: Any = content
-        for key in path.split("|"):
-            value = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds no {path.replace('|', '.')} that is "
-                            f"{_KINDS[kind]}. Resume from another one.")
 
 
 def _text_of(path: Path) -> str:

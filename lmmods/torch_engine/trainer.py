@@ -24,7 +24,7 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
-from lmmods.torch_engine.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
+from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.export import Export
 from lmmods.torch_engine.callbacks.metrics import Metrics
@@ -32,6 +32,7 @@ from lmmods.torch_engine.callbacks.predictions import PredictionWriter
 from lmmods.torch_engine.callbacks.progress import Progress
 from lmmods.torch_engine.callbacks.startup_report import StartReport
 from lmmods.torch_engine.callbacks.unsaved import StopUnsaved
+from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.fit_loop import FitLoop
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.precision import choose_precision

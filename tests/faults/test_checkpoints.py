@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jax_engine.checkpoint import Writer, read, write
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, OptimizerName
+from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_policy import KeepRules
 from lmmods.runs.folder import RunFolder, checkpoint_name
-from lmmods.torch_engine.callbacks.checkpoint import FolderCheckpointIO
+from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
 from tests.runs import assert_same_checkpoint
 
@@ -98,7 +98,7 @@ def test_jax_reads_the_state_of_every_optimiser(tmp_path, name):
     bare = Bare(name, torch.float32)
     bare.step(0)
     FolderCheckpointIO().save_checkpoint(bare.content(), tmp_path / "c")
-    ours, theirs = FolderCheckpointIO().load_checkpoint(tmp_path / "c"), read(tmp_path / "c")
+    ours, theirs = FolderCheckpointIO().load_checkpoint(tmp_path / "c"), read_checkpoint(tmp_path / "c")
 
     def as_torch(node):
         if isinstance(node, dict):
@@ -143,7 +143,7 @@ def test_memory_that_entries_share_is_written_once_and_shared_again(tmp_path):
 
 # Which stay -------------------------------------------------------------------------------------------------------
 
-WRITERS = {"torch": lambda path, content: FolderCheckpointIO().save_checkpoint(content, path), "jax": write}
+WRITERS = {"torch": lambda path, content: FolderCheckpointIO().save_checkpoint(content, path), "jax": write_checkpoint}
 LOSSES = [3.0, math.nan, 2.0, 1.0, 4.0]
 
 
@@ -197,18 +197,18 @@ def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, e
             save_all(folder, KeepRules(**rules), writer)
         dies_at(-1)
         for name in folder.names():
-            read(folder.checkpoint(name))  # whole
+            read_checkpoint(folder.checkpoint(name))  # whole
         if not folder.names():
             continue
         last = folder.resolve("last")
         folder.check_can_resume(last, overwrite=False)
         if folder.checkpoints.joinpath("best").is_symlink():
-            read(folder.resolve("best"))
+            read_checkpoint(folder.resolve("best"))
         folder.begin(last)
         again = KeepRules(**rules)
-        again.load_state_dict(read(last)["callbacks"]["Checkpoint"])
+        again.load_state_dict(read_checkpoint(last)["callbacks"]["Checkpoint"])
         again.take_up(folder, last)
-        seen = [loss for loss in LOSSES[: read(last)["global_step"] + 1] if math.isfinite(loss)]
+        seen = [loss for loss in LOSSES[: read_checkpoint(last)["global_step"] + 1] if math.isfinite(loss)]
         assert [value for value, _ in again.best] == [min(seen)]
         assert folder.resolve("best").name == again.best[0][1]
         assert set(folder.names()) == {last.name, folder.resolve("best").name}
@@ -220,7 +220,7 @@ def test_what_stays_is_decided_when_a_checkpoint_is_written(tmp_path):
     folder, rules = RunFolder(tmp_path), KeepRules(keep_last=1)
     for step, loss in enumerate([1.0, 5.0]):
         rules.rank({"val/loss": loss}, f"step={step}")
-        write(folder.checkpoint(f"step={step}"), rules.state_dict())
+        write_checkpoint(folder.checkpoint(f"step={step}"), rules.state_dict())
         kept = rules.kept_with(f"step={step}")
     rules.rank({"val/loss": 0.5}, "step=2")  # not yet written
     kept.settle(folder)
@@ -255,26 +255,26 @@ def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
     assert "Traceback" not in said
     assert {path.name for path in folder.checkpoints.iterdir()} <= {*folder.names(), "last", "best"}
     for name in folder.names():
-        read(folder.checkpoint(name))
+        read_checkpoint(folder.checkpoint(name))
 
 
 @pytest.mark.parametrize("engine, number", [("torch", errno.ENOSPC), ("torch", errno.EDQUOT), ("torch", errno.EIO),
                                             ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
 def test_a_disk_that_fails_while_saving_is_told(recipe, tmp_path, monkeypatch, capfd, engine, number):
     """Once in the second checkpoint; then there is room again, and the run goes on."""
-    from lmmods.runs import checkpoint_format as treefile
+    from lmmods.runs import checkpoint_io
 
     folder = RunFolder(tmp_path / "run")
     arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__limit_val_batches=0,
                        model__init_args__lora={"rank": 2, "alpha": 4})
-    write_manifest = treefile.write_manifest
+    write_manifest = checkpoint_io.write_manifest
 
     def fails(path: Path) -> None:
         if "step=4" in path.name:
             raise OSError(number, os.strerror(number))
         write_manifest(path)
 
-    monkeypatch.setattr(treefile, "write_manifest", fails)
+    monkeypatch.setattr(checkpoint_io, "write_manifest", fails)
     assert main(["fit", *arguments]) == 2
     said = capfd.readouterr().err
     assert_refused_and_whole(folder, "step=4", said)
@@ -306,7 +306,7 @@ def test_the_disk_itself_says_no(tmp_path, small_files, engine):
         writer(folder.checkpoint("step=2"), {"state_dict": {"x": whole}})
     small_files(resource.RLIM_INFINITY)
     assert os.listdir(folder.checkpoints) == ["step=1"]
-    read(folder.checkpoint("step=1"))
+    read_checkpoint(folder.checkpoint("step=1"))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk takes root")
@@ -322,13 +322,13 @@ def test_a_disk_without_room(tmp_path, engine):
         with pytest.raises(UserError, match="step=2 could not be saved: No space left on device"):
             writer(folder.checkpoint("step=2"), {"state_dict": {"x": half}})
         assert os.listdir(folder.checkpoints) == ["step=1"]
-        read(folder.checkpoint("step=1"))
+        read_checkpoint(folder.checkpoint("step=1"))
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_files):
-    writer = Writer()
+    writer = BackgroundWriter()
     small_files(1000)
     writer.save(tmp_path / "checkpoints" / "step=1", {"x": np.zeros(1000)})
     writer._thread.join()

@@ -18,7 +18,7 @@ from lmmods.commands.report.page import render
 from lmmods.commands.report.reading import read_runs
 from lmmods.core.errors import UserError
 from lmmods.evaluation.samples import SampleWriter
-from lmmods.runs import checkpoint_format as treefile
+from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples
@@ -128,7 +128,7 @@ def state_with(change) -> Callable[[RunFolder], None]:
         path = run.resolve("last") / "state.json"
         path.write_text(json.dumps(change(json.loads(path.read_text()))))
         (path.parent / "manifest.json").unlink()
-        treefile.write_manifest(path.parent)
+        write_manifest(path.parent)
     return damage
 
 

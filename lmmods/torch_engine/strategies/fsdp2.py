@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lmmods.core.errors import UserError
+from lmmods.runs.checkpoint_io import Writers
 from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, whole
 
 
@@ -63,7 +64,8 @@ class FSDP2(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
         if self.sharded_checkpoints:
-            self.checkpoint_io.save_part(checkpoint, path, self.global_rank, self.world_size, self.barrier)
+            writers = Writers(self.global_rank, self.world_size, self.barrier)
+            self.checkpoint_io.save_checkpoint(checkpoint, path, writers=writers)
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path)
 

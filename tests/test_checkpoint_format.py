@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.runs import checkpoint_format as treefile
+from lmmods.runs.checkpoint_files import MANIFEST
+from lmmods.runs.checkpoint_format import check_manifest, join, split, write_manifest
 
 TREE = {"a": [1, 2.5, None, True, "x"], "betas": (0.9, 0.999), "state": {0: {"m": np.arange(3)}, "b": np.ones(())},
         "empty": {}, "$odd": {"deep": [np.zeros((0, 2))]}, "nan": float("inf")}
@@ -27,14 +28,14 @@ def same(a, b) -> bool:
 def test_round_trip_through_json():
     import json
 
-    tree, arrays = treefile.split(TREE, is_array)
+    tree, arrays = split(TREE, is_array)
     assert set(arrays) == {"state/0/m", "state/b", "$odd/deep/0"}
-    assert same(TREE, treefile.join(json.loads(json.dumps(tree)), arrays))
+    assert same(TREE, join(json.loads(json.dumps(tree)), arrays))
 
 
 def test_what_cannot_be_stored_is_named():
     with pytest.raises(TypeError, match="a/0 holds a set"):
-        treefile.split({"a": [{1}]}, is_array)
+        split({"a": [{1}]}, is_array)
 
 
 MANIFESTS = {"cut off": "{", "list": "[]", "nothing in it": "{}", "number": "7", "null": "null",
@@ -47,8 +48,8 @@ def test_damage_is_found(tmp_path, damage):
     (tmp_path / "state.json").write_text("{}")
     file = tmp_path / "x.safetensors"
     file.write_bytes(bytes(range(200)))
-    treefile.write_manifest(tmp_path)
-    treefile.check_manifest(tmp_path)
+    write_manifest(tmp_path)
+    check_manifest(tmp_path)
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:100])
     elif damage == "flip":
@@ -57,6 +58,6 @@ def test_damage_is_found(tmp_path, damage):
         file.unlink()
     else:
         content = MANIFESTS[damage]
-        (tmp_path / treefile.MANIFEST).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / MANIFEST).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match="damaged"):
-        treefile.check_manifest(tmp_path)
+        check_manifest(tmp_path)

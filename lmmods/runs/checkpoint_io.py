@@ -1,0 +1,171 @@
+"""A checkpoint as a folder, written and read by both engines; each brings its own arrays.
+
+    model.safetensors       parameters that train, by torch's names
+    optimizer.safetensors   optimiser state, numbered as torch's optimisers number parameters
+    state.safetensors       accumulated gradients, and other arrays
+    state.json              everything else, and where the arrays go
+    manifest.json           size and checksum of each file
+
+Of sharded parameters each process may write its own shard, `model-00000-of-00002.safetensors` and so on, which joined
+along their first dimension are the whole. The folder appears under its name only when all of it is on disk.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from lmmods.runs.atomic import commit_folder, write_json
+from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.runs.checkpoint_files import PLAIN
+from lmmods.runs.checkpoint_format import check_manifest, read_tree, split, write_manifest
+from lmmods.runs.saving import saving
+
+SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
+REST = "state"
+
+
+@dataclass(frozen=True)
+class ArrayLibrary:
+    """What is done with arrays of one kind.
+
+    Args:
+        is_array: Whether a node of a tree is one.
+        save: Write arrays by name as a safetensors file.
+        load: Undo `save`.
+        concatenate: Join arrays along their first dimension.
+        memory_of: What is equal for arrays that are the same memory read in the same way.
+    """
+
+    is_array: Callable[[Any], bool]
+    save: Callable[[dict[str, Any], Path], None]
+    load: Callable[[Path], dict[str, Any]]
+    concatenate: Callable[[list[Any]], Any]
+    memory_of: Callable[[Any], Hashable] = id
+
+
+def _save_numpy(arrays: dict[str, np.ndarray], path: Path) -> None:
+    # safetensors writes garbage for arrays that are not contiguous
+    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})
+
+
+NUMPY = ArrayLibrary(lambda node: isinstance(node, np.ndarray), _save_numpy, safetensors.numpy.load_file,
+                     np.concatenate)
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The processes that write a checkpoint together; all of them must call `write_checkpoint`.
+
+    Args:
+        rank: This process.
+        world_size: Number of processes. Each has a shard of the parameters and optimiser state, cut along their first
+            dimension, and all else whole.
+        barrier: Waits for all processes.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    barrier: Callable[[], None] = lambda: None
+
+
+def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLibrary = NUMPY,
+                     writers: Writers = Writers()) -> None:
+    """Write a tree of plain data and arrays.
+
+    Args:
+        folder: On a file system that the writers share. What is there is replaced.
+
+    Raises:
+        UserError: The disk failed.
+    """
+    temporary = folder.with_name(f".{folder.name}")
+    tree, arrays = split(content, library.is_array, library.memory_of)
+    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
+        if writers.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        writers.barrier()
+        _write_arrays(arrays, temporary, library, writers)
+        writers.barrier()
+        if writers.rank == 0:
+            write_json(temporary / PLAIN, tree)
+            write_manifest(temporary)
+            commit_folder(temporary, folder)
+
+
+def _write_arrays(arrays: dict[str, Any], folder: Path, library: ArrayLibrary, writers: Writers) -> None:
+    by_file: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        top, _, rest = name.partition("/")
+        by_file.setdefault(SHARDED.get(top, REST), {})[rest if top in SHARDED else name] = array
+    shard = f"-{writers.rank:05d}-of-{writers.world_size:05d}" if writers.world_size > 1 else ""
+    for file, part in by_file.items():
+        if file != REST:  # a single number is whole on each process
+            own = {name: array for name, array in part.items() if writers.rank == 0 or array.ndim}
+            library.save(own, folder / f"{file}{shard}.safetensors")
+        elif writers.rank == 0:
+            library.save(part, folder / f"{file}.safetensors")
+
+
+def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
+    """Undo `write_checkpoint`, whichever engine and however many processes wrote it.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    check_manifest(folder)
+    arrays: dict[str, Any] = {}
+    for top, file in (*SHARDED.items(), ("", REST)):
+        shards = [library.load(path) for path in sorted(folder.glob(f"{file}*.safetensors"))]
+        for name, array in shards[0].items() if shards else ():
+            whole = library.concatenate([shard[name] for shard in shards]) if len(shards) > 1 and array.ndim else array
+            arrays[f"{top}/{name}".lstrip("/")] = whole
+    return read_tree(folder, arrays)
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one at a time, while training goes on."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None) -> None:
+        """Start to write `content`, whose arrays nothing changes any more, after the checkpoint before it.
+
+        Args:
+            then: Called when it stands.
+
+        Raises:
+            Exception: What went wrong with the checkpoint before.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(folder, content, then), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more; raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything has by now; waits for nothing."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, folder: Path, content: CheckpointContent, then: Callable[[], None]) -> None:
+        try:
+            write_checkpoint(folder, content)
+            then()
+        except BaseException as error:
+            self._error = error
