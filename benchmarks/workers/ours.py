@@ -33,24 +33,25 @@ def pace_jax(rounds: Rounds, check: dict) -> None:
     import jax
     import numpy as np
 
-    from jax_engine.trainer import Trainer
+    from jax_engine.loop import Loop
 
-    train, train_round = Trainer._train, Trainer._train_round
+    begin, train_batch = Loop.train, Loop.train_batch
 
-    def _train(self, loader):  # noqa: ANN001, ANN202
+    def train(self, loader):  # noqa: ANN001, ANN202
         batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
-        batch = self.parallel.put_batch({**batch, "place": np.zeros((1, 2), np.int32)})
-        figures = self.steps.eval_step(self.weights.trainable, self.weights.frozen, batch)
+        run = self.run
+        batch = run.parallel.put_batch({**batch, "place": np.zeros((1, 2), np.int32)})
+        figures = run.steps.eval_step(run.weights.trainable, run.weights.frozen, batch)
         rounds.start_loss(float(figures["total"]) / float(figures["weight"]))
-        train(self, loader)
+        begin(self, loader)
 
-    def _train_round(self, group):  # noqa: ANN001, ANN202
-        train_round(self, group)
+    def counted(self, group):  # noqa: ANN001, ANN202
+        train_batch(self, group)
         if rounds.closing:
-            jax.block_until_ready(self.train_state)
+            jax.block_until_ready(self.run.state)
         rounds.step(int(group.host["attention_mask"].sum()))
 
-    Trainer._train, Trainer._train_round = _train, _train_round
+    Loop.train, Loop.train_batch = train, counted
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ def short_runs(monkeypatch):
     import jax
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-    from jax_engine.trainer import Trainer
+    from jax_engine.loop import Loop
     from lmmods.torch_engine.callbacks.startup_report import StartReport
 
     def starts_processes(*_, **__):
@@ -26,15 +26,15 @@ def short_runs(monkeypatch):
         left["batches"] += 1
         trainer.interruption.requested = left["batches"] >= 2
 
-    train_round = Trainer._train_round
+    train_batch = Loop.train_batch
 
-    def counted(trainer, group):
+    def counted(loop, group):
         left["batches"] += 1
-        trainer.interruption.requested = left["batches"] >= 2
-        train_round(trainer, group)
+        loop.interruption.requested = left["batches"] >= 2
+        train_batch(loop, group)
 
     monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
-    monkeypatch.setattr(Trainer, "_train_round", counted)
+    monkeypatch.setattr(Loop, "train_batch", counted)
     monkeypatch.setattr(_SubprocessScriptLauncher, "launch", starts_processes)
     monkeypatch.setattr(jax.distributed, "initialize", starts_processes)
     return lambda: left.update(batches=0)

@@ -54,12 +54,13 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
         return wrapper
 
     if call in ("train_batch", "evaluate"):
-        from jax_engine.trainer import Trainer
+        from jax_engine.evaluation import Evaluation
+        from jax_engine.loop import Loop
         from lmmods.torch_engine.callbacks.startup_report import StartReport
         from lmmods.torch_engine.tasks.base import TaskModule
 
-        batch = (StartReport, "on_train_batch_start"), (Trainer, "_train_round")
-        evaluation = (TaskModule, "on_validation_batch_start"), (Trainer, "_evaluate")
+        batch = (StartReport, "on_train_batch_start"), (Loop, "train_batch")
+        evaluation = (TaskModule, "on_validation_batch_start"), (Evaluation, "evaluate")
         for owner, name in batch if call == "train_batch" else evaluation:
             setattr(owner, name, watched(getattr(owner, name, lambda *_: None), lambda *_, **__: ""))
     elif call == "replace":

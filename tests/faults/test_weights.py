@@ -132,9 +132,9 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
 
         owner, name = TaskModule, "training_step"
     else:
-        from jax_engine.trainer import Trainer
+        from jax_engine.loop import Loop
 
-        owner, name = Trainer, "_train_round"
+        owner, name = Loop, "train_batch"
     whole = getattr(owner, name)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, after(3, whole, fails))

@@ -19,15 +19,15 @@ BERT = {"model_type": "bert", "hidden_size": 24, "intermediate_size": 32, "num_h
 # Prints what this process has measured in each validation.
 PROGRAM = """
 import json, sys
-from jax_engine.trainer import Trainer
+from jax_engine.evaluation import Evaluation
 from lmmods.cli import main
 
-evaluate = Trainer._evaluate
+evaluate = Evaluation.evaluate
 def told(self, *args, **kwargs):
     found = evaluate(self, *args, **kwargs)
     print("measured " + json.dumps(found, sort_keys=True), flush=True)
     return found
-Trainer._evaluate = told
+Evaluation.evaluate = told
 sys.exit(main(sys.argv[1:]))
 """
 

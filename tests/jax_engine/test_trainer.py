@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 from two_processes import with_two
 
-from jax_engine.trainer import Trainer
+from jax_engine.loop import Loop
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
 from tests.runs import TIMED, assert_same_run, rows
@@ -35,15 +35,15 @@ def jax_recipe(recipe, tmp_path):
 @pytest.fixture
 def stop_at(monkeypatch):
     """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
-    left, train_round = {"batches": 0}, Trainer._train_round
+    left, train_batch = {"batches": 0}, Loop.train_batch
 
-    def counted(trainer, group):
+    def counted(loop, group):
         left["batches"] -= 1
         if left["batches"] == 0:
-            trainer.interruption.requested = True
-        train_round(trainer, group)
+            loop.interruption.requested = True
+        train_batch(loop, group)
 
-    monkeypatch.setattr(Trainer, "_train_round", counted)
+    monkeypatch.setattr(Loop, "train_batch", counted)
     return lambda batches: left.update(batches=batches)
 
 
@@ -193,16 +193,16 @@ def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
     monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(1) or get(tree))
     _, arguments = jax_recipe("run", trainer__log_every_n_steps=3, trainer__max_steps=9, checkpoint={
         "every_n_steps": None}, trainer__limit_val_batches=0)
-    train_round = Trainer._train_round
+    train_batch = Loop.train_batch
 
-    def guarded(trainer, group):
+    def guarded(loop, group):
         before = len(fetched)
-        last = trainer.position.step == 8
-        with jax.transfer_guard_device_to_host("allow" if last or trainer.position.step % 3 == 0 else "disallow"):
-            train_round(trainer, group)
-        assert len(fetched) == before or last or trainer.position.step % 3 == 1
+        step = loop.run.progress.step
+        with jax.transfer_guard_device_to_host("allow" if step == 8 or step % 3 == 0 else "disallow"):
+            train_batch(loop, group)
+        assert len(fetched) == before or step == 8 or loop.run.progress.step % 3 == 1
 
-    monkeypatch.setattr(Trainer, "_train_round", guarded)
+    monkeypatch.setattr(Loop, "train_batch", guarded)
     assert main(["fit", *arguments]) == 0
     assert fetched
 

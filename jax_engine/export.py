@@ -1,0 +1,66 @@
+"""What a run on JAX leaves: the model folder with its card, the loss curves as a picture, and uploads of both."""
+
+from pathlib import Path
+
+from jax_engine.distributed import devices as machines
+from jax_engine.distributed.tree import Tree
+from jax_engine.run import Training
+from lmmods.core.console import say
+from lmmods.runs.csv_logger import log_checkpoint
+from lmmods.runs.hub_upload import Publisher
+from lmmods.runs.loss_plot import draw_curves
+from lmmods.runs.model_card import model_card
+
+
+class Exporter:
+    """Writes and uploads the model. All processes must call each method.
+
+    Args:
+        run: Whose model.
+        publish: Where to, and when.
+    """
+
+    def __init__(self, run: Training, publish: Publisher):
+        self._run, self._publish = run, publish
+
+    def checkpoint_saved(self) -> None:
+        """Upload the model in the background, where each checkpoint's is wanted."""
+        if self._publish.repo is not None and self._publish.when == "save":
+            with self._run.stopwatch.paused():
+                self._publish_aside()
+
+    def _publish_aside(self) -> None:
+        run, publish, step = self._run, self._publish, self._run.progress.step
+        if machines.any_of(publish.is_busy):
+            return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
+        trainable = run.parallel.fetch_state(run.state["trainable"])
+        if run.is_first:
+            folder = run.folder.room_for_upload()
+            self._write(trainable, folder)
+            publish.upload_aside(folder, step)
+
+    def finish(self) -> None:
+        """Write model/ and loss.png, mark the run completed, and upload it."""
+        run, folder, step = self._run, self._run.folder, self._run.progress.step
+        trainable = run.parallel.fetch_state(run.state["trainable"])
+        if run.is_first:
+            folder.merge_metrics(run.metrics.final(step))
+            exported = folder.room_for_model()
+            self._write(trainable, exported)
+            folder.put_model(exported)
+            log_checkpoint(run.loggers, folder.find("last"), ends=True)
+            folder.complete()
+            say(f"Wrote {folder.model}.")
+        for logger in run.loggers[1:]:
+            logger.finalize("success")
+        if run.is_first and self._publish.repo is not None:
+            self._publish.finish(folder.model, step)
+        machines.barrier("export")
+
+    def _write(self, trainable: Tree, path: Path) -> None:
+        run, task = self._run, self._run.task
+        task.export(trainable, path)
+        run.data.tokenizer.save_pretrained(path)
+        card = model_card(run.folder, task.pretrained, task.trains_adapter, task.auto_class)
+        (path / "README.md").write_text(card, encoding="utf-8")
+        draw_curves(run.folder.metrics_csv, path / "loss.png")
