@@ -97,7 +97,7 @@ class Checkpointer:
 
     def _content(self) -> dict[str, Any]:
         """A checkpoint, laid out as Lightning's. All processes must call this."""
-        run, network, settings = self._run, self._run.task.network, self._run.task.optimizer_settings
+        run, network, settings = self._run, self._run.task.network, self._run.task.optimizer
         progress, num_steps = run.progress, run.schedule.num_steps
         packed = checkpoints.pack(run.parallel.fetch_state(run.state), settings, progress.step, num_steps,
                                   network.to_torch)

@@ -282,7 +282,7 @@ class Trainer:
             max_steps=self.max_steps,
             val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
-        peak, settings = peak_flops(jax.devices()[0].device_kind), model.optimizer_settings
+        peak, settings = peak_flops(jax.devices()[0].device_kind), model.optimizer
         metrics = Metrics(
             self.log_every_n_steps, run.stopwatch, run.bar, lambda step: settings.lr_at(step, schedule.num_steps),
             run.flops_per_token / (peak * self.parallel.num_devices) if peak else None)
@@ -310,7 +310,7 @@ class Trainer:
             self.mmlu.prepare(datamodule, model)
             model.choice_ids = self.mmlu.choice_ids
         trainable, frozen = model.build(self.precision, datamodule, datamodule.seed)
-        optimizer = build(model.optimizer_settings, model.network.decays(trainable)) if command == "fit" else None
+        optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
         return Run(
             folder=self.run_folder,
             data=datamodule,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-CHECKS = {"require", "check_range", "check_start"}  # functions that only raise
+CHECKS = {"require", "check_range"}  # functions that only raise
 
 
 class Owner(NamedTuple):
@@ -93,15 +93,18 @@ def _stores(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 def _names(node: ast.AST) -> set[str]:
     """Names loaded in a tree, checks of their range left out."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CHECKS:
+    if _is_check(node):
         return set()
     found = {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else set()
     return found.union(*(_names(child) for child in ast.iter_child_nodes(node)))
 
 
-def _loads_of_self(node: ast.ClassDef) -> set[str]:
-    return {item.attr for item in ast.walk(node)
-            if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Load) and _is_self(item.value)}
+def _loads_of_self(node: ast.AST) -> set[str]:
+    """Attributes of self that are loaded in a tree, checks of their range left out."""
+    if _is_check(node):
+        return set()
+    loaded = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_self(node.value)
+    return ({node.attr} if loaded else set()).union(*map(_loads_of_self, ast.iter_child_nodes(node)))
 
 
 def _loads_of_others(tree: ast.Module) -> set[str]:
@@ -111,6 +114,10 @@ def _loads_of_others(tree: ast.Module) -> set[str]:
     calls = (item for item in ast.walk(tree) if isinstance(item, ast.Call) and len(item.args) > 1)
     return found | {call.args[1].value for call in calls if isinstance(call.func, ast.Name)
                     and call.func.id == "getattr" and isinstance(call.args[1], ast.Constant)}
+
+
+def _is_check(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CHECKS
 
 
 def _is_self(node: ast.expr) -> bool:

@@ -38,8 +38,6 @@ WITHOUT = {
 # Fields that nothing reads, and why they stand.
 UNREAD = {
     ("jax_engine.models.decoder.DecoderEmbedding", "build"): "constructed as EncoderEmbedding is, which reads it",
-    ("jax_engine.tasks.base.Task", "compile"): "documented: everything is compiled",
-    ("jax_engine.tasks.base.Task", "quant_storage"): "documented: torch's alone, it changes no number",
     ("lmmods.evaluation.early_stopping.EarlyStoppingRule", "log_rank_zero_only"): "documented: one process speaks",
     ("lmmods.runs.hub_upload.Publisher", "license"): "the model card reads it from the recipe",
 }
@@ -121,6 +119,16 @@ def test_every_setting_is_read():
     """Of every constructor in both engines: a field that is only declared, stored or checked would be ignored."""
     templates = "".join(path.read_text() for path in ROOT.glob("lmmods/**/*.jinja"))
     assert dead_settings(modules(), templates) == UNREAD.keys()
+
+
+@pytest.mark.parametrize(("engine", "unread"), [
+    ("lmmods.torch_engine", set()),
+    # What the table SUPPORTED of jax_engine/tasks/base.py refuses, and what its documentation says changes nothing.
+    ("jax_engine", {"piece_tokens", "max_memory", "quant_storage"})])
+def test_each_engine_reads_the_fields_of_its_tasks(engine, unread):
+    other = ({"lmmods.torch_engine", "jax_engine"} - {engine}).pop()
+    found = dead_settings({module: text for module, text in modules().items() if not within(module, other)})
+    assert {field for owner, field in found if owner.startswith("lmmods.core.task_fields.")} == unread
 
 
 def test_a_setting_that_nobody_reads_is_found():

@@ -3,13 +3,18 @@
 import inspect
 
 import pytest
+from jsonargparse import ArgumentParser
 
 from jax_engine.callbacks import EarlyStopping
+from jax_engine.tasks.causal_task import CausalTask
 from jax_engine.tasks.clm import CLM as JaxCLM
 from jax_engine.tasks.mlm import MLM as JaxMLM
 from jax_engine.tasks.qa import QA as JaxQA
 from jax_engine.tasks.sft import SFT as JaxSFT
 from jax_engine.trainer import Trainer as JaxTrainer
+from lmmods.core.errors import UserError
+from lmmods.core.task_fields import TaskFields
+from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.clm import CLM
 from lmmods.torch_engine.tasks.mlm import MLM
 from lmmods.torch_engine.tasks.qa import QA
@@ -35,6 +40,40 @@ def test_tasks_have_the_same_fields(on_torch, on_jax):
         name: default for name, (default, _) in fields(on_jax).items()}
     assert {name: kind for name, (_, kind) in fields(on_torch).items() if "Literal" not in kind} == {
         name: kind for name, (_, kind) in fields(on_jax).items() if "Literal" not in kind}
+
+
+@pytest.mark.parametrize("base", [CausalModule, CausalTask])
+def test_a_task_of_ones_own_adds_a_key(base):
+    """As docs/extending.md shows: a constructor with its own key that hands on the others."""
+
+    class Own(base):
+        """One's own.
+
+        Args:
+            own: Its key.
+        """
+
+        def __init__(self, own: int = 3, **common):
+            super().__init__(**common)
+            self.own = own
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(Own, "model")
+    help_text = " ".join(parser.format_help().split())
+    assert "Its key." in help_text and "How predict generates:" in help_text
+    chosen = parser.parse_args(["--model.own", "5", "--model.pretrained", "x", "--model.generation.top_k", "7"])
+    task = parser.instantiate(chosen).model
+    assert (task.own, task.pretrained, task.generation.top_k, task.optimizer.lr) == (5, "x", 7, 2e-4)
+    with pytest.raises(UserError, match="set one of them"):
+        Own(own=5)
+
+
+def test_every_field_is_documented():
+    """Once, under Args, where --help finds it."""
+    for task in (JaxCLM, JaxMLM, JaxQA, JaxSFT):
+        texts = "".join(inspect.getdoc(base) for base in task.__mro__ if issubclass(base, TaskFields))
+        for name in fields(task):
+            assert texts.count(f"\n    {name}: ") == 1, name
 
 
 def test_the_jax_trainer_takes_lightnings_keys():

@@ -38,7 +38,7 @@ def test_a_refusal_ends_the_command_with_one_message(recipe, capsys):
     ("nf4", "paged_adamw_32bit", "optimizer.name paged_adamw_32bit"),
 ])
 def test_what_cannot_be_sharded_is_refused_by_name(quantize, optimizer, words):
-    module = SimpleNamespace(quantize=quantize, optimizer_settings=SimpleNamespace(name=optimizer))
+    module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer))
     with pytest.raises(UserError, match=words):
         FSDP2().check_run(module)
 

@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,99 +25,38 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import (
     check_saved_quantization,
-    known_fields,
     load_config,
-    position_limit,
     saved_quantization,
     special_ids,
     vocabulary_fields,
 )
-from lmmods.core.settings import LoRA, Optimizer, check_start, quantised_in_full
+from lmmods.core.settings import quantised_in_full
+from lmmods.core.task_fields import TaskFields
 
+# Fields of which this engine takes some values only, and what to do about the others.
+SUPPORTED = {
+    "trust_remote_code": ((False,), "Use engine: torch."),
+    "piece_tokens": ((None, 0), "Use engine: torch."),
+    "attention": ((None, "sdpa", "eager"), "Use engine: torch."),
+    "max_memory": ((None,), "Take it out: trainer.strategy: fsdp shards a model here."),
+}
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 
 
-class Task(ABC):
-    """A network in training on JAX.
-
-    Args:
-        pretrained: Model to start from: a folder or a hub id.
-        config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
-            of a configuration. The vocabulary size defaults to the tokenizer's.
-        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
-        revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Code that comes with a model is torch code: only false here.
-        quantize: Store linear layers of the frozen base in 4 or 8 bits.
-        double_quant: Quantise the 4-bit scales too.
-        quant_storage: Type in which torch keeps packed 4-bit weights; nothing here.
-        lora: Train an adapter instead of the model itself; null is full tuning.
-        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
-        optimizer: Update rule and schedule.
-        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
-            third more time), or all but the products of weights (minimal).
-        attention: null or sdpa takes fused attention on a GPU where a trial shows that it computes the same, and
-            attention in blocks on a CPU; eager takes the plain one.
-        save_dtype: Type of the weights in model/; null keeps them as they trained.
-        piece_tokens: Cutting of micro-batches is torch's: only null and 0 here.
-        fast_kernels: False takes eager attention, logits of all positions at once and, on a CPU, plain gradients of
-            matrices and a loop over layers.
-        compile: Everything is compiled here, whatever this says.
-        max_memory: Spreading layers over GPUs is torch's: only null here; `trainer.strategy: fsdp` cuts a model.
-    """
+class Task(TaskFields, ABC):
+    """A network in training on JAX."""
 
     head: Head
     auto_class = "AutoModel"
 
-    def __init__(
-        self,
-        pretrained: str | None = None,
-        config: str | dict[str, Any] | None = None,
-        config_overrides: dict[str, Any] | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        quantize: Literal["nf4", "fp4", "int8"] | None = None,
-        double_quant: bool = True,
-        quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None,
-        lora: LoRA | None = None,
-        adapter: str | None = None,
-        optimizer: Optimizer = Optimizer(),
-        gradient_checkpointing: bool | Literal["minimal"] = False,
-        attention: str | None = None,
-        save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        piece_tokens: int | None = None,
-        fast_kernels: bool = True,
-        compile: bool = False,
-        max_memory: str | dict[int | str, str] | None = None,
-    ):
-        if max_memory is not None:
-            raise UserError(f"model.max_memory is {max_memory}, which spreads layers over GPUs in the torch engine "
-                            "alone. Take it out: trainer.strategy: fsdp cuts a model over devices here.")
-        check_start(pretrained, config, quantize, lora, adapter)
-        _refuse("trust_remote_code", trust_remote_code, False)
-        _refuse("piece_tokens", piece_tokens, None, 0)
-        _refuse("attention", attention, None, "sdpa", "eager")
-        self.attention, self.fast_kernels = attention if fast_kernels else "eager", fast_kernels
-        self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
-        self.config, self.config_overrides = config, config_overrides or {}
-        self.lora, self.adapter = lora, adapter
-        self.quantize, self.double_quant = quantize, double_quant
-        self.optimizer_settings = optimizer
-        self.save_dtype = save_dtype
-        self.remat = {False: "none", True: "full"}.get(gradient_checkpointing, gradient_checkpointing)
+    def __post_init__(self) -> None:
+        for name, (supported, instead) in SUPPORTED.items():
+            if (value := getattr(self, name)) not in supported:
+                raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
+                                f"(it takes {', '.join(map(json.dumps, supported))}). {instead}")
+        super().__post_init__()
         self.network: Network | None = None
         self._sums: list[dict[str, Array]] = []
-
-    @property
-    def trains_adapter(self) -> bool:
-        return self.lora is not None or self.adapter is not None
-
-    def max_positions(self) -> int | None:
-        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
-        return position_limit(self.config_fields())
-
-    def config_fields(self) -> dict[str, Any]:
-        """`architectures.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
-        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision))
 
     # The network -----------------------------------------------------------------------------------------------------
 
@@ -127,8 +66,9 @@ class Task(ABC):
         compute = COMPUTE_DTYPES[precision]
         config = load_config(self.pretrained or self.config, self.config_overrides, self.revision,
                              defaults=vocabulary_fields(tokenizer, self.head == "causal"))
-        config._attn_implementation = self.attention
-        options: dict[str, Any] = {"compute_dtype": compute, "remat": self.remat, "fast_kernels": self.fast_kernels}
+        config._attn_implementation = self.attention if self.fast_kernels else "eager"
+        remat = {False: "none", True: "full"}.get(self.gradient_checkpointing, self.gradient_checkpointing)
+        options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": self.fast_kernels}
         check_saved_quantization(saved_quantization(config), self.pretrained, self.quantize, self.trains_adapter)
         bare = hub.network(config, self.head, **options)
         stored = compute if self.trains_adapter or precision == "bf16-true" else "float32"
@@ -251,9 +191,3 @@ class Task(ABC):
         tied = self.network.config.tie_word_embeddings
         looked_up = 0 if tied else leaves["embed", "tokens", "weight"].size
         return 4 * (size - looked_up) + 2 * sum(leaf.size for leaf in jax.tree.leaves(trainable))
-
-
-def _refuse(name: str, value: Any, *supported: Any) -> None:
-    if value not in supported:
-        raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
-                        f"(it takes {', '.join(json.dumps(each) for each in supported)}). Use engine: torch.")

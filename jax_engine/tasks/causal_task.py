@@ -14,23 +14,18 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task
-from lmmods.core.settings import Generation
+from lmmods.core.task_fields import CausalFields
 
 
-class CausalTask(Task):
-    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself.
-
-    Args:
-        generation: How predict generates.
-    """
+class CausalTask(CausalFields, Task):
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself."""
 
     head = "causal"
     auto_class = "AutoModelForCausalLM"
 
-    def __init__(self, generation: Generation = Generation(), **kwargs: Any):
-        super().__init__(**kwargs)
-        check_supported(generation)
-        self.generation = generation
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_supported(self.generation)
         self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
 
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:

@@ -12,23 +12,14 @@ from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
 from jax_engine.tasks.base import Task
-from lmmods.core.settings import require
+from lmmods.core.task_fields import MLMFields
 
 
-class MLM(Task):
-    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions.
-
-    Args:
-        top_k: Candidates that predict names for each gap.
-    """
+class MLM(MLMFields, Task):
+    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions."""
 
     head = "masked"
     auto_class = "AutoModelForMaskedLM"
-
-    def __init__(self, top_k: int = 5, **kwargs: Any):
-        super().__init__(**kwargs)
-        require(top_k >= 1, "model.top_k", top_k, "1 or more")
-        self.top_k = top_k
 
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, row_keys)

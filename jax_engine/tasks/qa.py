@@ -23,8 +23,8 @@ class QA(Task):
     head = "qa"
     auto_class = "AutoModelForQuestionAnswering"
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # Of the evaluation under way, by window and of this process's shares: start and end logits; losses.
         self._logits: dict[int, tuple] = {}
         self._losses: dict[int, float] = {}

@@ -23,7 +23,7 @@ OptimizerName = Literal[
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Optimizer:
     """How the trained parameters move.
 
@@ -88,7 +88,7 @@ class Optimizer:
         return 0.5 * (1 + math.cos(math.pi * fallen)) if self.schedule == "cosine" else 1 - fallen
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters (Hu et al. 2021) on a frozen base, with PEFT's meaning of each field.
 
@@ -116,7 +116,7 @@ class LoRA:
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Generation:
     """How text is generated in predict and in samples; names and meanings of transformers' GenerationConfig.
 
@@ -175,23 +175,6 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
     if diversity_penalty <= 0:
         raise UserError(f"diversity_penalty is {diversity_penalty}, but num_beam_groups {num_beam_groups} needs it "
                         "above 0: try 1.0")
-
-
-def check_start(pretrained: str | None, config: object, quantize: str | None, lora: LoRA | None, adapter: str | None
-                ) -> None:
-    """Raise UserError unless the fields of a model say clearly what it starts from."""
-    if quantize and not (lora or adapter):
-        raise UserError(f"model.quantize is {quantize}, but quantised weights cannot be trained themselves: "
-                        "set model.lora (QLoRA), or model.quantize to null for full tuning.")
-    if (config is None) == (pretrained is None):
-        raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
-                        "configuration to start from random weights.")
-    if config is not None and (lora or adapter):
-        raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
-                        "and model.adapter to null, or name a model in model.pretrained.")
-    if lora and adapter:
-        raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
-                        "targets. Keep one of them.")
 
 
 def quantised_in_full(module: str, kind: str) -> str:

@@ -50,7 +50,7 @@ class DeepSpeed(DDPStrategy):
 
     def check_run(self, module: L.LightningModule) -> None:
         """UserError for settings under which ZeRO's steps would not be exact."""
-        trainer, name = module.trainer, module.optimizer_settings.name
+        trainer, name = module.trainer, module.optimizer.name
         if module.quantize and self.stage == 3:
             raise UserError(f"model.quantize {module.quantize}: ZeRO stage 3 cannot shard packed weights. "
                             "Set trainer.strategy to fsdp, or the stage to 2.")

@@ -35,8 +35,8 @@ class FSDP2(ModelParallelStrategy):
         if module.quantize == "int8":
             raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot shard its scales: use "
                             "nf4 or fp4, or strategy ddp.")
-        if module.optimizer_settings.name not in ("adamw", "sgd"):
-            raise UserError(f"optimizer.name {module.optimizer_settings.name} does not go with strategy fsdp, whose "
+        if module.optimizer.name not in ("adamw", "sgd"):
+            raise UserError(f"optimizer.name {module.optimizer.name} does not go with strategy fsdp, whose "
                             "parameters are sharded over processes: use adamw or sgd, or strategy ddp.")
 
     def setup_environment(self) -> None:

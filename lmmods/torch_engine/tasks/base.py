@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -13,8 +13,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import known_fields, load_config, position_limit, special_ids, vocabulary_fields
-from lmmods.core.settings import LoRA, Optimizer, check_start, require
+from lmmods.core.hf_config import load_config, special_ids, vocabulary_fields
+from lmmods.core.settings import require
+from lmmods.core.task_fields import TaskFields
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import loading, sharding, summary
 from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32
@@ -27,101 +28,28 @@ from lmmods.torch_engine.nn.micro_batching import cut, default_size
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, total_norm
 
 
-class TaskModule(L.LightningModule, ABC):
-    """A network in training.
-
-    Args:
-        pretrained: Model to start from: a folder or a hub id.
-        config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
-            of a configuration. The vocabulary size defaults to the tokenizer's.
-        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
-        revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Run Python code that comes with the model.
-        quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
-            et al. 2023) is `lora` plus this field.
-        double_quant: Quantise the 4-bit scales too.
-        quant_storage: Type in which packed 4-bit weights are kept; null is uint8.
-        lora: Train an adapter instead of the model itself; null is full tuning.
-        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
-        optimizer: Update rule and schedule.
-        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
-            third more time); minimal, which keeps the products of weights, is the JAX engine's.
-        attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice.
-        save_dtype: Type of the weights in model/; null keeps them as they trained.
-        piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
-            it whole. null is 2^18 / hidden size (at least 512) on one CPU and 0 elsewhere.
-        fast_kernels: Take faster forms of the same function where there are some: logits of labelled positions only, a
-            chunk at a time; oneDNN for float32 products on CPUs (after a trial), short rows attending in float32 under
-            bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed
-            rows. False needs the memory of all logits.
-        compile: Compile the layers (torch.compile): slower to start, faster on GPUs.
-        max_memory: Spread `pretrained` over the GPUs of this machine, layer by layer in one process: memory of its
-            weights on each (20GiB), or by device ({0: 10GiB, 1: 20GiB}).
-    """
+class TaskModule(TaskFields, L.LightningModule, ABC):
+    """A network in training."""
 
     auto_class = "AutoModel"
     task_type: str | None = None
 
-    def __init__(
-        self,
-        pretrained: str | None = None,
-        config: str | dict[str, Any] | None = None,
-        config_overrides: dict[str, Any] | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        quantize: loading.Quantize | None = None,
-        double_quant: bool = True,
-        quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None,
-        lora: LoRA | None = None,
-        adapter: str | None = None,
-        optimizer: Optimizer = Optimizer(),
-        gradient_checkpointing: bool | Literal["minimal"] = False,
-        attention: str | None = None,
-        save_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        piece_tokens: int | None = None,
-        fast_kernels: bool = True,
-        compile: bool = False,
-        max_memory: str | dict[int | str, str] | None = None,
-    ):
-        super().__init__()
-        require(max_memory is None or config is None, "model.max_memory", max_memory, "null beside model.config")
-        require(piece_tokens is None or piece_tokens >= 0, "model.piece_tokens", piece_tokens, "0 or more")
-        require(gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
+    def __post_init__(self) -> None:
+        L.LightningModule.__init__(self)  # takes none of the fields
+        super().__post_init__()
+        require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
-        check_start(pretrained, config, quantize, lora, adapter)
-        self.config, self.config_overrides = config, config_overrides or {}
-        self.pretrained, self.revision, self.trust_remote_code = pretrained, revision, trust_remote_code
-        self.quantize, self.double_quant, self.quant_storage = quantize, double_quant, quant_storage
-        self.lora, self.adapter = lora, adapter
-        self.optimizer_settings = optimizer
-        self.gradient_checkpointing, self.attention = gradient_checkpointing, attention
-        self.save_dtype = getattr(torch, save_dtype) if save_dtype else None
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
-        self.piece_tokens, self.fast_kernels, self.compile_layers = piece_tokens, fast_kernels, compile
-        self.max_memory = max_memory
         self._waiting: list[dict[str, Tensor]] = []
         self.window = Window()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
-
-    def max_positions(self) -> int | None:
-        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
-        return position_limit(self.config_fields())
-
-    def config_fields(self) -> dict[str, Any]:
-        """`architectures.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
-        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
-                                        self.trust_remote_code))
 
     # The network -----------------------------------------------------------------------------------------------------
 
     @property
     def is_causal(self) -> bool:
         return self.auto_class == "AutoModelForCausalLM"
-
-    @property
-    def trains_adapter(self) -> bool:
-        return self.lora is not None or self.adapter is not None
 
     def configure_model(self) -> None:
         """Build the network on the device and in the dtypes that the trainer asks for."""
@@ -145,11 +73,11 @@ class TaskModule(L.LightningModule, ABC):
             torch.manual_seed(base_seed())  # the adapter starts the same however the base was loaded
             dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
             model = self._with_adapter(model, self.trainer.datamodule.trainable_new_tokens, dtype)
-            if self.fast_kernels and not self.compile_layers:  # the compiler joins them by itself
+            if self.fast_kernels and not self.compile:  # the compiler joins them by itself
                 fuse_adapters(model)
         if self.gradient_checkpointing:
             loading.enable_checkpointing(model)
-        if self.compile_layers:
+        if self.compile:
             loading.compile_layers(model)
         self.model = model.train()
         with self.trainer.precision_plugin.forward_context():
@@ -210,10 +138,10 @@ class TaskModule(L.LightningModule, ABC):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def configure_optimizers(self):
-        optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
+        optimizer = build_optimizer(self.named_parameters(), self.optimizer)
         self._group_settings = [{name: value for name, value in group.items() if name != "params"}
                                 for group in optimizer.param_groups]
-        schedule = build_schedule(optimizer, self.optimizer_settings, int(self.trainer.estimated_stepping_batches))
+        schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Training: sums over a window, divided once ----------------------------------------------------------------------
@@ -363,7 +291,7 @@ class TaskModule(L.LightningModule, ABC):
         tokens, piece = data.batch_size * data.max_length, self.piece_size()
         if piece:
             tokens = min(tokens, max(piece, data.max_length))
-        return summary.training_bytes(self.model, self.optimizer_settings.name, tokens,
+        return summary.training_bytes(self.model, self.optimizer.name, tokens,
                                       self.gradient_checkpointing, compute_bytes)
 
     def flops_per_token(self) -> int:
@@ -377,7 +305,8 @@ class TaskModule(L.LightningModule, ABC):
 
         All processes must call this; the first one writes.
         """
-        save(self.model, folder, self.trains_adapter, self.save_dtype, writes=self.trainer.is_global_zero)
+        save(self.model, folder, self.trains_adapter, self.save_dtype and getattr(torch, self.save_dtype),
+             writes=self.trainer.is_global_zero)
 
 
 def base_seed() -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
+from lmmods.core.task_fields import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.gradient_accumulation import seed_step
 from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
@@ -14,19 +15,14 @@ from lmmods.torch_engine.nn.loss import LossSums
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed
 
 
-class CausalModule(TaskModule):
-    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself.
-
-    Args:
-        generation: How predict generates.
-    """
+class CausalModule(CausalFields, TaskModule):
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself."""
 
     auto_class = "AutoModelForCausalLM"
     task_type = "CAUSAL_LM"
 
-    def __init__(self, generation: Generation = Generation(), **kwargs):
-        super().__init__(**kwargs)
-        self.generation = generation
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.head: CausalHead | None = None
 
     def on_model_ready(self) -> None:

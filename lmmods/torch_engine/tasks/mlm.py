@@ -2,26 +2,19 @@
 
 from torch import Tensor
 
-from lmmods.core.settings import require
+from lmmods.core.task_fields import MLMFields
 from lmmods.torch_engine.nn.loss import LossSums
 from lmmods.torch_engine.nn.mlm_head import TokenHead, masked_loss
 from lmmods.torch_engine.tasks.base import TaskModule
 
 
-class MLM(TaskModule):
-    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions.
-
-    Args:
-        top_k: Candidates that predict names for each gap.
-    """
+class MLM(MLMFields, TaskModule):
+    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions."""
 
     auto_class = "AutoModelForMaskedLM"
 
-    def __init__(self, top_k: int = 5, **kwargs):
-        super().__init__(**kwargs)
-        require(top_k >= 1, "model.top_k", top_k, "1 or more")
-        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
-        self.top_k = top_k
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.head: TokenHead | None = None
 
     def on_model_ready(self) -> None:

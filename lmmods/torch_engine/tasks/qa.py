@@ -17,8 +17,8 @@ class QA(TaskModule):
     auto_class = "AutoModelForQuestionAnswering"
     task_type = "QUESTION_ANS"
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._logits: dict[int, tuple] = {}  # window -> start and end logits of the evaluation under way
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:

@@ -1,0 +1,131 @@
+"""The fields of the tasks, which `model` of a recipe sets on either engine: types, defaults, documentation, checks.
+
+Both engines' base classes inherit these dataclasses, so a new key is written here alone. What one of the engines does
+not take it refuses by name when the run starts.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import known_fields, load_config, position_limit
+from lmmods.core.settings import Generation, LoRA, Optimizer, require
+
+Quantize = Literal["nf4", "fp4", "int8"]
+
+
+# As a network in training, a task is equal to itself alone and has a text of its own.
+@dataclass(kw_only=True, eq=False, repr=False)
+class TaskFields:
+    """What every task takes.
+
+    Args:
+        pretrained: Model to start from: a folder or a hub id.
+        config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
+            of a configuration. The vocabulary size defaults to the tokenizer's.
+        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Run Python code that comes with the model (torch engine only).
+        quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
+            et al. 2023) is `lora` plus this field.
+        double_quant: Quantise the 4-bit scales too.
+        quant_storage: Type in which packed 4-bit weights are kept (torch engine; changes nothing on JAX); null is
+            uint8.
+        lora: Train an adapter instead of the model itself; null is full tuning.
+        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
+        optimizer: Update rule and schedule.
+        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
+            third more time), or all but the products of weights (minimal; JAX engine only).
+        attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice. On
+            JAX null and sdpa are the fast forms, fused on GPUs and in blocks on CPUs, and eager is the plain one.
+        save_dtype: Type of the weights in model/; null keeps them as they trained.
+        piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
+            it whole. null is 2^18 / hidden size (at least 512) on one CPU and 0 elsewhere. Torch engine only.
+        fast_kernels: Take faster forms of the same function where there are some: logits of labelled positions only, a
+            chunk at a time; oneDNN for float32 products on CPUs (after a trial), short rows attending in float32 under
+            bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed
+            rows. False needs the memory of all logits; on JAX it also takes eager attention and, on a CPU, a loop over
+            layers.
+        compile: Compile the layers (torch.compile): slower to start, faster on GPUs. JAX compiles everything anyhow.
+        max_memory: Spread `pretrained` over the GPUs of this machine, layer by layer in one process: memory of its
+            weights on each (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch engine only.
+    """
+
+    pretrained: str | None = None
+    config: str | dict[str, Any] | None = None
+    config_overrides: dict[str, Any] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    quantize: Quantize | None = None
+    double_quant: bool = True
+    quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None
+    lora: LoRA | None = None
+    adapter: str | None = None
+    optimizer: Optimizer = Optimizer()
+    gradient_checkpointing: bool | Literal["minimal"] = False
+    attention: str | None = None
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    piece_tokens: int | None = None
+    fast_kernels: bool = True
+    compile: bool = False
+    max_memory: str | dict[int | str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UserError unless the fields say clearly what the model starts from and what of it trains."""
+        require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
+                "null beside model.config")
+        require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,
+                "0 or more")
+        if self.quantize and not self.trains_adapter:
+            raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained themselves: "
+                            "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+        if (self.config is None) == (self.pretrained is None):
+            raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
+                            "configuration to start from random weights.")
+        if self.config is not None and self.trains_adapter:
+            raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
+                            "and model.adapter to null, or name a model in model.pretrained.")
+        if self.lora and self.adapter:
+            raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
+                            "targets. Keep one of them.")
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter trains instead of the model itself."""
+        return self.lora is not None or self.adapter is not None
+
+    def max_positions(self) -> int | None:
+        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        return position_limit(self.config_fields())
+
+    def config_fields(self) -> dict[str, Any]:
+        """`hf_config.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
+        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
+                                        self.trust_remote_code))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CausalFields(TaskFields):
+    """What causal LMs take beside that.
+
+    Args:
+        generation: How predict generates.
+    """
+
+    generation: Generation = Generation()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MLMFields(TaskFields):
+    """What masked LMs take beside that.
+
+    Args:
+        top_k: Candidates that predict names for each gap.
+    """
+
+    top_k: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.top_k >= 1, "model.top_k", self.top_k, "1 or more")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
