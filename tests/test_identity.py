@@ -17,7 +17,7 @@ from lmmods.data.sft import SFTData
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json
 from lmmods.runs.identity import Comparison, identity_tree
-from lmmods.runs.identity_keys import REFUSED, TOLD, UNSEEN, is_among
+from lmmods.runs.identity_keys import NOT_COMPARED, REFUSED, REPORTED, is_among
 from lmmods.runs.model_facts import model_facts
 from tests.test_docs import by_task  # noqa: F401 - a fixture
 
@@ -68,8 +68,8 @@ def test_every_key_is_in_one_list(by_task):  # noqa: F811
     keys |= {f"trainer.{name}" for name in inspect.signature(Trainer).parameters}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     for key in leaves:
-        assert [is_among(key, keys) for keys in (REFUSED, TOLD, UNSEEN)].count(True) == 1, key
-    unused = {key for key in REFUSED | TOLD if not any(is_among(each, {key}) for each in keys)}
+        assert [is_among(key, keys) for keys in (REFUSED, REPORTED, NOT_COMPARED)].count(True) == 1, key
+    unused = {key for key in REFUSED | REPORTED if not any(is_among(each, {key}) for each in keys)}
     assert unused == {"model.class_path", "data.class_path"}  # which every recipe has
 
 
@@ -429,6 +429,6 @@ def test_the_page_has_both_lists():
     page = (Path(__file__).parent.parent / "docs" / "fields.md").read_text()
     section = page.split("## What may change when a run goes on")[1].split("\n## ")[0]
     refused, told = section.split("**Told**")
-    for keys, text in ((REFUSED, refused), (TOLD, told)):
+    for keys, text in ((REFUSED, refused), (REPORTED, told)):
         for key in keys:
             assert f"`{key}`" in text or f"`{key.rpartition('.')[2]}`" in text, key

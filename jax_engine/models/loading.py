@@ -21,7 +21,7 @@ from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line
-from lmmods.core.initializers import fresh_weight
+from lmmods.core.initializers import init_weight
 from lmmods.core.weights_files import check_weights, reading_weights
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
@@ -91,7 +91,7 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     tree = leaves.tree()
     if headless:
         say(f"{folder} has no {network.head} head: {some(sorted(headless))} start at random.")
-        tree = unflatten(flatten(tree) | _fresh_head(network, headless, seed, leaves.dtype))
+        tree = unflatten(flatten(tree) | _init_head(network, headless, seed, leaves.dtype))
     return adapters.add_fresh(network, tree, seed) if network.lora else tree
 
 
@@ -154,14 +154,14 @@ def _check_complete(network: Network, leaves: Leaves, problems: list[str], folde
     return headless
 
 
-def _fresh_head(network: Network, names: set[str], seed: int, dtype: np.dtype) -> dict[LeafPath, np.ndarray]:
-    """A head as `fresh_weight` starts it on either engine."""
+def _init_head(network: Network, names: set[str], seed: int, dtype: np.dtype) -> dict[LeafPath, np.ndarray]:
+    """A head as `init_weight` starts it on either engine."""
     fresh = jax.device_get(jax.jit(lambda key: network.init(key)["head"])(jax.random.key(seed)))
     leaves = {("head", *path): np.asarray(leaf) for path, leaf in flatten(fresh).items()}
     for name, path, _ in network.names(plain=True):
         if name in names and "norm" not in ".".join(path):
             std = getattr(network.config, "initializer_range", 0.02)
-            leaves[path] = fresh_weight(seed, name, network.shape(path), std)
+            leaves[path] = init_weight(seed, name, network.shape(path), std)
     return {path: leaf.astype(dtype) for path, leaf in leaves.items()}
 
 

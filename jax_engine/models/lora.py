@@ -16,7 +16,7 @@ from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network, Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.initializers import fresh_lora_A
+from lmmods.core.initializers import init_lora_A
 from lmmods.core.settings import LoRA
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -77,7 +77,7 @@ def _matching(network: Network, key: str, names: list[str], present: Iterable[st
 
 
 def add_fresh(network: Network, base: Tree, seed: int) -> Tree:
-    """The base with new adapters beside it, float32: A as `fresh_lora_A`, B zero, DoRA's magnitudes |W|.
+    """The base with new adapters beside it, float32: A as `init_lora_A`, B zero, DoRA's magnitudes |W|.
 
     Args:
         base: Numpy arrays without adapters.
@@ -89,7 +89,7 @@ def add_fresh(network: Network, base: Tree, seed: int) -> Tree:
     first: dict[LeafPath, list[np.ndarray]] = {}
     for name, path, _ in network.names():
         if path[-1] == "lora_A":
-            first.setdefault(path, []).append(fresh_lora_A(seed, name, network.shape(path)))
+            first.setdefault(path, []).append(init_lora_A(seed, name, network.shape(path)))
     for path, shape in flatten(network.shapes).items():
         if path[-1] == "lora_A":
             leaves[path] = np.stack(first[path]).reshape(shape.shape)

@@ -17,7 +17,7 @@ from lmmods.core.errors import UserError
 from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.identity_keys import ASKED, SHARES, TOLD, UNSEEN, is_among
+from lmmods.runs.identity_keys import FRACTIONS, NOT_COMPARED, REPORTED, WEIGHTS_DEFINING, is_among
 from lmmods.runs.model_facts import model_facts
 
 FACTS = ("content", "weights", "commit")  # fingerprints of what a path leads to
@@ -56,8 +56,8 @@ class Comparison:
         elif _are_blocks(was) and _are_blocks(now) and len(was) == len(now):
             for number, (old, new) in enumerate(zip(was, now, strict=True)):
                 self._walk(old, new, None, f"{key}[{number}]" if len(was) > 1 else key)
-        elif not (_same(key, _plain(was), _plain(now)) or is_among(key, UNSEEN)):
-            told = moved or is_among(key, TOLD)
+        elif not (_same(key, _plain(was), _plain(now)) or is_among(key, NOT_COMPARED)):
+            told = moved or is_among(key, REPORTED)
             (self.told if told else self.refused).append(Change(key, was, now))
 
     def _walk_block(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], key: str) -> None:
@@ -130,7 +130,7 @@ class RunIdentity:
                  if key in was["model"] and key != "optimizer"}
         found = Comparison({"model": {key: was["model"][key] for key in model}}, {"model": model}, self._defaults)
         changes = [*found.refused, *found.told]
-        refused = [change for change in found.refused if is_among(change.key, ASKED)]
+        refused = [change for change in found.refused if is_among(change.key, WEIGHTS_DEFINING)]
         line = self._judged(checkpoint, refused, [change for change in changes if change not in refused])
         return [line] if line else []
 
@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
 
 def _same(key: str, was: Any, now: Any) -> bool:
     """Equal, and where a fraction is a share, 1.0 is not 1."""
-    return was == now and (key not in SHARES or was != 1 or type(was) is type(now))
+    return was == now and (key not in FRACTIONS or was != 1 or type(was) is type(now))
 
 
 def _uncompared(keys: list[str]) -> str:

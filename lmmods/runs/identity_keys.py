@@ -1,6 +1,6 @@
-"""Which keys of a recipe may change when a run goes on. What is in none of these lists may not.
+"""Which keys of a recipe may change when a run is resumed: `REPORTED` and `NOT_COMPARED`; all others are refused.
 
-The pages of the documentation and the tests read these lists too.
+tests/test_identity.py holds the lists in the documentation against these, and that each key is in exactly one.
 """
 
 import re
@@ -16,7 +16,7 @@ _MODEL = """generation top_k gradient_checkpointing attention save_dtype piece_t
 _DATA = """val_source test_source predict_source eval_batch_size pad_to_multiple_of num_workers num_proc cache_dir
     rebuild_cache n_best_size max_answer_length null_score_diff_threshold version_2_with_negative"""
 
-TOLD = {
+REPORTED = {
     "engine", "checkpoint", "samples", "mmlu", "publish",
     *(f"trainer.{name}" for name in _TRAINER.split()),
     *(f"model.{name}" for name in _MODEL.split()),
@@ -38,16 +38,16 @@ REFUSED = {
     *(f"data.{name}" for name in _ROWS.split()),
 }
 
-# Where a run lies and what its loggers call it, which may be another at each start.
-UNSEEN = {"trainer.default_root_dir", "trainer.logger.init_args.id", "trainer.logger.init_args.version",
+# Where a run is stored and what its loggers call it, which may differ at each start.
+NOT_COMPARED = {"trainer.default_root_dir", "trainer.logger.init_args.id", "trainer.logger.init_args.version",
           "trainer.logger.init_args.save_dir", "trainer.logger.init_args.dir"}
 
-# What a checkpoint must share with a recipe to be evaluated, or asked, by it: the function that its weights are of.
-ASKED = {"model.pretrained", "model.config", "model.config_overrides", "model.adapter", "model.lora.rank",
+# What a recipe must share with a checkpoint to evaluate it: the keys that define the function its weights belong to.
+WEIGHTS_DEFINING = {"model.pretrained", "model.config", "model.config_overrides", "model.adapter", "model.lora.rank",
          "model.lora.alpha", "model.lora.targets", "model.lora.modules_to_save", "model.lora.dora", "model.lora.rslora"}
 
-# Keys whose fractions are shares, and whose whole numbers are counts.
-SHARES = {"trainer.val_check_interval", "trainer.overfit_batches", "trainer.limit_train_batches",
+# Keys whose floats are fractions of a whole, and whose integers are counts: 1.0 is everything, 1 is one.
+FRACTIONS = {"trainer.val_check_interval", "trainer.overfit_batches", "trainer.limit_train_batches",
           "trainer.limit_val_batches", "model.optimizer.warmup", "model.optimizer.decay",
           "data.val_size"}
 

@@ -5,8 +5,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from hf_reference import HFReference
 from transformers import GenerationConfig
-from twins import Twin
 
 from jax_engine.models.generate import generate
 from lmmods.core.settings import Generation
@@ -16,11 +16,11 @@ PROMPTS = [[5, 6, 7, 8, 9], [11], [30, 4, 21]]
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory):
-    return {name: Twin(name, "causal", tmp_path_factory.mktemp(name)) for name in ("gpt2", "llama")}
+def refs(tmp_path_factory):
+    return {name: HFReference(name, "causal", tmp_path_factory.mktemp(name)) for name in ("gpt2", "llama")}
 
 
-def torch_answers(twin, prompts, settings, eos):
+def torch_answers(ref, prompts, settings, eos):
     """By the torch engine, each prompt by itself: there, penalties count padding as text."""
     unused = ("temperature", "top_p", "typical_p", "top_k")
     options = {name: value for name, value in asdict(settings).items() if name not in unused}
@@ -28,7 +28,7 @@ def torch_answers(twin, prompts, settings, eos):
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        tokens = torch_generate(twin.torch, ids, torch.ones_like(ids), config)[0, len(prompt):].tolist()
+        tokens = torch_generate(ref.torch, ids, torch.ones_like(ids), config)[0, len(prompt):].tolist()
         found.append(tokens[:next((place for place, token in enumerate(tokens) if token in eos), len(tokens))])
     return found
 
@@ -46,38 +46,38 @@ GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
               "no_repeat_ngram_size": 2, "length_penalty": 0.5}, [2, 11, 30, 5]),
     ("llama", {**GROUPS, "num_beam_groups": 4, "repetition_penalty": 1.3}, [2]),
 ], ids=lambda value: None if isinstance(value, list) else value if isinstance(value, str) else "-".join(value))
-def test_tokens_are_those_of_the_torch_engine(twins, name, options, eos):
+def test_tokens_are_those_of_the_torch_engine(refs, name, options, eos):
     settings = Generation(max_new_tokens=9, **options)
-    twin = twins[name]
-    found = generate(twin.net, twin.params, PROMPTS, settings, eos, pad=0)
-    assert found == torch_answers(twin, PROMPTS, settings, eos)
+    ref = refs[name]
+    found = generate(ref.net, ref.params, PROMPTS, settings, eos, pad=0)
+    assert found == torch_answers(ref, PROMPTS, settings, eos)
     assert len({tuple(answer) for answer in found}) > 1
 
 
-def test_a_row_is_found_the_same_beside_any_others(twins):
-    twin, settings = twins["llama"], Generation(max_new_tokens=9, **GROUPS)
-    together = generate(twin.net, twin.params, PROMPTS, settings, [2, 11, 7, 30], pad=0)
-    assert [generate(twin.net, twin.params, [prompt], settings, [2, 11, 7, 30], pad=0)[0]
+def test_a_row_is_found_the_same_beside_any_others(refs):
+    ref, settings = refs["llama"], Generation(max_new_tokens=9, **GROUPS)
+    together = generate(ref.net, ref.params, PROMPTS, settings, [2, 11, 7, 30], pad=0)
+    assert [generate(ref.net, ref.params, [prompt], settings, [2, 11, 7, 30], pad=0)[0]
             for prompt in PROMPTS] == together
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 3},
                                      {"do_sample": True, "top_k": 7}], ids=["greedy", "penalties", "sampled"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_without_a_cache_the_tokens_are_the_same(twins, name, options):
-    twin = twins[name]
-    cached, bare = (generate(twin.net, twin.params, PROMPTS, Generation(max_new_tokens=9, use_cache=use, **options),
+def test_without_a_cache_the_tokens_are_the_same(refs, name, options):
+    ref = refs[name]
+    cached, bare = (generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=9, use_cache=use, **options),
                              [2, 11], pad=0, seed=5) for use in (True, False))
     assert bare == cached
 
 
-def test_sampled_beams_are_draws_without_replacement(twins):
+def test_sampled_beams_are_draws_without_replacement(refs):
     """Of one token: four candidates are drawn in turn; the likelier of the first two is the answer."""
-    twin, rows = twins["gpt2"], 3000
+    ref, rows = refs["gpt2"], 3000
     settings = Generation(max_new_tokens=1, num_beams=2, do_sample=True, top_k=5, temperature=2.0)
-    draws = generate(twin.net, twin.params, [PROMPTS[0]] * rows, settings, [], pad=0, seed=3)
+    draws = generate(ref.net, ref.params, [PROMPTS[0]] * rows, settings, [], pad=0, seed=3)
     with torch.no_grad():
-        logs = twin.torch(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1) / 2.0
+        logs = ref.torch(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1) / 2.0
     tokens = logs.topk(5).indices
     p = logs[tokens].softmax(-1).numpy().astype(np.float64)
     expected = np.zeros(37)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hf_reference import CAUSAL, HFReference
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
-from twins import CAUSAL, Twin
 
 from jax_engine.models import decoding as filters
 from jax_engine.models import generate as ours
@@ -19,38 +19,38 @@ EOS = [2, 11]
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory):
+def ref(tmp_path_factory):
     made = {}
 
     def make(name):
         if name not in made:
-            made[name] = Twin(name, "causal", tmp_path_factory.mktemp(name))
+            made[name] = HFReference(name, "causal", tmp_path_factory.mktemp(name))
         return made[name]
 
     return make
 
 
-def prompts_of(twin):
+def prompts_of(ref):
     random = np.random.default_rng(4)
     return [random.integers(4, 37, size).tolist() for size in (7, 3, 5)]
 
 
-def torch_answer(twin, prompt, settings):
+def torch_answer(ref, prompt, settings):
     config = GenerationConfig(max_new_tokens=settings.max_new_tokens, min_new_tokens=settings.min_new_tokens,
                               do_sample=False, repetition_penalty=settings.repetition_penalty, eos_token_id=EOS,
                               no_repeat_ngram_size=settings.no_repeat_ngram_size, pad_token_id=0)
     ids = torch.tensor([prompt])
-    tokens = twin.torch.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt):]
+    tokens = ref.torch.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt):]
     tokens = tokens.tolist()
     return tokens[:next((place for place, token in enumerate(tokens) if token in EOS), len(tokens))]
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_greedy_tokens_are_transformers(twin, name):
-    twin = twin(name)
-    prompts, settings = prompts_of(twin), Generation(max_new_tokens=14)
-    answers = ours.generate(twin.net, twin.params, prompts, settings, EOS, pad=0)
-    assert answers == [torch_answer(twin, prompt, settings) for prompt in prompts]
+def test_greedy_tokens_are_transformers(ref, name):
+    ref = ref(name)
+    prompts, settings = prompts_of(ref), Generation(max_new_tokens=14)
+    answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
+    assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]
     assert any(answers)
 
 
@@ -60,21 +60,21 @@ def test_greedy_tokens_are_transformers(twin, name):
     Generation(max_new_tokens=14, no_repeat_ngram_size=1),
     Generation(max_new_tokens=14, min_new_tokens=14, repetition_penalty=0.8, no_repeat_ngram_size=3),
 ], ids=["penalty", "bigrams", "unigrams", "all"])
-def test_constraints_are_transformers(twin, settings):
-    twin = twin("gpt2")
+def test_constraints_are_transformers(ref, settings):
+    ref = ref("gpt2")
     prompts = [[5, 6, 5, 6, 7], [9, 9, 9], [4, 5, 6, 7, 8, 9, 10]]
-    answers = ours.generate(twin.net, twin.params, prompts, settings, EOS, pad=0)
-    assert answers == [torch_answer(twin, prompt, settings) for prompt in prompts]
+    answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
+    assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]
 
 
-def test_an_answer_stops_before_the_first_end_token(twin):
-    twin = twin("llama")
-    free = ours.generate(twin.net, twin.params, [[5, 6, 7]], Generation(max_new_tokens=8), [], pad=0)[0]
+def test_an_answer_stops_before_the_first_end_token(ref):
+    ref = ref("llama")
+    free = ours.generate(ref.net, ref.params, [[5, 6, 7]], Generation(max_new_tokens=8), [], pad=0)[0]
     assert len(free) == 8
     end = free[3]
-    stopped = ours.generate(twin.net, twin.params, [[5, 6, 7]], Generation(max_new_tokens=8), [end], pad=0)[0]
+    stopped = ours.generate(ref.net, ref.params, [[5, 6, 7]], Generation(max_new_tokens=8), [end], pad=0)[0]
     assert stopped == free[:free.index(end)]
-    longer = ours.generate(twin.net, twin.params, [[5, 6, 7]], Generation(max_new_tokens=8, min_new_tokens=6), [end],
+    longer = ours.generate(ref.net, ref.params, [[5, 6, 7]], Generation(max_new_tokens=8, min_new_tokens=6), [end],
                            pad=0)[0]
     assert len(longer) >= 6 and end not in longer
 
@@ -93,13 +93,13 @@ def test_filters_are_transformers(mine, reference):
     assert np.array_equal(np.asarray(mine(jnp.asarray(logits))), reference(None, torch.tensor(logits)).numpy())
 
 
-def test_sampling_draws_from_the_filtered_distribution(twin):
-    twin = twin("gpt2")
+def test_sampling_draws_from_the_filtered_distribution(ref):
+    ref = ref("gpt2")
     settings = Generation(max_new_tokens=1, do_sample=True, temperature=0.7, top_k=6, top_p=0.9)
-    draws = [token for answer in ours.generate(twin.net, twin.params, [[5, 6, 7]] * 4000, settings, [], pad=0, seed=3)
+    draws = [token for answer in ours.generate(ref.net, ref.params, [[5, 6, 7]] * 4000, settings, [], pad=0, seed=3)
              for token in answer]
     with torch.no_grad():
-        logits = twin.torch(torch.tensor([[5, 6, 7]])).logits[:, -1] / 0.7
+        logits = ref.torch(torch.tensor([[5, 6, 7]])).logits[:, -1] / 0.7
     expected = theirs.TopPLogitsWarper(0.9)(None, theirs.TopKLogitsWarper(6)(None, logits)).softmax(-1)[0].numpy()
     counts = np.bincount(draws, minlength=37)
     assert (counts[expected == 0] == 0).all()
@@ -107,27 +107,27 @@ def test_sampling_draws_from_the_filtered_distribution(twin):
     assert (np.abs(counts - 4000 * expected) <= 4.5 * spread + 1).all()
 
 
-def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(twin):
-    twin = twin("llama")
+def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(ref):
+    ref = ref("llama")
     settings = Generation(max_new_tokens=10, do_sample=True, top_k=0)
-    prompts = prompts_of(twin)
-    together = ours.generate(twin.net, twin.params, prompts, settings, [], pad=0, seed=1)
-    assert ours.generate(twin.net, twin.params, prompts[:1], settings, [], pad=0, seed=1) == together[:1]
-    assert ours.generate(twin.net, twin.params, prompts, settings, [], pad=0, seed=2) != together
-    twice = ours.generate(twin.net, twin.params, prompts[:1] * 2, settings, [], pad=0, seed=1)
+    prompts = prompts_of(ref)
+    together = ours.generate(ref.net, ref.params, prompts, settings, [], pad=0, seed=1)
+    assert ours.generate(ref.net, ref.params, prompts[:1], settings, [], pad=0, seed=1) == together[:1]
+    assert ours.generate(ref.net, ref.params, prompts, settings, [], pad=0, seed=2) != together
+    twice = ours.generate(ref.net, ref.params, prompts[:1] * 2, settings, [], pad=0, seed=1)
     assert twice[0] != twice[1]
 
 
-def test_one_compile_per_bucket(twin):
-    twin = twin("llama")
+def test_one_compile_per_bucket(ref):
+    ref = ref("llama")
     settings = Generation(max_new_tokens=3)
     before = ours._compiled.cache_info().misses
     for size in (1, 5, 31, 32):
-        ours.generate(twin.net, twin.params, [[5] * size], settings, EOS, pad=0)
+        ours.generate(ref.net, ref.params, [[5] * size], settings, EOS, pad=0)
     assert ours._compiled.cache_info().misses == before + 1
-    run = ours._compiled(twin.net, 32, astuple(settings), tuple(EOS))
+    run = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS))
     assert run._cache_size() == 1
-    ours.generate(twin.net, twin.params, [[5] * 33], settings, EOS, pad=0)
+    ours.generate(ref.net, ref.params, [[5] * 33], settings, EOS, pad=0)
     assert ours._compiled.cache_info().misses == before + 2
 
 
@@ -138,9 +138,9 @@ def test_one_compile_per_bucket(twin):
     (Generation(num_beams=4, num_beam_groups=2, diversity_penalty=1.0, do_sample=True), "do_sample"),
     (Generation(max_new_tokens=31), "max_new_tokens is 31.*prompt of 2 tokens.*32 positions"),
 ])
-def test_what_the_engine_cannot_do_is_refused_by_name(twin, settings, message):
-    twin = twin("gpt2")
+def test_what_the_engine_cannot_do_is_refused_by_name(ref, settings, message):
+    ref = ref("gpt2")
     with pytest.raises(UserError, match=message):
-        ours.generate(twin.net, twin.params, [[5, 6]], settings, EOS, pad=0)
+        ours.generate(ref.net, ref.params, [[5, 6]], settings, EOS, pad=0)
     with pytest.raises(UserError, match="empty prompt"):
-        ours.generate(twin.net, twin.params, [[5, 6], []], Generation(), EOS, pad=0)
+        ours.generate(ref.net, ref.params, [[5, 6], []], Generation(), EOS, pad=0)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hf_reference import HFReference
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from twins import Twin
 
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading
@@ -23,25 +23,25 @@ TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory):
+def ref(tmp_path_factory):
     made = {}
 
     def make(name, head):
         if (name, head) not in made:
-            made[name, head] = Twin(name, head, tmp_path_factory.mktemp(name))
+            made[name, head] = HFReference(name, head, tmp_path_factory.mktemp(name))
         return made[name, head]
 
     return make
 
 
-def wrapped(twin, lora):
+def wrapped(ref, lora):
     """PEFT's model with random adapters and the JAX network with the same ones."""
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets,
                         modules_to_save=copy.copy(lora.modules_to_save), use_dora=lora.dora, use_rslora=lora.rslora,
-                        task_type=TASKS[twin.head])
+                        task_type=TASKS[ref.head])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(copy.deepcopy(twin.torch), config).eval()
+        model = get_peft_model(copy.deepcopy(ref.torch), config).eval()
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -49,8 +49,8 @@ def wrapped(twin, lora):
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
             elif parameter.requires_grad:
                 parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-    net = hub.network(twin.net.config, twin.head, lora=lora)
-    fresh = loading.load(net, str(twin.folder))
+    net = hub.network(ref.net.config, ref.head, lora=lora)
+    fresh = loading.load(net, str(ref.folder))
     trained = net.from_torch({name: value.detach().numpy() for name, value in model.named_parameters()
                               if value.requires_grad})
     _, frozen = split(fresh, net.trainable(fresh))
@@ -81,10 +81,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "head", "lora"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)])
-def test_logits_gradients_names_and_folders_are_pefts(twin, name, head, lora, tmp_path):
-    twin = twin(name, head)
-    model, net, params = wrapped(twin, lora)
-    batch = twin.batch()
+def test_logits_gradients_names_and_folders_are_pefts(ref, name, head, lora, tmp_path):
+    ref = ref(name, head)
+    model, net, params = wrapped(ref, lora)
+    batch = ref.batch()
     real = batch["attention_mask"] > 0
     trained, frozen = split(params, net.trainable(params))
 
@@ -109,29 +109,29 @@ def test_logits_gradients_names_and_folders_are_pefts(twin, name, head, lora, tm
     # A copy that trains beside a tied weight leaves the weight itself under the other name.
     assert frozen_names <= set(net.to_torch(frozen)) | {"base_model.model.transformer.wte.weight"}
 
-    adapters.save_adapter(net, params, tmp_path / "ours", base=str(twin.folder))
+    adapters.save_adapter(net, params, tmp_path / "ours", base=str(ref.folder))
     model.save_pretrained(tmp_path / "theirs")
     mine, peft = load_file(tmp_path / "ours" / "adapter_model.safetensors"), load_file(
         tmp_path / "theirs" / "adapter_model.safetensors")
     assert mine.keys() == peft.keys() and all(torch.equal(mine[key], peft[key]) for key in mine)
-    again = PeftModel.from_pretrained(copy.deepcopy(twin.torch), tmp_path / "ours").eval()
+    again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path / "ours").eval()
     assert torch.equal(logits_of(again, batch), logits_of(model, batch))
     settings = adapters.adapter_settings(tmp_path / "theirs")
-    back = hub.network(twin.net.config, head, lora=settings)
+    back = hub.network(ref.net.config, head, lora=settings)
     loaded = adapters.load_adapter(back, tmp_path / "theirs")
     assert jax.tree.structure(loaded) == jax.tree.structure(trained)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(trained)))
 
 
-def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(twin):
-    twin = twin("llama", "causal")
-    batch = twin.batch()
+def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(ref):
+    ref = ref("llama", "causal")
+    batch = ref.batch()
     for lora in (LoRA(rank=64), LoRA(rank=64, dora=True)):
-        net = hub.network(twin.net.config, "causal", lora=lora)
-        params = loading.load(net, str(twin.folder), seed=1)
-        plain = twin.net.logits(twin.params, twin.net.hidden(twin.params, batch))
+        net = hub.network(ref.net.config, "causal", lora=lora)
+        params = loading.load(net, str(ref.folder), seed=1)
+        plain = ref.net.logits(ref.params, ref.net.hidden(ref.params, batch))
         assert np.allclose(net.logits(params, net.hidden(params, batch)), plain, atol=1e-5)
-        peft = dict(get_peft_model(copy.deepcopy(twin.torch), LoraConfig(
+        peft = dict(get_peft_model(copy.deepcopy(ref.torch), LoraConfig(
             r=64, target_modules="all-linear", use_dora=lora.dora)).named_parameters())
         for key, value in net.to_torch(split(params, net.trainable(params))[0]).items():
             theirs = peft[key].detach().numpy()
@@ -141,15 +141,15 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(twin):
                 assert abs(value.std() / theirs.std() - 1) < 0.1 and abs(value.mean()) < 0.1 * bound
             else:
                 assert np.allclose(value, theirs, atol=1e-6), key
-        again, other = loading.load(net, str(twin.folder), seed=1), loading.load(net, str(twin.folder), seed=2)
+        again, other = loading.load(net, str(ref.folder), seed=1), loading.load(net, str(ref.folder), seed=2)
         q = ("layers", "attn", "q", "lora_A")
         assert np.array_equal(flatten(again)[q], flatten(params)[q])
         assert not np.array_equal(flatten(other)[q], flatten(params)[q])
         assert not np.array_equal(flatten(params)[q][0], flatten(params)[q][1])
 
 
-def test_random_start_has_adapters_too(twin):
-    net = hub.network(twin("gpt2", "causal").config, "causal", lora=LoRA(rank=4, dora=True))
+def test_random_start_has_adapters_too(ref):
+    net = hub.network(ref("gpt2", "causal").config, "causal", lora=LoRA(rank=4, dora=True))
     params = jax.jit(net.init)(jax.random.key(0))
     qkv = params["layers"]["attn"]["qkv"]
     assert np.allclose(qkv["lora_magnitude_vector"], np.linalg.norm(qkv["weight"], axis=1), atol=1e-6)
@@ -157,13 +157,13 @@ def test_random_start_has_adapters_too(twin):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_dropout_is_on_the_adapters_input_alone(twin, dora):
+def test_dropout_is_on_the_adapters_input_alone(ref, dora):
     """Averaged over many masks the adapter's part is what it is without dropout, and the base never moves."""
-    twin = twin("llama", "causal")
+    ref = ref("llama", "causal")
     plain = LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora)
-    _, net, params = wrapped(twin, plain)
-    dropped = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora,
-                                                               dropout=0.25))
+    _, net, params = wrapped(ref, plain)
+    dropped = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora,
+                                                              dropout=0.25))
     from jax_engine.models.linear import Linear
 
     linear = {name: next(node for node in _linears(network) if node.path == "layers.attn.q")
@@ -199,10 +199,10 @@ def _linears(network):
     return [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
 
 
-def test_only_the_adapters_train(twin):
-    twin = twin("llama", "causal")
-    net = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
-    params = loading.load(net, str(twin.folder))
+def test_only_the_adapters_train(ref):
+    ref = ref("llama", "causal")
+    net = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
+    params = loading.load(net, str(ref.folder))
     trained, frozen = split(params, net.trainable(params))
     assert {path[-1] for path in flatten(trained)} == {"lora_A", "lora_B", "weight"}
     assert [path for path in flatten(trained) if path[-1] == "weight"] == [("norm", "weight")]
@@ -212,7 +212,7 @@ def test_only_the_adapters_train(twin):
     decays = flatten(net.decays(trained))
     assert all(decays[path] == (path[-1] in ("lora_A", "lora_B")) for path in decays)
     hub_folder_names = net.to_torch(params, plain=True)
-    assert hub_folder_names.keys() == dict(twin.torch.named_parameters()).keys()
+    assert hub_folder_names.keys() == dict(ref.torch.named_parameters()).keys()
 
 
 @pytest.mark.parametrize(("lora", "message"), [
@@ -222,29 +222,29 @@ def test_only_the_adapters_train(twin):
     (LoRA(targets=["layers.0.self_attn.q_proj"]), "some layers only"),
     (LoRA(modules_to_save=["o_proj"]), "o_proj is also among lora.targets"),
 ])
-def test_targets_that_do_not_fit_are_refused_by_name(twin, lora, message):
+def test_targets_that_do_not_fit_are_refused_by_name(ref, lora, message):
     with pytest.raises(UserError, match=message):
-        hub.network(twin("llama", "causal").net.config, "causal", lora=lora)
+        hub.network(ref("llama", "causal").net.config, "causal", lora=lora)
 
 
-def test_a_tied_masked_head_cannot_train_apart(twin):
+def test_a_tied_masked_head_cannot_train_apart(ref):
     with pytest.raises(UserError, match="one matrix"):
-        hub.network(twin("bert", "masked").net.config, "masked", lora=LoRA(modules_to_save=["word_embeddings"]))
+        hub.network(ref("bert", "masked").net.config, "masked", lora=LoRA(modules_to_save=["word_embeddings"]))
 
 
-def test_adapters_that_do_not_fit_are_refused(twin, tmp_path):
-    twin = twin("llama", "causal")
+def test_adapters_that_do_not_fit_are_refused(ref, tmp_path):
+    ref = ref("llama", "causal")
     lora = LoRA(rank=4, targets=["q_proj"])
-    net = hub.network(twin.net.config, "causal", lora=lora)
-    params = loading.load(net, str(twin.folder))
+    net = hub.network(ref.net.config, "causal", lora=lora)
+    params = loading.load(net, str(ref.folder))
     with pytest.raises(UserError, match="no adapter_config.json"):
         adapters.adapter_settings(tmp_path)
     adapters.save_adapter(net, params, tmp_path)
     assert adapters.adapter_settings(tmp_path) == lora
-    other = hub.network(twin.net.config, "causal", lora=LoRA(rank=4, targets=["k_proj"]))
+    other = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, targets=["k_proj"]))
     with pytest.raises(UserError, match="k_proj.lora_A.*Not expected.*q_proj.lora_A"):
         adapters.load_adapter(other, tmp_path)
-    wider = hub.network(twin.net.config, "causal", lora=LoRA(rank=8, targets=["q_proj"]))
+    wider = hub.network(ref.net.config, "causal", lora=LoRA(rank=8, targets=["q_proj"]))
     with pytest.raises(UserError, match="wanted"):
         adapters.load_adapter(wider, tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hf_reference import AUTO, FAMILIES, PAIRS
 from peft import LoraConfig, get_peft_model
-from twins import AUTO, FAMILIES, PAIRS
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.core.parenthood import end_with_parent
+from lmmods.core.subprocesses import end_with_parent
 from lmmods.data.batches.sampler import BatchOrder, deal, num_rounds
 
 Batch = dict[str, torch.Tensor]

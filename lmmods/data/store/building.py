@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from lmmods.core.checksums import stamps
 from lmmods.core.errors import UserError
-from lmmods.core.parenthood import end_with_parent
+from lmmods.core.subprocesses import end_with_parent
 from lmmods.data.encode.encoder import Encoded, Encoder, RowError, Tally, arrow_column
 from lmmods.data.sources.readers import Row
 from lmmods.data.store.arrow_store import MANIFEST, damage

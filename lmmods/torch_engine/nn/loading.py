@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError, first_line, one_line
 from lmmods.core.hf_config import check_saved_quantization, load_config, saved_quantization
-from lmmods.core.initializers import fresh_lora_A, fresh_weight
+from lmmods.core.initializers import init_lora_A, init_weight
 from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.settings import LoRA, quantised_in_full
 from lmmods.core.weights_files import check_weights, reading_weights
@@ -108,7 +108,7 @@ def _start_missing(model: nn.Module, names: Iterable[str], seed: int) -> None:
     std = getattr(model.config, "initializer_range", 0.02)
     for name in set(names) & set(params):
         if params[name].is_floating_point() and not ("norm" in name.lower() and name.endswith("weight")):
-            params[name].copy_(torch.from_numpy(fresh_weight(seed, name, tuple(params[name].shape), std)))
+            params[name].copy_(torch.from_numpy(init_weight(seed, name, tuple(params[name].shape), std)))
 
 
 def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype,
@@ -183,7 +183,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     with torch.no_grad():
         for name, param in wrapped.named_parameters():
             if ".lora_A." in name:
-                param.copy_(torch.from_numpy(fresh_lora_A(seed, name, tuple(param.shape))))
+                param.copy_(torch.from_numpy(init_lora_A(seed, name, tuple(param.shape))))
     return _cast_trainable(wrapped, dtype)
 
 

@@ -1,18 +1,18 @@
-"""Torch twins, made once per session."""
+"""Models of transformers, made once per session."""
 
 import pytest
-from twins import Twin
+from hf_reference import HFReference
 
 
 @pytest.fixture(scope="session")
-def twin(tmp_path_factory):
-    """A function that makes, once per session, the twin of a family with a head."""
+def ref(tmp_path_factory):
+    """A function that makes, once per session, the reference for a family with a head."""
     made = {}
 
-    def make(name: str, head: str, **changes) -> Twin:
+    def make(name: str, head: str, **changes) -> HFReference:
         key = (name, head, repr(changes))
         if key not in made:
-            made[key] = Twin(name, head, tmp_path_factory.mktemp(f"{name}-{head}"), **changes)
+            made[key] = HFReference(name, head, tmp_path_factory.mktemp(f"{name}-{head}"), **changes)
         return made[key]
 
     return make

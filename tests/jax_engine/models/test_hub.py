@@ -13,23 +13,23 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 
 
-def test_saving_in_another_dtype_rounds_once(twin, tmp_path):
-    tw = twin("gpt2", "causal")
-    hub.save(tw.net, tw.params, tmp_path, dtype="bfloat16")
+def test_saving_in_another_dtype_rounds_once(ref, tmp_path):
+    ref = ref("gpt2", "causal")
+    hub.save(ref.net, ref.params, tmp_path, dtype="bfloat16")
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     for key, value in load_file(tmp_path / "model.safetensors").items():
-        assert torch.equal(value, tw.torch.get_parameter(key).bfloat16())
-    turned = {k: np.asarray(v).T if v.ndim == 2 else np.asarray(v) for k, v in tw.net.to_torch(tw.params).items()}
+        assert torch.equal(value, ref.torch.get_parameter(key).bfloat16())
+    turned = {k: np.asarray(v).T if v.ndim == 2 else np.asarray(v) for k, v in ref.net.to_torch(ref.params).items()}
     hub.write_shards(turned, tmp_path)  # transposed views are not contiguous
     for key, value in load_file(tmp_path / "model.safetensors").items():
         assert np.array_equal(value.numpy(), turned[key])
 
 
-def test_configurations_by_mapping_and_with_overrides(twin):
+def test_configurations_by_mapping_and_with_overrides(ref):
     config = load_config({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6},
                              {"num_hidden_layers": 1})
     assert config.head_dim == 8 and config.num_hidden_layers == 1
-    config = load_config(str(twin("llama", "causal").folder), {"attention_dropout": 0.5})
+    config = load_config(str(ref("llama", "causal").folder), {"attention_dropout": 0.5})
     assert hub.network(config, "causal").arch.attention_dropout == 0.5
     with pytest.raises(UserError, match="no field 'hiden_size'"):
         load_config({"model_type": "llama", "hiden_size": 48})
@@ -61,6 +61,6 @@ def test_what_is_not_supported_is_refused_by_name(config, head, message):
 
 
 def test_the_supported_families_are_all_tested():
-    from twins import FAMILIES
+    from hf_reference import FAMILIES
 
     assert hub.supported() == sorted(FAMILIES)

@@ -16,12 +16,12 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 
 
-def rewritten(twin, folder, change):
-    """A copy of the twin's folder with its tensors changed by a function."""
-    shutil.copy(twin.folder / "config.json", folder)
-    tensors = change(load_file(twin.folder / "model.safetensors"))
+def rewritten(ref, folder, change):
+    """A copy of the ref's folder with its tensors changed by a function."""
+    shutil.copy(ref.folder / "config.json", folder)
+    tensors = change(load_file(ref.folder / "model.safetensors"))
     save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
-    return loading.load(twin.net, str(folder))
+    return loading.load(ref.net, str(folder))
 
 
 def same(first, second):
@@ -54,48 +54,48 @@ def renamed(*pairs):
                                       "cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()}),
     ("llama", "causal", lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}),
 ])
-def test_other_spellings_load_the_same_bits(twin, tmp_path, name, head, change):
-    tw = twin(name, head)
-    assert same(rewritten(tw, tmp_path, change), tw.params)
+def test_other_spellings_load_the_same_bits(ref, tmp_path, name, head, change):
+    ref = ref(name, head)
+    assert same(rewritten(ref, tmp_path, change), ref.params)
 
 
-def test_shards_mixed_dtypes_and_pickles(twin, tmp_path):
-    tw = twin("llama", "causal")
+def test_shards_mixed_dtypes_and_pickles(ref, tmp_path):
+    ref = ref("llama", "causal")
     (tmp_path / "shards").mkdir()
-    hub.save(tw.net, tw.params, tmp_path / "shards")
-    hub.write_shards(tw.net.to_torch(tw.params), tmp_path / "shards", limit=20_000)
+    hub.save(ref.net, ref.params, tmp_path / "shards")
+    hub.write_shards(ref.net.to_torch(ref.params), tmp_path / "shards", limit=20_000)
     files = list((tmp_path / "shards").glob("model-*-of-*.safetensors"))
     assert len(files) > 2 and not (tmp_path / "shards" / "model.safetensors").exists()
-    assert same(loading.load(tw.net, str(tmp_path / "shards")), tw.params)
+    assert same(loading.load(ref.net, str(tmp_path / "shards")), ref.params)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), tw.torch.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ref.torch.parameters()))
 
     (tmp_path / "mixed").mkdir()
-    mixed = rewritten(tw, tmp_path / "mixed", lambda t: {
+    mixed = rewritten(ref, tmp_path / "mixed", lambda t: {
         k: v.bfloat16() if "mlp" in k else v.half() if "norm" in k else v for k, v in t.items()})
     for path, leaf in flatten(mixed).items():
         kind = {"mlp": jnp.bfloat16, "attn_norm": np.float16, "mlp_norm": np.float16, "norm": np.float16}
         kind = next((kind[part] for part in path if part in kind), np.float32)
-        assert leaf.dtype == np.float32 and np.array_equal(leaf, flatten(tw.params)[path].astype(kind)), path
+        assert leaf.dtype == np.float32 and np.array_equal(leaf, flatten(ref.params)[path].astype(kind)), path
 
     (tmp_path / "bin").mkdir()
-    shutil.copy(tw.folder / "config.json", tmp_path / "bin")
-    torch.save({k: v.bfloat16() for k, v in tw.torch.state_dict().items()}, tmp_path / "bin" / "pytorch_model.bin")
-    pickled = loading.load(tw.net, str(tmp_path / "bin"), dtype="bfloat16")
-    assert same(pickled, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tw.params))
+    shutil.copy(ref.folder / "config.json", tmp_path / "bin")
+    torch.save({k: v.bfloat16() for k, v in ref.torch.state_dict().items()}, tmp_path / "bin" / "pytorch_model.bin")
+    pickled = loading.load(ref.net, str(tmp_path / "bin"), dtype="bfloat16")
+    assert same(pickled, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ref.params))
 
 
 @pytest.mark.parametrize(("base", "name", "head"), [
     ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
     ("LlamaModel", "llama", "causal"), ("LlamaForCausalLM", "llama", "qa"), ("GPT2LMHeadModel", "gpt2", "qa")])
-def test_a_missing_head_starts_at_random_and_is_told(twin, tmp_path, capsys, base, name, head):
-    tw = twin(name, head)
-    getattr(transformers, base)(tw.config).save_pretrained(tmp_path)
-    first = loading.load(tw.net, str(tmp_path), seed=1)
+def test_a_missing_head_starts_at_random_and_is_told(ref, tmp_path, capsys, base, name, head):
+    ref = ref(name, head)
+    getattr(transformers, base)(ref.config).save_pretrained(tmp_path)
+    first = loading.load(ref.net, str(tmp_path), seed=1)
     told = capsys.readouterr().out
     assert f"no {head} head" in told and "start at random" in told
-    assert jax.tree.structure(first) == jax.tree.structure(tw.params)
-    again, other = loading.load(tw.net, str(tmp_path), seed=1), loading.load(tw.net, str(tmp_path), seed=2)
+    assert jax.tree.structure(first) == jax.tree.structure(ref.params)
+    again, other = loading.load(ref.net, str(tmp_path), seed=1), loading.load(ref.net, str(tmp_path), seed=2)
     assert same(first, again) and same(first["layers"], other["layers"])
     weight = ("dense", "weight") if head == "masked" else ("weight",)
     assert not np.array_equal(flatten(first["head"])[weight], flatten(other["head"])[weight])
@@ -110,22 +110,22 @@ def test_a_missing_head_starts_at_random_and_is_told(twin, tmp_path, capsys, bas
     ("gpt2", lambda t: t | {"lm_head.weight": torch.ones(37, 24)}, "tie_word_embeddings"),
     ("bert", lambda t: {k: v for k, v in t.items() if k != "cls.predictions.bias"}, "cls.predictions.bias"),
 ])
-def test_what_does_not_fit_is_refused_by_name(twin, tmp_path, name, change, message):
+def test_what_does_not_fit_is_refused_by_name(ref, tmp_path, name, change, message):
     with pytest.raises(UserError, match=message):
-        rewritten(twin(name, "masked" if name == "bert" else "causal"), tmp_path, change)
+        rewritten(ref(name, "masked" if name == "bert" else "causal"), tmp_path, change)
 
 
-def test_folders_without_weights_or_config(twin, tmp_path):
-    tw = twin("llama", "causal")
+def test_folders_without_weights_or_config(ref, tmp_path):
+    ref = ref("llama", "causal")
     with pytest.raises(UserError, match="no config.json"):
         load_config(str(tmp_path))
     with pytest.raises(UserError, match="no weights"):
-        loading.load(tw.net, str(tmp_path))
+        loading.load(ref.net, str(tmp_path))
     with pytest.raises(UserError, match="no folder 'nowhere/at-all'"):
         load_config("nowhere/at-all")
     with pytest.raises(UserError, match="no folder 'nowhere/at-all'"):
-        loading.load(tw.net, "nowhere/at-all")
-    hub.write_shards(tw.net.to_torch(tw.params), tmp_path, limit=20_000)
+        loading.load(ref.net, "nowhere/at-all")
+    hub.write_shards(ref.net.to_torch(ref.params), tmp_path, limit=20_000)
     next(tmp_path.glob("model-00002*")).unlink()
     with pytest.raises(UserError, match="model-00002"):
-        loading.load(tw.net, str(tmp_path))
+        loading.load(ref.net, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Every family and head against its torch twin: logits, loss, all gradients, packing; and the tree's own rules."""
+"""Every family and head against its torch ref: logits, loss, all gradients, packing; and the tree's own rules."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from twins import AUTO, CAUSAL, FAMILIES, PAIRS
+from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS
 
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
@@ -36,38 +36,38 @@ def our_loss(net, params, batch, labels, row_keys=None):
     return -jnp.where(labels >= 0, picked, 0).sum(), logits
 
 
-def torch_loss(twin, batch, labels):
+def torch_loss(ref, batch, labels):
     inputs = {name: torch.tensor(value) for name, value in batch.items()}
-    output = twin.torch(**inputs)
-    if twin.head == "qa":
+    output = ref.torch(**inputs)
+    if ref.head == "qa":
         logits = torch.stack([output.start_logits, output.end_logits], -1)
         padding = inputs["attention_mask"][..., None] == 0
         spans = -logits.masked_fill(padding, -1e4).log_softmax(1)[:, 4].sum()
         return logits, spans + logits.tanh().masked_fill(padding, 0).sum()
     logits, labels = output.logits, torch.tensor(labels)
-    pairs = (logits[:, :-1], labels[:, 1:]) if twin.head == "causal" else (logits, labels)
+    pairs = (logits[:, :-1], labels[:, 1:]) if ref.head == "causal" else (logits, labels)
     return logits, torch.nn.functional.cross_entropy(pairs[0].flatten(0, 1), pairs[1].flatten(), reduction="sum")
 
 
 @every_pair
-def test_logits_loss_and_all_gradients_are_torchs(twin, name, head):
-    twin = twin(name, head)
-    batch = twin.batch()
+def test_logits_loss_and_all_gradients_are_torchs(ref, name, head):
+    ref = ref(name, head)
+    batch = ref.batch()
     labels = labels_of(batch)
     real = batch["attention_mask"] > 0
-    twin.torch.zero_grad()
-    logits, loss = torch_loss(twin, batch, labels)
+    ref.torch.zero_grad()
+    logits, loss = torch_loss(ref, batch, labels)
     loss.backward()
     (value, ours), grads = jax.jit(jax.value_and_grad(
-        lambda p: our_loss(twin.net, p, batch, labels), has_aux=True))(twin.params)
+        lambda p: our_loss(ref.net, p, batch, labels), has_aux=True))(ref.params)
     ours = np.asarray(ours)
     theirs = logits.detach().numpy()
     assert ours.dtype == np.float32
     assert np.abs(ours - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
     assert abs(float(value) - loss.item()) <= 1e-4 * abs(loss.item())
-    named = twin.net.to_torch(grads)
+    named = ref.net.to_torch(grads)
     expected = {n: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()
-                for n, p in twin.torch.named_parameters()}
+                for n, p in ref.torch.named_parameters()}
     assert list(named) == list(expected)
     largest = max(np.abs(gradient).max() for gradient in expected.values())
     for key, gradient in expected.items():
@@ -77,32 +77,32 @@ def test_logits_loss_and_all_gradients_are_torchs(twin, name, head):
 
 
 @every_pair
-def test_saved_folder_is_the_same_model_for_transformers(twin, name, head, tmp_path):
-    twin = twin(name, head)
-    hub.save(twin.net, twin.params, tmp_path)
-    again = type(twin.torch).from_pretrained(tmp_path).eval()
-    before = dict(twin.torch.named_parameters())
+def test_saved_folder_is_the_same_model_for_transformers(ref, name, head, tmp_path):
+    ref = ref(name, head)
+    hub.save(ref.net, ref.params, tmp_path)
+    again = type(ref.torch).from_pretrained(tmp_path).eval()
+    before = dict(ref.torch.named_parameters())
     assert all(torch.equal(value, before[key]) for key, value in again.named_parameters())
-    saved, original = again.config.to_dict(), type(twin.torch).from_pretrained(twin.folder).config.to_dict()
+    saved, original = again.config.to_dict(), type(ref.torch).from_pretrained(ref.folder).config.to_dict()
     assert saved | {"_name_or_path": ""} == original | {"_name_or_path": ""}
-    batch = twin.batch()
+    batch = ref.batch()
     inputs = {key: torch.tensor(value) for key, value in batch.items()}
     with torch.no_grad():
-        ours, theirs = again(**inputs), twin.torch(**inputs)
+        ours, theirs = again(**inputs), ref.torch(**inputs)
     assert torch.equal(ours.start_logits if head == "qa" else ours.logits,
                        theirs.start_logits if head == "qa" else theirs.logits)
 
 
 @every_language_model
-def test_packed_documents_are_as_apart(twin, name, head):
-    twin = twin(name, head)
+def test_packed_documents_are_as_apart(ref, name, head):
+    ref = ref(name, head)
     random = np.random.default_rng(3)
     first, second = random.integers(4, 37, (1, 5)), random.integers(4, 37, (1, 4))
-    ids = np.concatenate([first, second, np.full((1, 2), twin.pad)], 1)
+    ids = np.concatenate([first, second, np.full((1, 2), ref.pad)], 1)
     packed = {"input_ids": ids, "attention_mask": np.ones_like(ids),
               "position_ids": np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]]),
               "segment_ids": np.array([[1] * 5 + [2] * 4 + [0] * 2])}
-    forward = jax.jit(lambda batch: twin.net.logits(twin.params, twin.net.hidden(twin.params, batch)))
+    forward = jax.jit(lambda batch: ref.net.logits(ref.params, ref.net.hidden(ref.params, batch)))
     together = np.asarray(forward(packed))
     for part, place in ((first, slice(0, 5)), (second, slice(5, 9))):
         apart = np.asarray(forward({"input_ids": part, "attention_mask": np.ones_like(part)}))
@@ -133,17 +133,17 @@ def test_random_start_has_the_distributions_of_transformers(name, head):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "albert"])
-def test_remat_and_unroll_change_no_gradient(twin, name):
+def test_remat_and_unroll_change_no_gradient(ref, name):
     head = "masked" if name == "albert" else "causal"
-    twin = twin(name, head)
-    batch = twin.batch()
+    ref = ref(name, head)
+    batch = ref.batch()
     labels = labels_of(batch)
     keys = jax.random.split(jax.random.key(0), 4)
 
     def gradients(**options):
-        net = hub.network(twin.net.config, head, **options)
+        net = hub.network(ref.net.config, head, **options)
         gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, keys)[0]))
-        return gradient(twin.params), "remat" in str(jax.make_jaxpr(gradient)(twin.params))
+        return gradient(ref.params), "remat" in str(jax.make_jaxpr(gradient)(ref.params))
 
     plain, has_remat = gradients()
     assert not has_remat
@@ -157,23 +157,23 @@ def test_remat_and_unroll_change_no_gradient(twin, name):
 
 
 @pytest.mark.parametrize(("name", "head"), [("gpt2", "causal"), ("bert", "masked"), ("distilbert", "qa")])
-def test_a_rows_dropout_does_not_depend_on_its_batch(twin, name, head):
-    twin = twin(name, head)
-    batch = twin.batch() | {"attention_mask": np.ones((4, 9), int)}
+def test_a_rows_dropout_does_not_depend_on_its_batch(ref, name, head):
+    ref = ref(name, head)
+    batch = ref.batch() | {"attention_mask": np.ones((4, 9), int)}
     keys = jax.random.split(jax.random.key(5), 4)
-    hidden = jax.jit(twin.net.hidden)
-    whole = np.asarray(hidden(twin.params, batch, keys))
+    hidden = jax.jit(ref.net.hidden)
+    whole = np.asarray(hidden(ref.params, batch, keys))
     for row in range(4):
-        alone = np.asarray(hidden(twin.params, {k: v[row:row + 1] for k, v in batch.items()}, keys[row:row + 1]))
+        alone = np.asarray(hidden(ref.params, {k: v[row:row + 1] for k, v in batch.items()}, keys[row:row + 1]))
         assert np.allclose(alone[0], whole[row], atol=1e-5)
     longer = {k: np.pad(v, ((0, 0), (0, 3))) for k, v in batch.items()}
-    assert np.allclose(np.asarray(hidden(twin.params, longer, keys))[:, :9], whole, atol=1e-5)
-    assert not np.allclose(np.asarray(hidden(twin.params, batch, keys[::-1])), whole, atol=1e-2)
-    assert not np.allclose(np.asarray(hidden(twin.params, batch)), whole, atol=1e-2)
+    assert np.allclose(np.asarray(hidden(ref.params, longer, keys))[:, :9], whole, atol=1e-5)
+    assert not np.allclose(np.asarray(hidden(ref.params, batch, keys[::-1])), whole, atol=1e-2)
+    assert not np.allclose(np.asarray(hidden(ref.params, batch)), whole, atol=1e-2)
 
 
 @pytest.mark.slow
-def test_dropout_sites_are_torchs(twin):
+def test_dropout_sites_are_torchs(ref):
     """With one rate at a time switched on, the output moves exactly where torch's does."""
     rates = {"gpt2": ["embd_pdrop", "attn_pdrop", "resid_pdrop"], "llama": ["attention_dropout"],
              "ctrl": ["embd_pdrop", "resid_pdrop"], "openai-gpt": ["embd_pdrop", "attn_pdrop", "resid_pdrop"],
@@ -183,43 +183,43 @@ def test_dropout_sites_are_torchs(twin):
     for name, fields in rates.items():
         head = "causal" if name in CAUSAL else "qa"
         for chosen in fields:
-            twin_ = twin(name, head, **{field: 0.3 * (field == chosen) for field in fields})
-            batch = {k: v[:1] for k, v in twin_.batch().items()}
+            ref_ = ref(name, head, **{field: 0.3 * (field == chosen) for field in fields})
+            batch = {k: v[:1] for k, v in ref_.batch().items()}
             inputs = {k: torch.tensor(np.repeat(v, 600, 0)) for k, v in batch.items()}
             torch.manual_seed(1)
-            twin_.torch.train()
+            ref_.torch.train()
             with torch.no_grad():
-                output = twin_.torch(**inputs)
-            twin_.torch.eval()
+                output = ref_.torch(**inputs)
+            ref_.torch.eval()
             theirs = (torch.stack([output.start_logits, output.end_logits], -1) if head == "qa" else output.logits)
             many = {k: np.repeat(v, 600, 0) for k, v in batch.items()}
             keys = jax.random.split(jax.random.key(9), 600)
-            ours = np.asarray(jax.jit(lambda p, net=twin_.net, many=many, keys=keys: net.logits(
-                p, net.hidden(p, many, keys)))(twin_.params))
+            ours = np.asarray(jax.jit(lambda p, net=ref_.net, many=many, keys=keys: net.logits(
+                p, net.hidden(p, many, keys)))(ref_.params))
             spread, expected = ours.std(0), theirs.std(0).numpy()
             assert abs(spread.mean() / expected.mean() - 1) < 0.05, (name, chosen)
 
 
 @every_pair
-def test_decay_is_on_matrices_as_torch_sees_them(twin, name, head):
-    twin = twin(name, head)
-    decays = flatten(twin.net.decays(twin.params))
-    for key, path, _ in twin.net.names():
-        assert decays[path] == (dict(twin.torch.named_parameters())[key].ndim >= 2), key
-    assert all(flatten(twin.net.trainable(twin.params)).values())
+def test_decay_is_on_matrices_as_torch_sees_them(ref, name, head):
+    ref = ref(name, head)
+    decays = flatten(ref.net.decays(ref.params))
+    for key, path, _ in ref.net.names():
+        assert decays[path] == (dict(ref.torch.named_parameters())[key].ndim >= 2), key
+    assert all(flatten(ref.net.trainable(ref.params)).values())
 
 
-def test_half_precision_products_keep_float32_where_it_matters(twin):
-    twin = twin("llama", "causal")
-    batch = twin.batch()
-    net = hub.network(twin.net.config, "causal", compute_dtype="bfloat16")
-    hidden = net.hidden(twin.params, batch)
-    logits = net.logits(twin.params, hidden)
+def test_half_precision_products_keep_float32_where_it_matters(ref):
+    ref = ref("llama", "causal")
+    batch = ref.batch()
+    net = hub.network(ref.net.config, "causal", compute_dtype="bfloat16")
+    hidden = net.hidden(ref.params, batch)
+    logits = net.logits(ref.params, hidden)
     assert hidden.dtype == jnp.float32 and logits.dtype == jnp.float32
-    exact = np.asarray(twin.net.logits(twin.params, twin.net.hidden(twin.params, batch)))
+    exact = np.asarray(ref.net.logits(ref.params, ref.net.hidden(ref.params, batch)))
     real = batch["attention_mask"] > 0
     assert 0 < np.abs(np.asarray(logits) - exact)[real].max() < 0.03 * np.abs(exact).max()
-    small = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), twin.params)
+    small = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), ref.params)
     assert net.hidden(small, batch).dtype == jnp.bfloat16 and net.logits(small, hidden).dtype == jnp.float32
 
 
@@ -242,37 +242,37 @@ class Halves:
 
 
 @pytest.mark.parametrize(("name", "head"), [("llama", "causal"), ("albert", "masked")])
-def test_a_weight_may_be_kept_in_another_form(twin, name, head):
-    twin = twin(name, head)
-    batch = twin.batch()
-    leaves = flatten(twin.params)
+def test_a_weight_may_be_kept_in_another_form(ref, name, head):
+    ref = ref(name, head)
+    batch = ref.batch()
+    leaves = flatten(ref.params)
     kept = unflatten({path: Halves(leaf / 4, 3 * leaf / 4) if path[1] in ("attn", "mlp") and path[-1] == "weight"
                       and len(path) == 4 and "norm" not in path[2] else leaf for path, leaf in leaves.items()})
-    hidden = jax.jit(twin.net.hidden)
-    assert np.allclose(hidden(kept, batch), hidden(twin.params, batch), atol=1e-4)
-    assert flatten(twin.net.trainable(kept)).keys() == flatten(twin.net.decays(kept)).keys() == leaves.keys()
+    hidden = jax.jit(ref.net.hidden)
+    assert np.allclose(hidden(kept, batch), hidden(ref.params, batch), atol=1e-4)
+    assert flatten(ref.net.trainable(kept)).keys() == flatten(ref.net.decays(kept)).keys() == leaves.keys()
 
 
-def test_a_row_of_padding_gives_finite_gradients(twin):
+def test_a_row_of_padding_gives_finite_gradients(ref):
     for name, head in (("gpt2", "causal"), ("bert", "masked")):
-        tw = twin(name, head)
-        batch = tw.batch()
+        ref = ref(name, head)
+        batch = ref.batch()
         batch["attention_mask"] = batch["attention_mask"] * np.array([[0], [1], [1], [1]])
         labels = labels_of(batch)
-        grads = jax.jit(jax.grad(lambda p, net=tw.net, batch=batch, labels=labels: our_loss(
-            net, p, batch, labels)[0]))(tw.params)
+        grads = jax.jit(jax.grad(lambda p, net=ref.net, batch=batch, labels=labels: our_loss(
+            net, p, batch, labels)[0]))(ref.params)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-def test_rows_longer_than_the_positions_are_refused(twin):
+def test_rows_longer_than_the_positions_are_refused(ref):
     from lmmods.core.errors import UserError
 
     for name, head, room in (("gpt2", "causal", 32), ("roberta", "masked", 28)):
-        tw = twin(name, head)
+        ref = ref(name, head)
         ids = np.ones((1, room + 1), int)
         with pytest.raises(UserError, match=f"{room} positions"):
-            tw.net.hidden(tw.params, {"input_ids": ids, "attention_mask": ids})
-        tw.net.hidden(tw.params, {"input_ids": ids[:, 1:], "attention_mask": ids[:, 1:]})
+            ref.net.hidden(ref.params, {"input_ids": ids, "attention_mask": ids})
+        ref.net.hidden(ref.params, {"input_ids": ids[:, 1:], "attention_mask": ids[:, 1:]})
     with pytest.raises(UserError, match="token_type_ids"):
-        tw = twin("gpt2", "causal")
-        tw.net.hidden(tw.params, {"input_ids": ids, "token_type_ids": ids})
+        ref = ref("gpt2", "causal")
+        ref.net.hidden(ref.params, {"input_ids": ids, "token_type_ids": ids})

@@ -1,4 +1,4 @@
-"""Tiny torch twins of every family with every head: not square, random in every parameter, and a folder of each."""
+"""Tiny models of transformers, every family with every head: random in every parameter, no two sizes equal."""
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ PAIRS = [*((name, "causal") for name in CAUSAL), *((name, "masked") for name in 
          *((name, "qa") for name in ["gpt2", "llama", "mistral", "qwen2", "qwen3", *ENCODERS])]
 
 
-class Twin:
+class HFReference:
     """A torch model, its folder, and the JAX network loaded from there."""
 
     def __init__(self, name: str, head: str, folder, **changes):

@@ -1,4 +1,4 @@
-"""Worker processes end with the process that they work for, even where that one is killed without a word."""
+"""Worker processes that exit with their parent, even if that one is killed."""
 
 import os
 import threading
@@ -7,10 +7,10 @@ from multiprocessing.connection import wait
 
 
 def end_with_parent(*_: object) -> None:
-    """Call it first in a worker of multiprocessing, of any start method and system.
+    """Exit this worker when its parent dies; call it first in a worker of multiprocessing, with any start method.
 
-    The parent's end of a pipe closes when it dies. Workers of a forkserver are the server's children, which lives as
-    long as they do, so neither their parent's id nor a signal at its death would tell.
+    It waits for the parent's end of a pipe to close. The parent's process id or a signal at its death would not do:
+    workers of a forkserver are children of the server, which lives as long as they do.
     """
     parent = parent_process()
     if parent is not None:
