@@ -428,7 +428,7 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
 def test_the_page_has_both_lists():
     page = (Path(__file__).parent.parent / "docs" / "fields.md").read_text()
     section = page.split("## What may change when a run goes on")[1].split("\n## ")[0]
-    refused, told = section.split("**Told**")
-    for keys, text in ((REFUSED, refused), (REPORTED, told)):
+    refused, reported = section.split("**Reported**")
+    for keys, text in ((REFUSED, refused), (REPORTED, reported)):
         for key in keys:
             assert f"`{key}`" in text or f"`{key.rpartition('.')[2]}`" in text, key
