@@ -86,20 +86,20 @@ def schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: i
             "_get_lr_called_within_step": False, "_last_lr": [lr] * num_groups, "lr_lambdas": [None] * num_groups}
 
 
-def pack_window(window: Tree, num_batches: int, to_torch: ToTorch) -> dict[str, Any]:
-    """The `window` of a checkpoint: what the open window has summed over all devices.
+def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch) -> dict[str, Any]:
+    """The `window` of a checkpoint: what has been accumulated over all devices since the last optimiser step.
 
     Args:
-        window: On the host (`Parallel.fetch_sums`).
-        num_batches: Micro-steps in it.
+        accumulation: On the host (`Parallel.fetch_sums`).
+        num_batches: Micro-batches in it.
     """
-    return {"sums": np.array([window["sums"][name] for name in SUMS], np.float64), "num_batches": num_batches,
+    return {"sums": np.array([accumulation["sums"][name] for name in SUMS], np.float64), "num_batches": num_batches,
             "divisor": 1.0, "gradients": {PREFIX + name: gradient
-                                          for name, gradient in to_torch(window["gradients"]).items()}}
+                                          for name, gradient in to_torch(accumulation["gradients"]).items()}}
 
 
-def unpack_window(window: dict[str, Any], from_torch: FromTorch) -> Tree:
-    """Undo `pack_window`, for `Parallel.put_sums`. `divisor` is what the stored gradients were divided by."""
+def unpack_accumulation(window: dict[str, Any], from_torch: FromTorch) -> Tree:
+    """Undo `pack_accumulation`, for `Parallel.put_sums`. `divisor` is what the stored gradients were divided by."""
     gradients = {name.removeprefix(PREFIX): gradient.astype(np.float32) * np.float32(window["divisor"])
                  for name, gradient in window["gradients"].items()}
     sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), window["sums"], strict=True)}

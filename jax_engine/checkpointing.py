@@ -38,12 +38,12 @@ class Checkpointer:
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
         content = checkpoints.read(checkpoint)
         key = type(run.data).__qualname__
-        run.progress = read_progress(content, key, parallel.num_shares)
+        run.progress = read_progress(content, key, parallel.data_parallel_size)
         host = checkpoints.unpack(content, parallel.shapes(run.state), network.to_torch, network.from_torch)
         run.replace_state(parallel.put_state(host))
         if content["window"]:
             run.num_accumulated = content["window"]["num_batches"]
-            sums = checkpoints.unpack_window(content["window"], network.from_torch)
+            sums = checkpoints.unpack_accumulation(content["window"], network.from_torch)
             run.metrics.laps.leave_out(int(sums["sums"]["num_tokens"]))
             run.accumulation = parallel.put_sums(sums)
         run.metrics.load_state_dict(content["callbacks"]["Metrics"])
@@ -103,8 +103,8 @@ class Checkpointer:
                                   network.to_torch)
         sums: dict[str, Any] = {}
         if run.num_accumulated:
-            sums = checkpoints.pack_window(run.parallel.fetch_sums(run.accumulation), run.num_accumulated,
-                                           network.to_torch)
+            sums = checkpoints.pack_accumulation(run.parallel.fetch_sums(run.accumulation), run.num_accumulated,
+                                                 network.to_torch)
         num_groups = len(packed["optimizer_states"][0]["param_groups"])
         return {
             "epoch": progress.epoch,
@@ -120,7 +120,7 @@ class Checkpointer:
             },
             "lr_schedulers": [checkpoints.schedule_state(settings, num_groups, progress.step, num_steps)],
             type(run.data).__qualname__: run.data.state_at(run.data_position),
-            "world_size": run.parallel.num_shares,
+            "world_size": run.parallel.data_parallel_size,
             "window": sums,
         }
 

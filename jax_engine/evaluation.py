@@ -49,7 +49,7 @@ class Evaluation:
         """Metrics of the multiple-choice questions."""
         run, data = self._run, self._run.data
         with run.stopwatch.paused():
-            batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Feed`
+            batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
             groups = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
             logits = machines.gather(run.task.choice_logits(run.steps, run.weights, groups))
         return self.mmlu.grade(run.progress.step, logits)

@@ -70,8 +70,8 @@ class Loop:
         if completes and not run.num_accumulated:
             state, figures = steps.full_step(run.state, frozen, group.batch, run.scalars())
         else:
-            accumulation = run.accumulation if run.num_accumulated else steps.open_window(run.state)
-            run.accumulation = steps.micro_step(run.state, frozen, accumulation, group.batch)
+            accumulation = run.accumulation if run.num_accumulated else steps.new_accumulation(run.state)
+            run.accumulation = steps.accumulate(run.state, frozen, accumulation, group.batch)
             run.num_accumulated += 1
             if not completes:
                 return None

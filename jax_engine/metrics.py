@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from jax_engine.distributed.steps import window_figures
+from jax_engine.distributed.steps import fetch_figures
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.csv_logger import Logger
@@ -30,7 +30,7 @@ class Metrics(StepMetrics):
         Args:
             figures: Of `Steps.update`.
         """
-        super().add(step, epoch, lambda: {**window_figures(figures), "lr": self._lr_at(step - 1)},
+        super().add(step, epoch, lambda: {**fetch_figures(figures), "lr": self._lr_at(step - 1)},
                     figures["total"].is_ready)
         self._bar.update(step)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.prefetch import Feed, Group
+from jax_engine.distributed.prefetch import Group, Prefetcher
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
@@ -63,7 +63,7 @@ class Run:
 
     def num_batches(self, loader: Any, role: str) -> int:
         """Global micro-batches of a pass over a loader."""
-        return limited(-(-len(loader) // self.parallel.num_shares), self.limits[role], role)
+        return limited(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
 
     def batches(self, loader: Any, batch_size: int, num_batches: int | float, epoch: int = 0, start: int = 0,
                 max_length: int | None = None) -> Iterator[Group]:
@@ -75,10 +75,10 @@ class Run:
             start: Global micro-batches of the epoch before this pass.
             max_length: Longest row in tokens; None is `data.max_length`.
         """
-        feed = Feed(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id, epoch,
-                    start * self.parallel.num_shares, max_length or self.data.max_length)
-        with feed:
-            for number, group in enumerate(feed, start=1):
+        prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id, epoch,
+                                start * self.parallel.data_parallel_size, max_length or self.data.max_length)
+        with prefetcher:
+            for number, group in enumerate(prefetcher, start=1):
                 yield group
                 if number == num_batches:
                     return

@@ -127,7 +127,7 @@ class Trainer:
         self.identity = RunIdentity()
         self.interruption = Interruption(saves=enable_checkpointing)
         self._devices = (accelerator, devices, num_nodes, strategy, detect_anomaly)
-        # What the data modules ask of a trainer: every process reads all micro-batches, see `Feed`.
+        # What the data modules ask of a trainer: every process reads all micro-batches, see `Prefetcher`.
         self.global_rank, self.world_size = 0, 1
         self.state = SimpleNamespace(fn=None)
 

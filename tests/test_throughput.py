@@ -121,7 +121,7 @@ def micro_batches(monkeypatch):
         return counted
 
     monkeypatch.setattr(throughput.time, "perf_counter", clock)
-    monkeypatch.setattr(Steps, "micro_step", second(Steps.micro_step, block_until_ready))
+    monkeypatch.setattr(Steps, "accumulate", second(Steps.accumulate, block_until_ready))
     monkeypatch.setattr(Steps, "full_step", second(Steps.full_step, block_until_ready))
     monkeypatch.setattr(Steps, "update", lambda self, *args, update=Steps.update: block_until_ready(
         update(self, *args)))

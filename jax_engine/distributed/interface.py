@@ -31,14 +31,14 @@ class Parallel(ABC):
     """How a run is spread over devices.
 
     Attributes:
-        num_shares: Number of data-parallel ranks over all processes: the micro-batches that a step takes.
+        data_parallel_size: Number of data-parallel ranks over all processes: the micro-batches that a step takes.
         num_devices: Devices that work on them.
-        local_shares: The ranks that this process feeds.
+        local_ranks: The ranks that this process feeds.
     """
 
-    num_shares: int
+    data_parallel_size: int
     num_devices: int
-    local_shares: tuple[int, ...]
+    local_ranks: tuple[int, ...]
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Parallel(ABC):
 
     @abstractmethod
     def put_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Stacked micro-batches [len(local_shares), ...] of this process's ranks as a batch."""
+        """Stacked micro-batches [len(local_ranks), ...] of this process's ranks as a batch."""
 
     @abstractmethod
     def put_scalars(self, scalars: Any) -> Any:
@@ -88,7 +88,7 @@ class Parallel(ABC):
 
     @abstractmethod
     def fetch_rows(self, tree: Any) -> Any:
-        """Results of kind batch of this process's ranks as host arrays [len(local_shares), ...]."""
+        """Results of kind batch of this process's ranks as host arrays [len(local_ranks), ...]."""
 
     def put_sums(self, tree: Tree) -> Tree:
         """Undo `fetch_sums`."""

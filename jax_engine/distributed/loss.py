@@ -1,7 +1,7 @@
-"""Losses as sums over what is scored, from hidden states, without logits of all positions ever existing.
+"""Losses as sums over labelled positions, from hidden states, without ever holding the logits of all positions.
 
 Most positions of a fine-tuning batch carry no label, and the output head is the widest layer of a small model. So the
-head sees labelled positions only, a chunk at a time, and its gradient is taken on the way forward.
+head is applied to labelled positions only, a chunk at a time, and its gradient is computed in the forward pass.
 """
 
 from collections.abc import Callable
@@ -65,9 +65,9 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
                                         targets.reshape(-1))
         return LossSums(total, (targets != IGNORED).sum(), correct if count_correct else None)
-    # Each device works on its own share of the rows, with positions in one line and the labelled ones in front.
-    hidden = _own_share(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
-    targets = _own_share(targets.reshape(num_visible_ranks(), -1))
+    # Rows stay on their rank, their positions in one line [ranks, positions], the labelled ones first.
+    hidden = _split_over_ranks(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
+    targets = _split_over_ranks(targets.reshape(num_visible_ranks(), -1))
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
     chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
     chunk = min(max(chunk_bytes // (4 * vocab_size), 1), targets.shape[1])
@@ -97,13 +97,13 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
     return LossSums(total, (batch["start_positions"] != IGNORED).sum())
 
 
-def _own_share(x: Array) -> Array:
+def _split_over_ranks(x: Array) -> Array:
     return constrain(x, PartitionSpec(DATA_AXES))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked_cross_entropy(head, chunk, count_correct, hidden, params, targets, order, num_chunks):
-    """(total, correct) of S shares: `hidden` [S, M, D]; `targets`, `order` [S, M'] with M' a multiple of `chunk`."""
+    """(total, correct) of R ranks: `hidden` [R, M, D]; `targets`, `order` [R, M'] with M' a multiple of `chunk`."""
     def step(number, sums):
         start = number * chunk
         values = jax.vmap(lambda h, t: _cross_entropy(head, count_correct, h, params, t))(
@@ -118,7 +118,7 @@ def _forward(head, chunk, count_correct, hidden, params, targets, order, num_chu
     hidden, targets, order, num_chunks = (arg.value for arg in (hidden, targets, order, num_chunks))
     trained = [i for i, p in enumerate(params) if p.perturbed]
     params = _gathered([p.value for p in params])
-    shares = len(hidden)
+    ranks = len(hidden)
 
     def loss(h, chosen, t):
         mixed = list(params)
@@ -139,9 +139,9 @@ def _forward(head, chunk, count_correct, hidden, params, targets, order, num_chu
         return total + new_total.sum(), correct + new_correct.sum(), by_position, by_param
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32),
-             _own_share(jnp.zeros((shares, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
-             # a sum for each share, so that devices meet once, after the loop, and not in each round
-             [_own_share(jnp.zeros((shares, *params[i].shape), jnp.float32)) for i in trained])
+             _split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
+             # a sum for each rank, so that devices communicate once, after the loop, and not in each iteration
+             [_split_over_ranks(jnp.zeros((ranks, *params[i].shape), jnp.float32)) for i in trained])
     total, correct, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
     place = jnp.argsort(order[:, : hidden.shape[1]], axis=1)
     g_hidden = jnp.take_along_axis(by_position, place[..., None], axis=1)
@@ -178,5 +178,5 @@ def _take(hidden: Array, order: Array, start: Array, chunk: int) -> Array:
 
 
 def _gathered(params: list[Array]) -> list[Array]:
-    """Sharded weights made whole before the loop instead of in each round."""
+    """Sharded weights gathered (all-gather) once before the loop instead of in each iteration."""
     return [constrain(p, PartitionSpec()) for p in params]

@@ -59,10 +59,10 @@ class ShardedMesh(Parallel):
                             f"that their product is {count}.")
         grid = np.array(devices).reshape(*sizes.values())
         self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-        self.num_shares, self.num_devices = sizes["data"] * sizes["fsdp"], count
-        self.local_shares = tuple(sorted({place // sizes["tensor"] for place in own_positions(devices)}))
+        self.data_parallel_size, self.num_devices = sizes["data"] * sizes["fsdp"], count
+        self.local_ranks = tuple(sorted({place // sizes["tensor"] for place in own_positions(devices)}))
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
-        self._by_share = NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
+        self._over_ranks = NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
         self._reported = False
 
     def sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -86,7 +86,7 @@ class ShardedMesh(Parallel):
             lambda path, leaf: self.sharding(jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape), tree)
 
     def compile(self, function, inputs, outputs, donate=()):
-        layouts = {"scalar": self._replicated, "batch": self._by_share}
+        layouts = {"scalar": self._replicated, "batch": self._over_ranks}
         compiled: list[Any] = []
 
         def program(args):
@@ -111,16 +111,16 @@ class ShardedMesh(Parallel):
         return jax.tree.map(_place, tree, self.shardings(jax.tree.map(np.asarray, tree)))
 
     def put_batch(self, batch):
-        return {name: self._place_shares(x) for name, x in batch.items()}
+        return {name: self._place_rows(x) for name, x in batch.items()}
 
-    def _place_shares(self, x: np.ndarray) -> Array:
-        first = {share: place for place, share in enumerate(self.local_shares)}
+    def _place_rows(self, x: np.ndarray) -> Array:
+        local = {rank: position for position, rank in enumerate(self.local_ranks)}
 
         def part(index):
-            shares = range(self.num_shares)[index[0]]
-            return x[[first[share] for share in shares]] if len(shares) > 1 else x[first[shares[0]]][None]
+            ranks = range(self.data_parallel_size)[index[0]]
+            return x[[local[rank] for rank in ranks]] if len(ranks) > 1 else x[local[ranks[0]]][None]
 
-        return jax.make_array_from_callback((self.num_shares, *x.shape[1:]), self._by_share, part)
+        return jax.make_array_from_callback((self.data_parallel_size, *x.shape[1:]), self._over_ranks, part)
 
     def put_scalars(self, scalars):
         return jax.device_put(scalars, self._replicated)
@@ -132,8 +132,8 @@ class ShardedMesh(Parallel):
         return jax.tree.map(self._own_rows, tree)
 
     def _own_rows(self, x: Array) -> np.ndarray:
-        parts = {range(self.num_shares)[shard.index[0]]: shard.data for shard in x.addressable_shards}
-        return np.concatenate([np.asarray(parts[shares]) for shares in sorted(parts, key=lambda shares: shares[0])])
+        parts = {range(self.data_parallel_size)[shard.index[0]]: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(parts[ranks]) for ranks in sorted(parts, key=lambda ranks: ranks[0])])
 
 
 def _place(x: np.ndarray, sharding: NamedSharding) -> Array:

@@ -1,8 +1,8 @@
 """Any loader of torch batches, stacked for the devices ahead of time.
 
-With N shares a step takes N consecutive micro-batches, one per share, as N torch ranks would. Every process reads all
-micro-batches and keeps those of its own shares: so all agree on lengths and on the end of the epoch without asking
-each other, and a position does not depend on the number of processes. Give such a loader world size 1.
+With N data-parallel ranks a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every process
+reads all micro-batches and keeps those of its own ranks: so all agree on lengths and on the end of the epoch without
+communicating, and a position does not depend on the number of processes. Give such a loader world size 1.
 """
 
 import queue
@@ -22,13 +22,13 @@ _FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED
 
 @dataclass
 class Group:
-    """One micro-batch for each share.
+    """A global micro-batch: one micro-batch of the loader for each data-parallel rank.
 
     Args:
-        batch: On the devices: [shares, B, ...] int32, with `place` [shares, 2], the epoch and the number of the
+        batch: On the devices: [ranks, B, ...] int32, with `place` [ranks, 2], the epoch and the number of the
             micro-batch in it.
-        host: This process's shares of it in host memory.
-        num_batches: Micro-batches of the loader in it; the remaining shares hold padding.
+        host: The part of this process's ranks, in host memory.
+        num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
         position: `state_dict()` of the loader after these micro-batches; None where it has none.
     """
 
@@ -38,14 +38,14 @@ class Group:
     position: dict[str, Any] | None
 
 
-class Feed:
+class Prefetcher:
     """One pass over a loader; iterate once, and close it (or use `with`) when leaving early.
 
-    A thread reads ahead and brings batches to the devices. What it raises is raised to whoever iterates.
+    A thread reads ahead and copies batches to the devices. Its exceptions are raised in the loop that iterates.
 
     Args:
         loader: Yields dicts of CPU tensors, rows first.
-        parallel: Shares and devices.
+        parallel: Ranks and devices.
         batch_size: Rows of a micro-batch; smaller ones are filled up.
         pad_id: Token to fill with.
         epoch: Epoch of this pass.
@@ -61,9 +61,9 @@ class Feed:
         self._epoch, self._start, self._max_length = epoch, start, max_length
         self._ready: queue.Queue = queue.Queue(ahead)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._produce, name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._produce, name="prefetch", daemon=True)
 
-    def __enter__(self) -> "Feed":
+    def __enter__(self) -> "Prefetcher":
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -80,7 +80,7 @@ class Feed:
             self.close()
 
     def close(self) -> None:
-        """End the thread; groups that nobody took are dropped."""
+        """End the thread; groups that were not consumed are dropped."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():
@@ -99,7 +99,7 @@ class Feed:
             self._put(error)
 
     def _put(self, item: Any) -> bool:
-        """Hand an item over; False once the feed is closed."""
+        """Queue an item; False once this is closed."""
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=0.05)
@@ -113,7 +113,7 @@ class Feed:
         number = self._start
         for batch in self._loader:
             group.append({name: np.asarray(tensor) for name, tensor in batch.items()})
-            if len(group) == self._parallel.num_shares:
+            if len(group) == self._parallel.data_parallel_size:
                 yield self._stack(group, number), len(group), self._position()
                 number += len(group)
                 group = []
@@ -124,14 +124,14 @@ class Feed:
         return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
 
     def _stack(self, group: list[dict[str, np.ndarray]], number: int) -> dict[str, np.ndarray]:
-        """Arrays [own shares, B, ...] of micro-batches `number`, `number + 1`, ... of the epoch."""
+        """Arrays [own ranks, B, ...] of micro-batches `number`, `number + 1`, ... of the epoch."""
         length = max(batch["input_ids"].shape[1] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
-        own = self._parallel.local_shares
-        stacked = {name: np.stack([self._filled(name, group[share][name] if share < len(group) else x[:0], length)
-                                   for share in own]) for name, x in group[0].items()}
-        stacked["place"] = np.array([[self._epoch, number + share] for share in own], np.int32)
+        own = self._parallel.local_ranks
+        stacked = {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length)
+                                   for rank in own]) for name, x in group[0].items()}
+        stacked["place"] = np.array([[self._epoch, number + rank] for rank in own], np.int32)
         return stacked
 
     def _filled(self, name: str, x: np.ndarray, length: int) -> np.ndarray:
@@ -145,6 +145,6 @@ class Feed:
 
 
 def rounded(length: int) -> int:
-    """A length that several share, so that few shapes are compiled: at most a quarter longer, or a multiple of 32."""
+    """A length shared by several, so that few shapes are compiled: at most a quarter longer, or a multiple of 32."""
     step = max(32, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step

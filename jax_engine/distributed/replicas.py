@@ -22,10 +22,10 @@ class Replicas(Parallel):
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         devices = list(devices or jax.devices())
-        self.num_shares = self.num_devices = len(devices)
-        self.local_shares = own_positions(devices)
+        self.data_parallel_size = self.num_devices = len(devices)
+        self.local_ranks = own_positions(devices)
         self._devices = devices
-        self._mesh = Mesh(np.array([devices[share] for share in self.local_shares]), (_AXIS,),
+        self._mesh = Mesh(np.array([devices[rank] for rank in self.local_ranks]), (_AXIS,),
                           axis_types=(AxisType.Auto,))
 
     def compile(self, function, inputs, outputs, donate=()):
@@ -41,14 +41,14 @@ class Replicas(Parallel):
                         in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
                         out_axes=tuple(None if kind == "scalar" else 0 for kind in outputs))
         # pmap needs at least one mapped argument, and a step may have none: hence the first one
-        first = self._place(np.array(self.local_shares))
-        return Compiled(partial(step, first), partial(step.lower, first), self.num_shares)
+        first = self._place(np.array(self.local_ranks))
+        return Compiled(partial(step, first), partial(step.lower, first), self.data_parallel_size)
 
     def sum(self, tree):
         return jax.lax.psum(tree, _AXIS)
 
     def put_state(self, tree):
-        return jax.tree.map(lambda x: self._place(np.broadcast_to(x, (len(self.local_shares), *np.shape(x)))), tree)
+        return jax.tree.map(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)
 
     def put_batch(self, batch):
         return {name: self._place(x) for name, x in batch.items()}
@@ -70,7 +70,7 @@ class Replicas(Parallel):
 
     def put_sums(self, tree):
         # The very first device gets the whole sum, all others zeros: adding up over devices gives the same again.
-        is_first = np.array(self.local_shares) == 0
+        is_first = np.array(self.local_ranks) == 0
         return jax.tree.map(
             lambda x: self._place(np.where(is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros_like(x))), tree)
 

@@ -1,7 +1,7 @@
-"""The compiled pieces of a run: sums over a window of micro-batches, one division, one update.
+"""The compiled steps of a run: gradients are summed over micro-batches, divided once by the weight, and applied.
 
-A window of several micro-batches is `open_window`, a `micro_step` each, `update`; a window of one is `full_step`. They
-are separate calls because the micro-batches of a window may differ in length. None of them waits for a device.
+With gradient accumulation a step is `new_accumulation`, `accumulate` for each micro-batch, and `update`; without, it is
+`full_step`. The calls are separate because micro-batches may differ in length. None of them waits for a device.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax import Array
 
 from jax_engine.distributed.interface import Parallel, num_visible_ranks
 from jax_engine.distributed.loss import LossSums, scored_rows
-from jax_engine.distributed.tree import Tree, merge, new_state, new_window
+from jax_engine.distributed.tree import Tree, merge, new_accumulation, new_state
 
 Batch = dict[str, Array]
 # (parameters, rows, row keys or None, count argmax hits) -> sums
@@ -33,8 +33,8 @@ class Clipping:
 class Steps:
     """The steps of one run; each is compiled once for each shape of batch.
 
-    Batches are what `Feed` yields: arrays [shares, B, ...] with `place` [shares, 2], the epoch and the number of the
-    micro-batch in it.
+    Batches are what `Prefetcher` yields: arrays [ranks, B, ...] with `place` [ranks, 2], the epoch and the number of
+    the micro-batch in it.
 
     Args:
         parallel: Spread over devices.
@@ -52,9 +52,9 @@ class Steps:
         compile = parallel.compile
         self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
                                   donate=(0,))
-        self._new_window = compile(lambda trainable: (new_window(trainable),), ("state",), ("state",))
-        self._micro = compile(self._micro_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
-        self._update = compile(self._close_window, ("state", "state", "scalar"), ("state", "scalar"), donate=(0,))
+        self._new_accumulation = compile(lambda trainable: (new_accumulation(trainable),), ("state",), ("state",))
+        self._accumulate = compile(self._accumulate_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
+        self._update = compile(self._update_step, ("state", "state", "scalar"), ("state", "scalar"), donate=(0,))
         self._full = compile(self._full_step, ("state", "state", "batch", "scalar"), ("state", "scalar"), donate=(0,))
         self._eval = compile(self._eval_step, ("state", "state", "batch"), ("scalar",))
         self._rows = compile(self._predict_step, ("state", "state", "batch"), ("batch",))
@@ -62,19 +62,19 @@ class Steps:
     # What the trainer calls ------------------------------------------------------------------------------------------
 
     def new_state(self, trainable: Tree) -> Tree:
-        """State around the first parameters, which it consumes."""
+        """State with these initial parameters, which it consumes."""
         return self._new_state(trainable)[0]
 
-    def open_window(self, state: Tree) -> Tree:
-        """A window without micro-batches."""
-        return self._new_window(state["trainable"])[0]
+    def new_accumulation(self, state: Tree) -> Tree:
+        """Sums of no micro-batch."""
+        return self._new_accumulation(state["trainable"])[0]
 
-    def micro_step(self, state: Tree, frozen: Tree, window: Tree, batch: Batch) -> Tree:
-        """The window with one more micro-batch of each share in it. Consumes the old one."""
-        return self._micro(state, frozen, window, batch)[0]
+    def accumulate(self, state: Tree, frozen: Tree, accumulation: Tree, batch: Batch) -> Tree:
+        """The sums with one more micro-batch of each rank added. Consumes the old ones."""
+        return self._accumulate(state, frozen, accumulation, batch)[0]
 
-    def update(self, state: Tree, window: Tree, scalars: dict[str, Array]) -> tuple[Tree, dict[str, Array]]:
-        """Close the window: the state after its optimiser step, and its figures. Consumes the state.
+    def update(self, state: Tree, accumulation: Tree, scalars: dict[str, Array]) -> tuple[Tree, dict[str, Array]]:
+        """The state after an optimiser step with the accumulated gradients, and its figures. Consumes the state.
 
         Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and `grad_norm`, that of the
         averaged gradient before clipping.
@@ -82,23 +82,23 @@ class Steps:
         Args:
             scalars: `optim.step_scalars` of this step, from `Parallel.put_scalars`.
         """
-        return self._update(state, window, scalars)
+        return self._update(state, accumulation, scalars)
 
     def full_step(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]
                   ) -> tuple[Tree, dict[str, Array]]:
-        """`open_window`, `micro_step` and `update` in one. Consumes the state."""
+        """`new_accumulation`, `accumulate` and `update` in one. Consumes the state."""
         return self._full(state, frozen, batch, scalars)
 
     def eval_step(self, trainable: Tree, frozen: Tree, batch: Batch) -> dict[str, Array]:
-        """Scalars `total`, `weight` and, where the task counts it, `correct` over all shares, without dropout."""
+        """Scalars `total`, `weight` and, where the task counts it, `correct` over all ranks, without dropout."""
         return self._eval(trainable, frozen, batch)[0]
 
     def predict_step(self, trainable: Tree, frozen: Tree, batch: Batch) -> Any:
-        """What the task predicts, [shares, B, ...]; `Parallel.fetch_rows` brings it to the host."""
+        """What the task predicts, [ranks, B, ...]; `Parallel.fetch_rows` brings it to the host."""
         return self._rows(trainable, frozen, batch)[0]
 
     def fetch_rows(self, rows: Any) -> Any:
-        """What `predict_step` returned, of this process's shares, on the host."""
+        """What `predict_step` returned, of this process's ranks, on the host."""
         return self._parallel.fetch_rows(rows)
 
     def memory(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]) -> dict[str, int]:
@@ -108,17 +108,17 @@ class Steps:
 
     # What is compiled ------------------------------------------------------------------------------------------------
 
-    def _micro_step(self, state, frozen, window, batch):
+    def _accumulate_step(self, state, frozen, accumulation, batch):
         gradients, sums = self._differentiate(state, frozen, batch)
-        added = jax.tree.map(lambda old, new: old + new.astype(old.dtype), window["gradients"], gradients)
-        return ({"gradients": added, "sums": jax.tree.map(jnp.add, window["sums"], sums)},)
+        added = jax.tree.map(lambda old, new: old + new.astype(old.dtype), accumulation["gradients"], gradients)
+        return ({"gradients": added, "sums": jax.tree.map(jnp.add, accumulation["sums"], sums)},)
 
     def _full_step(self, state, frozen, batch, scalars):
         gradients, sums = self._differentiate(state, frozen, batch)
         return self._apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums, scalars)
 
-    def _close_window(self, state, window, scalars):
-        return self._apply(state, window["gradients"], window["sums"], scalars)
+    def _update_step(self, state, accumulation, scalars):
+        return self._apply(state, accumulation["gradients"], accumulation["sums"], scalars)
 
     def _eval_step(self, trainable, frozen, batch):
         sums = self._loss(merge(trainable, frozen), _rows_of(batch), None, True)._asdict()
@@ -129,7 +129,7 @@ class Steps:
         return (jax.tree.map(lambda x: x.reshape(num_visible_ranks(), -1, *x.shape[1:]), predicted),)
 
     def _differentiate(self, state, frozen, batch):
-        """Gradient of the summed loss and the sums of a micro-batch of each share in sight."""
+        """Gradient of the summed loss, and the sums, of the micro-batches of the visible ranks."""
         rows = _rows_of(batch)
         keys = row_keys(self._seed, batch["place"], batch["input_ids"].shape[1])
 
@@ -158,11 +158,11 @@ def row_keys(seed: int, place: Array, batch_size: int) -> Array:
     """Typed keys of rows: functions of seed, epoch and the row's place in it, whichever batch or device it is on.
 
     Args:
-        place: [shares, 2] epoch and number of the micro-batch.
+        place: [ranks, 2] epoch and number of the micro-batch.
         batch_size: B.
 
     Returns:
-        [shares * B] keys.
+        [ranks * B] keys.
     """
     def key(epoch, row):
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), epoch), row)
@@ -171,19 +171,19 @@ def row_keys(seed: int, place: Array, batch_size: int) -> Array:
     return jax.vmap(key)(jnp.repeat(place[:, 0], batch_size), rows.reshape(-1))
 
 
-def window_figures(figures: dict[str, Array]) -> dict[str, float]:
+def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
     """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device."""
     plain = {name: value.item() for name, value in jax.device_get(figures).items()}
     return {**plain, "loss": plain["total"] / max(plain["weight"], 1)}
 
 
 def _rows_of(batch: Batch) -> Batch:
-    """Rows [shares * B, ...] of what the network and the loss see."""
+    """Rows [ranks * B, ...] of what the network and the loss see."""
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items() if name != "place"}
 
 
 def _clip(gradients: Tree, norm: Array, clipping: Clipping) -> Tree:
-    """As torch's clip_grad_norm_ and clip_grad_value_."""
+    """The same rules as torch's clip_grad_norm_ and clip_grad_value_."""
     if not clipping.value:
         return gradients
     if clipping.algorithm == "value":

@@ -1,8 +1,8 @@
-"""What a run carries on the devices: plain nested dicts of arrays, no classes.
+"""What a run holds on the devices: plain nested dicts of arrays, no classes.
 
     state  = {"trainable": params, "optimizer": {slot: tree like params}}    donated to each update
     frozen = params                                                          of the same network; never donated
-    window = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    of the open accumulation window
+    accumulation = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    since the last optimiser step
 
 Slots are called as in torch's optimisers (`exp_avg`, ...), and a slot holds only the leaves that need it.
 """
@@ -39,7 +39,7 @@ def unflatten(flat: dict[Path, Any]) -> Tree:
 
 
 def split(tree: Tree, chosen: Tree) -> tuple[Tree, Tree]:
-    """The leaves where `chosen` is true, and the others; `merge` puts them together again."""
+    """The leaves where `chosen` is true, and the others; undone by `merge`."""
     flat, marks = flatten(tree), flatten(chosen)
     parts = ({path: leaf for path, leaf in flat.items() if marks[path] == side} for side in (True, False))
     return tuple(unflatten(part) for part in parts)
@@ -51,11 +51,11 @@ def merge(first: Tree, second: Tree) -> Tree:
 
 
 def new_state(trainable: Tree, init_optimizer: Callable[[Tree], Tree]) -> Tree:
-    """State at the start of a run; call it under `Parallel.create`, so that arrays are born where they belong."""
+    """State at the start of a run. Compile it with `Parallel.compile`, so that arrays are created in their layout."""
     return {"trainable": trainable, "optimizer": init_optimizer(trainable)}
 
 
-def new_window(trainable: Tree) -> Tree:
-    """An open window in which nothing is summed yet."""
+def new_accumulation(trainable: Tree) -> Tree:
+    """Sums of no micro-batch."""
     return {"gradients": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable),
             "sums": {name: jnp.zeros((), dtype) for name, dtype in SUMS.items()}}

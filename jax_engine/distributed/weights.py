@@ -7,12 +7,12 @@ from jax_engine.distributed.tree import Tree, merge
 
 
 class Weights:
-    """Those that train and those that do not.
+    """Trainable and frozen parameters.
 
     Args:
-        parallel: How they lie on the devices.
-        trainable: As state.
-        frozen: As state.
+        parallel: How they are spread over the devices.
+        trainable: A tree of kind state.
+        frozen: A tree of kind state.
     """
 
     def __init__(self, parallel: Parallel, trainable: Tree, frozen: Tree):

@@ -171,6 +171,6 @@ def trial(fused: Fused, by_mask: bool) -> str | None:
 
 
 def _laid_out(x: Array, num_kv_heads: int) -> Array:
-    """On a mesh: rows over the shares, heads over `tensor` where they divide; positions and features stay whole."""
+    """On a mesh: rows over the ranks, heads over `tensor` where they divide; positions and features stay whole."""
     tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     return constrain(x, PartitionSpec(DATA_AXES, None, "tensor" if num_kv_heads % tensor == 0 else None))

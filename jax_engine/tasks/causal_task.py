@@ -50,8 +50,8 @@ class CausalTask(CausalFields, Task):
     def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
                 ) -> dict[int, Any]:
         found = {}
-        for share in range(len(group.host["index"])):
-            batch = {name: part[share] for name, part in group.host.items()}
+        for rank in range(len(group.host["index"])):
+            batch = {name: part[rank] for name, part in group.host.items()}
             rows = np.flatnonzero(batch["index"] >= 0)
             prompts = [batch["input_ids"][row][batch["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:

@@ -36,9 +36,9 @@ class MLM(MLMFields, Task):
                 ) -> dict[int, Any]:
         found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
         outputs = {}
-        for share in range(len(group.host["index"])):
-            batch = {name: part[share] for name, part in group.host.items()}
+        for rank in range(len(group.host["index"])):
+            batch = {name: part[rank] for name, part in group.host.items()}
             gaps = batch["input_ids"] == datamodule.tokenizer.mask_token_id
             own = {name: batch[name] for name in ("input_ids", "index")}
-            outputs |= datamodule.outputs_by_index(own, tuple(np.asarray(part[share])[gaps] for part in found))
+            outputs |= datamodule.outputs_by_index(own, tuple(np.asarray(part[rank])[gaps] for part in found))
         return outputs

@@ -25,7 +25,7 @@ class QA(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Of the evaluation under way, by window and of this process's shares: start and end logits; losses.
+        # Of the evaluation under way, by window and of this process's ranks: start and end logits; losses.
         self._logits: dict[int, tuple] = {}
         self._losses: dict[int, float] = {}
 
@@ -69,9 +69,9 @@ class QA(Task):
 def _by_window(group: Group, logits: Any) -> dict[int, tuple]:
     """Start and end logits [T] of each window of a group, by its index; T ends with the window's last token."""
     found = {}
-    for share, indices in enumerate(group.host["index"].tolist()):
+    for rank, indices in enumerate(group.host["index"].tolist()):
         for row, index in enumerate(indices):
             if index >= 0:
-                end = np.flatnonzero(group.host["attention_mask"][share, row])[-1] + 1
-                found[index] = (logits[share, row, :end, 0], logits[share, row, :end, 1])
+                end = np.flatnonzero(group.host["attention_mask"][rank, row])[-1] + 1
+                found[index] = (logits[rank, row, :end, 0], logits[rank, row, :end, 1])
     return found

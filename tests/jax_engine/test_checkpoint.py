@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.checkpoint import pack, pack_window, unpack, unpack_window
+from jax_engine.checkpoint import pack, pack_accumulation, unpack, unpack_accumulation
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Steps
@@ -27,8 +27,8 @@ def stepped(toy, parallel, settings, num_steps=2):
     steps = Steps(parallel, None, build(settings, toy.decays(params)), 0)
     state = steps.new_state(parallel.put_state(params))
     for step in range(num_steps):
-        window = parallel.put_sums(gradients_of(params, step))
-        state, _ = steps.update(state, window, parallel.put_scalars(step_scalars(settings, step, 9)))
+        accumulation = parallel.put_sums(gradients_of(params, step))
+        state, _ = steps.update(state, accumulation, parallel.put_scalars(step_scalars(settings, step, 9)))
     return steps, state
 
 
@@ -87,8 +87,8 @@ def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
     assert all(np.array_equal(toy.to_torch(restored["trainable"])[name.removeprefix("model.")], p.detach())
                for name, p in named)
     state = one.put_state(restored)
-    window = one.put_sums(gradients_of(toy.init(jax.random.key(0)), 3))
-    state, _ = steps.update(state, window, one.put_scalars(step_scalars(settings, 3, 9)))
+    accumulation = one.put_sums(gradients_of(toy.init(jax.random.key(0)), 3))
+    state, _ = steps.update(state, accumulation, one.put_scalars(step_scalars(settings, 3, 9)))
     torch_step(3)
     for (name, p), ours in zip(named, toy.to_torch(one.fetch_state(state["trainable"])).values(), strict=True):
         assert np.abs(ours - p.detach().numpy()).max() <= 1e-6 * p.abs().max().item(), name
@@ -107,14 +107,15 @@ def test_groups_of_torch(toy):
 def test_an_open_window_returns(toy, tmp_path):
     four = Replicas(jax.devices()[:4])
     params = toy.init(jax.random.key(0))
-    window = gradients_of(params, 0)
-    write_checkpoint(tmp_path / "c", {"window": pack_window(four.fetch_sums(four.put_sums(window)), 3, toy.to_torch)})
+    accumulation = gradients_of(params, 0)
+    fetched = four.fetch_sums(four.put_sums(accumulation))
+    write_checkpoint(tmp_path / "c", {"window": pack_accumulation(fetched, 3, toy.to_torch)})
     content = read_checkpoint(tmp_path / "c")["window"]
     assert content["num_batches"] == 3 and content["sums"].dtype == np.float64
-    assert equal(unpack_window(content, toy.from_torch), window)
+    assert equal(unpack_accumulation(content, toy.from_torch), accumulation)
     content["divisor"] = 8.0
-    assert equal(unpack_window(content, toy.from_torch)["gradients"],
-                 jax.tree.map(lambda g: 8 * g, window["gradients"]))
+    assert equal(unpack_accumulation(content, toy.from_torch)["gradients"],
+                 jax.tree.map(lambda g: 8 * g, accumulation["gradients"]))
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(toy, tmp_path):

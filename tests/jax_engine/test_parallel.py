@@ -16,9 +16,9 @@ from toy import Toy
 
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.prefetch import Feed
+from jax_engine.distributed.prefetch import Prefetcher
 from jax_engine.distributed.replicas import Replicas
-from jax_engine.distributed.steps import Clipping, Steps, window_figures
+from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
@@ -54,19 +54,19 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
 
     params = toy.init(jax.random.key(0))
     steps = Steps(parallel, loss, build(SETTINGS, toy.decays(params)), 3, Clipping(1.0))
-    state, window, losses = steps.new_state(parallel.put_state(params)), None, []
-    groups = per_step // parallel.num_shares * accumulate
-    feed = Feed(list(batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
-    for number, group in enumerate(feed, start=1):
+    state, accumulation, losses = steps.new_state(parallel.put_state(params)), None, []
+    groups = per_step // parallel.data_parallel_size * accumulate
+    prefetcher = Prefetcher(list(batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
+    for number, group in enumerate(prefetcher, start=1):
         scalars = parallel.put_scalars(step_scalars(SETTINGS, len(losses), num_steps))
         if groups == 1:
             state, figures = steps.full_step(state, {}, group.batch, scalars)
         else:
-            window = steps.micro_step(state, {}, window or steps.open_window(state), group.batch)
+            accumulation = steps.accumulate(state, {}, accumulation or steps.new_accumulation(state), group.batch)
             if number % groups:
                 continue
-            (state, figures), window = steps.update(state, window, scalars), None
-        losses.append(window_figures(figures))
+            (state, figures), accumulation = steps.update(state, accumulation, scalars), None
+        losses.append(fetch_figures(figures))
     return losses, parallel.fetch_state(state)
 
 
@@ -113,9 +113,9 @@ def test_state_is_born_and_stays_sharded(toy):
         assert table.addressable_shards[0].data.shape == (16, 16)  # [64, 16] by rows
         assert moment.addressable_shards[0].data.shape == (3, 16, 4)  # never across the stack of layers
         assert state["trainable"]["layers"]["attn_norm"]["weight"].sharding.is_fully_replicated
-        window = steps.open_window(state)
-        assert window["gradients"]["embed"]["tokens"]["weight"].sharding == table.sharding
-        state, _ = steps.update(state, window, parallel.put_scalars(step_scalars(SETTINGS, 0, 1)))
+        accumulation = steps.new_accumulation(state)
+        assert accumulation["gradients"]["embed"]["tokens"]["weight"].sharding == table.sharding
+        state, _ = steps.update(state, accumulation, parallel.put_scalars(step_scalars(SETTINGS, 0, 1)))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -127,7 +127,7 @@ def test_host_arrays_come_back_bit_for_bit(toy, way):
         lambda p: (p.shape, p.dtype), params)
     for tree in (parallel.fetch_state(placed), parallel.fetch_sums(parallel.put_sums(params))):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True))
-    rows = np.arange(3 * parallel.num_shares).reshape(-1, 3)
+    rows = np.arange(3 * parallel.data_parallel_size).reshape(-1, 3)
     assert np.array_equal(parallel.fetch_rows(parallel.put_batch({"x": rows}))["x"], rows)
 
 
@@ -196,7 +196,7 @@ for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
     losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
     table = state["trainable"]["embed"]["tokens"]["weight"]
     sums = way.fetch_sums(way.put_sums({"x": np.float32(2.5)}))
-    print(json.dumps([way.local_shares, losses, table[:8].tolist(), sums["x"].item()]))
+    print(json.dumps([way.local_ranks, losses, table[:8].tolist(), sums["x"].item()]))
 """
     processes = [start(script, rank, port, XLA_FLAGS=f"{FLAG}=2") for rank in range(2)]
     try:  # what they print fits into a pipe, so that neither waits to be read while the other is
@@ -205,8 +205,8 @@ for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
         for process in processes:
             process.kill()
     wanted_losses, wanted = train(toy, Replicas(jax.devices()[:4]), 1, num_steps=2, per_step=4)
-    shares = [[[0, 1], [0, 1], [0]], [[2, 3], [2, 3], [0]]]
-    for (out, err), own in zip(results, shares, strict=True):
+    ranks = [[[0, 1], [0, 1], [0]], [[2, 3], [2, 3], [0]]]
+    for (out, err), own in zip(results, ranks, strict=True):
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
         assert [line[0] for line in lines] == own, err
         for _, losses, table, summed in lines:

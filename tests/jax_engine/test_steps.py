@@ -9,7 +9,7 @@ import torch
 
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.replicas import Replicas
-from jax_engine.distributed.steps import Clipping, Steps, row_keys, window_figures
+from jax_engine.distributed.steps import Clipping, Steps, fetch_figures, row_keys
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
@@ -71,10 +71,11 @@ CLIPPINGS = [Clipping(), Clipping(0.05), Clipping(1e6), Clipping(0.003, "value")
 def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clipping):
     toy.rate = 0.0
     steps, state, params = make(toy, one, clipping=clipping)
-    window, pieces = steps.open_window(state), [rows(seed, length=length) for seed, length in ((0, 10), (1, 7), (2, 5))]
+    accumulation = steps.new_accumulation(state)
+    pieces = [rows(seed, length=length) for seed, length in ((0, 10), (1, 7), (2, 5))]
     for number, piece in enumerate(pieces):
-        window = steps.micro_step(state, {}, window, batch_of(one, piece, number))
-    state, figures = steps.update(state, window, scalars(one))
+        accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece, number))
+    state, figures = steps.update(state, accumulation, scalars(one))
 
     def total(params):
         sums = [loss_of(toy)(params, piece, None, False) for piece in pieces]
@@ -92,7 +93,7 @@ def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clippi
         torch.nn.utils.clip_grad_norm_(tensors, clipping.value)
     build_optimizer(named, SETTINGS).step()
 
-    plain = window_figures(figures)
+    plain = fetch_figures(figures)
     assert plain["loss"] == pytest.approx(float(value), rel=1e-6)
     assert plain["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert plain["num_tokens"] == sum(piece["attention_mask"].sum() for piece in pieces) and plain["num_rows"] == 12
@@ -111,17 +112,17 @@ def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
     everything, results = rows(5, 8), []
     for size in (8, 4, 2):
         steps, state, _ = make(toy, one, settings)
-        window = steps.open_window(state)
+        accumulation = steps.new_accumulation(state)
         for number in range(8 // size):
             piece = {name: x[number * size : (number + 1) * size] for name, x in everything.items()}
             longest = piece["attention_mask"].sum(1).max()
             piece = {name: x[:, :longest] for name, x in piece.items()}
-            window = steps.micro_step(state, {}, window, batch_of(one, piece, number))
-        state, figures = steps.update(state, window, scalars(one, settings=settings))
-        results.append((one.fetch_state(state["trainable"]), window_figures(figures)))
+            accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece, number))
+        state, figures = steps.update(state, accumulation, scalars(one, settings=settings))
+        results.append((one.fetch_state(state["trainable"]), fetch_figures(figures)))
     steps, state, _ = make(toy, one, settings)
     state, figures = steps.full_step(state, {}, batch_of(one, everything), scalars(one, settings=settings))
-    results.append((one.fetch_state(state["trainable"]), window_figures(figures)))
+    results.append((one.fetch_state(state["trainable"]), fetch_figures(figures)))
     for params, figures in results[1:]:
         assert close(params, results[0][0], 1e-6) and figures == pytest.approx(results[0][1], rel=1e-5)
 
@@ -130,9 +131,9 @@ def test_a_micro_batch_without_labels_changes_nothing(toy, one):
     steps, state, params = make(toy, one, Optimizer(name="sgd", lr=0.1))
     empty = rows(0)
     empty["labels"][:] = IGNORED
-    window = steps.micro_step(state, {}, steps.open_window(state), batch_of(one, empty))
-    state, figures = steps.update(state, window, scalars(one, settings=Optimizer(name="sgd")))
-    assert set(window_figures(figures).values()) == {0}
+    accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, empty))
+    state, figures = steps.update(state, accumulation, scalars(one, settings=Optimizer(name="sgd")))
+    assert set(fetch_figures(figures).values()) == {0}
     assert close(one.fetch_state(state["trainable"]), params, 0.0)
 
 
@@ -157,8 +158,9 @@ def test_dropout_depends_on_seed_epoch_and_place(toy, one):
         steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(params)), seed)
         state = steps.new_state(one.put_state(params))
         for epoch, number in ((0, 0), (1, 0), (0, 1), (0, 0)):
-            window = steps.micro_step(state, {}, steps.open_window(state), batch_of(one, rows(0), number, epoch))
-            totals.append(one.fetch_sums(window)["sums"]["total"].item())
+            batch = batch_of(one, rows(0), number, epoch)
+            accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch)
+            totals.append(one.fetch_sums(accumulation)["sums"]["total"].item())
     assert len(set(totals)) == 6 and totals[0] == totals[3] and totals[4] == totals[7]
 
 
@@ -189,25 +191,25 @@ def test_evaluation_and_prediction_keep_the_state(toy, one):
 
 def test_each_shape_is_compiled_once_and_nothing_waits(toy, one):
     steps, state, _ = make(toy, one)
-    window = steps.open_window(state)
+    accumulation = steps.new_accumulation(state)
     batches = [batch_of(one, rows(number, length=length), number) for number, length in enumerate((10, 6, 10, 6))]
     numbers = [scalars(one, step) for step in range(3)]
     after_first = None
     with jax.transfer_guard("disallow"):
         for step in range(3):
-            window = steps.open_window(state)
+            accumulation = steps.new_accumulation(state)
             for batch in batches:
-                window = steps.micro_step(state, {}, window, batch)
-            state, _ = steps.update(state, window, numbers[step])
+                accumulation = steps.accumulate(state, {}, accumulation, batch)
+            state, _ = steps.update(state, accumulation, numbers[step])
             after_first = after_first or toy.num_traces
     assert toy.num_traces == after_first <= 4  # scan bodies are traced up to twice for a shape
 
 
 def test_state_and_window_are_donated(toy, one):
     steps, state, _ = make(toy, one)
-    window = steps.open_window(state)
-    new = steps.micro_step(state, {}, window, batch_of(one, rows(0)))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(window["gradients"]))
+    accumulation = steps.new_accumulation(state)
+    new = steps.accumulate(state, {}, accumulation, batch_of(one, rows(0)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(accumulation["gradients"]))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     steps.update(state, new, scalars(one))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -217,9 +219,9 @@ def test_bfloat16_gradients_are_summed_in_float32(toy, one):
     steps, state, params = make(toy, one)
     small = one.put_state(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     state = steps.new_state(small)
-    window = steps.open_window(state)
-    assert {leaf.dtype for leaf in jax.tree.leaves(window["gradients"])} == {jnp.dtype("float32")}
-    state, _ = steps.update(state, window, scalars(one))
+    accumulation = steps.new_accumulation(state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(accumulation["gradients"])} == {jnp.dtype("float32")}
+    state, _ = steps.update(state, accumulation, scalars(one))
     assert {leaf.dtype for leaf in jax.tree.leaves(state["trainable"])} == {jnp.dtype("bfloat16")}
 
 
@@ -229,7 +231,7 @@ def test_what_is_not_finite_is_told(toy, one):
     state = steps.new_state(one.put_state(params))
     _, figures = steps.full_step(state, {}, batch_of(one, rows(0)), scalars(one))
     with pytest.raises(UserError, match="Step 4 .epoch 2.: loss is nan"):
-        check_finite(window_figures(figures), 4, 2)
+        check_finite(fetch_figures(figures), 4, 2)
     check_finite({"loss": 1.0, "grad_norm": 2.0}, 4, 2)
     with pytest.raises(UserError, match="gradient norm inf"):
         check_finite({"loss": 1.0, "grad_norm": float("inf")}, 4, 2)

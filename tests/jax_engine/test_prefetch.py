@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.prefetch import Feed, rounded
+from jax_engine.distributed.prefetch import Prefetcher, rounded
 from jax_engine.distributed.replicas import Replicas
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
@@ -55,25 +55,25 @@ def plain(loader):
 
 @pytest.mark.parametrize("parallel", [four, lambda: ShardedMesh(devices=jax.devices()[:4]),
                                       lambda: Replicas(jax.devices()[:1])])
-def test_every_share_gets_the_next_micro_batch(parallel):
+def test_every_rank_gets_the_next_micro_batch(parallel):
     parallel = parallel()
-    wanted, groups = plain(training_loader()), list(Feed(training_loader(), parallel, B, PAD, epoch=0))
-    count = parallel.num_shares
+    wanted, groups = plain(training_loader()), list(Prefetcher(training_loader(), parallel, B, PAD, epoch=0))
+    count = parallel.data_parallel_size
     assert [group.num_batches for group in groups] == [min(count, 6 - start) for start in range(0, 6, count)]
     for number, group in enumerate(groups):
         length = group.host["input_ids"].shape[2]
         members = wanted[number * count : (number + 1) * count]
         assert length == max(batch["input_ids"].shape[1] for batch in members)
-        for share, batch in enumerate(members):
+        for rank, batch in enumerate(members):
             rows, width = batch["input_ids"].shape
             for name, x in batch.items():
-                assert np.array_equal(group.host[name][share, :rows, :width], x), name
+                assert np.array_equal(group.host[name][rank, :rows, :width], x), name
         for name, x in group.batch.items():
             assert x.dtype == np.int32 and np.array_equal(parallel.fetch_rows(x), group.host[name]), name
 
 
 def test_padding_carries_no_weight():
-    last = list(Feed(training_loader(), four(), B, PAD))[-1].host  # 11 rows: two micro-batches, one of a single row
+    last = list(Prefetcher(training_loader(), four(), B, PAD))[-1].host  # 11 rows: the last has one
     real = sum(int((batch["labels"] != -100).any(1).sum()) for batch in plain(training_loader())[4:])
     assert real == (last["labels"] != -100).any(2).sum() < last["labels"].shape[0] * B
     empty = (last["labels"] == -100).all(2)
@@ -85,7 +85,7 @@ def test_padding_carries_no_weight():
 def test_answer_spans():
     keys = ("input_ids", "index", "start_positions", "end_positions")
     loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(keys), Share())
-    groups = list(Feed(loader, four(), B, PAD))
+    groups = list(Prefetcher(loader, four(), B, PAD))
     assert all(group.position is None for group in groups)
     index = np.concatenate([group.host["index"].ravel() for group in groups])
     assert sorted(index[index >= 0]) == list(range(11)) and (index == -1).sum() == 16 - 11
@@ -96,12 +96,12 @@ def test_answer_spans():
 
 
 def test_places_are_epoch_and_number_also_after_a_resume():
-    groups = list(Feed(training_loader(), four(), B, PAD, epoch=3))
+    groups = list(Prefetcher(training_loader(), four(), B, PAD, epoch=3))
     assert [group.host["place"].tolist() for group in groups] == [[[3, n] for n in range(start, start + 4)]
                                                                   for start in (0, 4)]
     resumed = training_loader()
     resumed.load_state_dict(groups[0].position)
-    (group,) = Feed(resumed, four(), B, PAD, epoch=3, start=groups[0].position["batches"])
+    (group,) = Prefetcher(resumed, four(), B, PAD, epoch=3, start=groups[0].position["batches"])
     assert all(np.array_equal(group.host[name], x) for name, x in groups[1].host.items())
 
 
@@ -116,8 +116,8 @@ def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
         return state
 
     loader.state_dict = state_dict
-    with Feed(loader, Replicas(jax.devices()[:1]), B, PAD, ahead=3) as feed:
-        iterator = iter(feed)
+    with Prefetcher(loader, Replicas(jax.devices()[:1]), B, PAD, ahead=3) as prefetcher:
+        iterator = iter(prefetcher)
         first = next(iterator)
         assert read_ahead.wait(60)
         assert first.position["batches"] == 1 and next(iterator).position["batches"] == 2
@@ -130,9 +130,9 @@ def test_a_mistake_in_the_loader_reaches_the_consumer():
 
     received = []
     with pytest.raises(ValueError, match="row 17"):
-        for group in Feed(broken(), Replicas(jax.devices()[:1]), B, PAD):
+        for group in Prefetcher(broken(), Replicas(jax.devices()[:1]), B, PAD):
             received.append(group)
-    assert len(received) == 1 and not feeds_alive()
+    assert len(received) == 1 and not prefetchers_alive()
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
@@ -141,26 +141,26 @@ def test_closing_ends_the_thread(taken):
         while True:
             yield {"input_ids": torch.ones(1, 3, dtype=torch.long)}
 
-    with Feed(endless(), Replicas(jax.devices()[:1]), B, PAD) as feed:
-        iterator = iter(feed)
+    with Prefetcher(endless(), Replicas(jax.devices()[:1]), B, PAD) as prefetcher:
+        iterator = iter(prefetcher)
         for _ in range(taken):
             next(iterator)
-    assert not feeds_alive()
+    assert not prefetchers_alive()
 
 
 def test_leaving_a_loop_ends_the_thread():
-    for _ in Feed(training_loader(), four(), B, PAD):
+    for _ in Prefetcher(training_loader(), four(), B, PAD):
         break
-    assert not feeds_alive()
+    assert not prefetchers_alive()
 
 
-def feeds_alive():
-    return [thread for thread in threading.enumerate() if thread.name == "feed"]
+def prefetchers_alive():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
 @pytest.mark.parametrize(("max_length", "length"), [(512, 32), (16, 16), (None, 10)])
 def test_few_lengths_are_compiled(max_length, length):
-    groups = list(Feed(training_loader(), four(), B, PAD, max_length=max_length))
+    groups = list(Prefetcher(training_loader(), four(), B, PAD, max_length=max_length))
     assert max(group.host["input_ids"].shape[2] for group in groups) == length
     assert len({rounded(n) for n in range(1, 4097)}) <= 36 and all(n <= rounded(n) for n in range(1, 4097))
     assert all(rounded(n) <= 1.25 * n for n in range(128, 4097))
