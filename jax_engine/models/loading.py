@@ -92,7 +92,7 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     if headless:
         say(f"{folder} has no {network.head} head: {some(sorted(headless))} start at random.")
         tree = unflatten(flatten(tree) | _init_head(network, headless, seed, leaves.dtype))
-    return adapters.add_fresh(network, tree, seed) if network.lora else tree
+    return adapters.add_adapter(network, tree, seed) if network.lora else tree
 
 
 class Leaves:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -14,12 +12,13 @@ from jax_engine.distributed.tree import flatten, split, unflatten
 from jax_engine.models.architecture import Head
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network, Tree
+from lmmods.core.adapters import SETTINGS, adapted_layers, adapter_config, modules_in_full
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.initializers import init_lora_A
 from lmmods.core.settings import LoRA
 
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 # What an adapter made elsewhere may have beyond these settings, and the value with which it changes nothing.
 NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
@@ -34,11 +33,11 @@ def adapt(network: Network, lora: LoRA) -> Network:
     Raises:
         UserError: A target or module to save matches nothing, or not every layer.
     """
-    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
-    linear = network.linears()
-    adapted = set(linear) if "all-linear" in targets else _matching(network, "lora.targets", targets, linear)
+    linear = {name: ours for ours in network.linears() for name in network.torch_modules(ours)}
     # A tied head has no weights of its own until it is saved apart.
-    to_save = _matching(network, "lora.modules_to_save", lora.modules_to_save or [], {*network.modules(), "head"})
+    modules = {name: ours for ours in {*network.modules(), "head"} for name in network.torch_modules(ours)}
+    adapted = _in_every_layer(network, "lora.targets", adapted_layers(lora, linear), linear)
+    to_save = _in_every_layer(network, "lora.modules_to_save", modules_in_full(lora, modules, linear), modules)
     to_save |= {"head"} if network.head == "qa" else set()
     if both := sorted(adapted & to_save):
         raise UserError(f"lora.modules_to_save: {network.torch_modules(both[0])[0]} is also among lora.targets: "
@@ -56,27 +55,22 @@ def adapt(network: Network, lora: LoRA) -> Network:
     return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
 
 
-def _matching(network: Network, key: str, names: list[str], present: Iterable[str]) -> set[str]:
-    """Our modules whose torch name, in every layer, is one of `names` or ends in one."""
-    found, unused = set(), set(names)
-    for ours in present:
-        layers = network.torch_modules(ours)
-        hits = [{name for name in names if full == name or full.endswith(f".{name}")} for full in layers]
-        if any(hits) and not all(hits):
-            raise UserError(f"{key}: {min(set.union(*hits))!r} names a module in some layers only. The JAX engine "
-                            "adapts all layers alike: leave the layer's number out, or use engine: torch.")
-        if all(hits):
-            found.add(ours)
-            unused -= set.union(*hits)
-    if unused:
-        candidates = sorted({full.rsplit(".", 1)[-1] for ours in network.linears()
-                             for full in network.torch_modules(ours)})
-        raise UserError(f"{key}: {sorted(unused)[0]!r} matches no module of this model. "
-                        f"Candidates: {', '.join(candidates)}.")
+def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str, str]) -> set[str]:
+    """Our modules of these torch names.
+
+    Args:
+        ours: Our module of every torch name.
+    """
+    found = {ours[name] for name in names}
+    for module in sorted(found):
+        if not names.issuperset(network.torch_modules(module)):
+            name = min(names.intersection(network.torch_modules(module)))
+            raise UserError(f"{key}: {name} is named in some layers only. The JAX engine adapts all layers alike: "
+                            "leave the layer's number out, or use engine: torch.")
     return found
 
 
-def add_fresh(network: Network, base: Tree, seed: int) -> Tree:
+def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
     """The base with new adapters beside it, float32: A as `init_lora_A`, B zero, DoRA's magnitudes |W|.
 
     Args:
@@ -130,11 +124,7 @@ def adapter_settings(folder: str | Path) -> LoRA:
     Raises:
         UserError: No adapter there, or one of a kind that the JAX engine does not have.
     """
-    try:
-        found: dict[str, Any] = json.loads((Path(folder) / SETTINGS).read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"model.adapter: {folder} holds no {SETTINGS}. Name a folder written by PEFT's "
-                        "save_pretrained, for example runs/NAME/model.") from error
+    found = adapter_config(folder)
     for name, neutral in NEUTRAL.items():
         if found.get(name, neutral) not in (neutral, None):
             raise UserError(f"model.adapter: {folder}/{SETTINGS} has {name}: {found[name]!r}, which the JAX engine "

@@ -128,6 +128,19 @@ def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
     return ids
 
 
+def set_special_ids(config: Any, tokenizer: Any, is_causal: bool) -> None:
+    """Let a configuration name a tokenizer's tokens that begin, end and pad a text."""
+    for name, token in special_ids(tokenizer, is_causal).items():
+        if token is not None:
+            setattr(config, name, token)
+
+
+def new_rows_message(num_tokens: int, num_rows: int) -> str:
+    """What to say when an embedding of `num_rows` rows grows to the tokens of a tokenizer."""
+    return (f"The tokenizer has {num_tokens} tokens, the model {num_rows}: {num_tokens - num_rows} rows are added, "
+            "each the mean of the old ones.")
+
+
 def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
     """What a configuration says of a tokenizer's tokens."""
     return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}

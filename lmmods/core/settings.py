@@ -177,12 +177,6 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
                         "above 0: try 1.0")
 
 
-def quantised_in_full(module: str, kind: str) -> str:
-    """What to say where `lora.modules_to_save` names a module whose weight is quantised."""
-    return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name it in "
-            "lora.targets instead, or set model.quantize to null.")
-
-
 def require(holds: bool, key: str, value: object, wanted: str) -> None:
     """Raise a UserError that names key, value and remedy, unless the condition holds."""
     if not holds:

@@ -1,6 +1,7 @@
 """Scores of text against text and of choices; numpy and the standard library, the same code for both engines."""
 
 import collections
+import math
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -8,6 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 CHOICE_SCORES = ("accuracy", "mean_subject_accuracy", "loss")
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; float64 ends near exp(709)."""
+    return math.exp(min(loss, 700))
 
 
 def normalize_answer(text: str) -> str:

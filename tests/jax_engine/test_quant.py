@@ -182,7 +182,7 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     network = hub.network(load_config(folder), "causal", lora=settings)
     bare = hub.network(load_config(folder), "causal")
-    params = adapters.add_fresh(network, loading.load(bare, folder, quantize="nf4"), 0)
+    params = adapters.add_adapter(network, loading.load(bare, folder, quantize="nf4"), 0)
     _, frozen = split(params, network.trainable(params))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trainable = network.from_torch({name: parameter.detach().numpy() for name, parameter in trained.items()})
@@ -208,7 +208,7 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
     folder = folder_of("llama", "causal")
     network = hub.network(load_config(folder), "causal", lora=LoRA(rank=2))
     bare = hub.network(load_config(folder), "causal")
-    params = adapters.add_fresh(network, loading.load(bare, folder, quantize="nf4"), 0)
+    params = adapters.add_adapter(network, loading.load(bare, folder, quantize="nf4"), 0)
     trainable, frozen = split(params, network.trainable(params))
     batch = batch_of(network.config.vocab_size)
     _, pullback = jax.vjp(lambda t: network.hidden(merge(t, frozen), batch), trainable)

@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmmods.torch_engine.nn import cpu_kernels
 from lmmods.torch_engine.nn import loss as loss_module
+from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache, onednn_products, stays_float32
-from lmmods.torch_engine.nn.loading import compile_layers, fuse_activations
 from lmmods.torch_engine.nn.loss import IGNORED, token_loss
 
 

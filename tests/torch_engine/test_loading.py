@@ -4,11 +4,14 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
+from lmmods.core.adapters import adapted_layers
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
-from lmmods.torch_engine.nn import loading, summary
+from lmmods.torch_engine.nn import loading, lora, summary
+from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 
 
 def load(folder, **options):
@@ -68,7 +71,7 @@ def test_an_evaluation_leaves_the_training_of_a_4bit_model_unchanged(llama_folde
     def losses(evaluate: bool) -> list[float]:
         torch.manual_seed(0)
         model = load(llama_folder, quantize="nf4", frozen=True, precision="bf16-mixed")
-        model = loading.add_lora(model, LoRA(rank=4, alpha=8), [], torch.float32)
+        model = lora.add_lora(model, LoRA(rank=4, alpha=8), [], torch.float32)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         found = []
         for step in range(6):
@@ -108,7 +111,7 @@ def test_new_tokens_train_and_travel_with_the_adapter(llama_folder, tmp_path):
 
     model, new = build()
     before = model.model.embed_tokens.weight[new].clone()
-    model = loading.add_lora(model, LoRA(rank=4), new, torch.float32)
+    model = lora.add_lora(model, LoRA(rank=4), new, torch.float32)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     tokens = torch.tensor([[5, *new, 7, 8]])
     model(tokens, labels=tokens).loss.backward()
@@ -123,8 +126,8 @@ def test_new_tokens_train_and_travel_with_the_adapter(llama_folder, tmp_path):
 
 def test_gradient_checkpointing_trains_every_adapter(llama_folder):
     model = load(llama_folder, quantize="nf4", frozen=True)
-    model = loading.add_lora(model, LoRA(rank=4), [], torch.float32)
-    loading.enable_checkpointing(model)
+    model = lora.add_lora(model, LoRA(rank=4), [], torch.float32)
+    enable_checkpointing(model)
     calls = []
     model.base_model.model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     model(ids(), labels=ids()).loss.backward()
@@ -139,18 +142,35 @@ def test_gradient_checkpointing_trains_every_adapter(llama_folder):
 ])
 def test_targets_that_match_nothing_are_named_with_candidates(llama_folder, settings, key):
     with pytest.raises(UserError, match=f"{key} matches no module.*Candidates: .*q_proj"):
-        loading.add_lora(load(llama_folder, frozen=True), settings, [], torch.float32)
+        lora.add_lora(load(llama_folder, frozen=True), settings, [], torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_quantised_layer_is_not_trained_in_full(llama_folder, kind):
     with pytest.raises(UserError, match=r"lora.modules_to_save: model.layers.0.self_attn.q_proj is stored in"):
-        loading.add_lora(load(llama_folder, quantize=kind, frozen=True), LoRA(modules_to_save=["q_proj"],
+        lora.add_lora(load(llama_folder, quantize=kind, frozen=True), LoRA(modules_to_save=["q_proj"],
                                                                                targets="v_proj"), [], torch.float32)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear", "q_proj"], ["q_proj", "layers.1.mlp.up_proj"],
+                                     ["lm_head", "v_proj"], "proj", "embed_tokens"])
+def test_targets_name_the_layers_that_peft_adapts(llama_folder, targets):
+    """`adapted_layers`, by which JAX chooses and torch checks; a name ends in a target from a dot on."""
+    settings, model = LoRA(rank=2, targets=targets), load(llama_folder, frozen=True)
+    linear = [name for name, module in model.named_modules()
+              if isinstance(module, torch.nn.Linear) and name != "lm_head"]
+    if targets in ("proj", "embed_tokens") or "lm_head" in targets:
+        with pytest.raises(UserError, match="lora.targets: .* matches no module"):
+            adapted_layers(settings, linear)
+        return
+    wrapped = lora.add_lora(model, settings, [], torch.float32)
+    found = {name.removeprefix("base_model.model.") for name, module in wrapped.named_modules()
+             if isinstance(module, LoraLayer)}
+    assert found == adapted_layers(settings, linear)
+
+
 def test_all_linear_leaves_the_head_alone_and_only_adapters_train(llama_folder):
-    model = loading.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, dora=True, rslora=True), [], torch.float32)
+    model = lora.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, dora=True, rslora=True), [], torch.float32)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all("lora_" in name for name in trained) and not any("lm_head" in name for name in trained)
     assert sum("lora_A" in name for name in trained) == 14
@@ -158,13 +178,13 @@ def test_all_linear_leaves_the_head_alone_and_only_adapters_train(llama_folder):
 
 
 def test_adapter_goes_on_where_it_stopped(llama_folder, tmp_path):
-    model = loading.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, modules_to_save=["lm_head"]), [],
+    model = lora.add_lora(load(llama_folder, frozen=True), LoRA(rank=4, modules_to_save=["lm_head"]), [],
                              torch.float32)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param)
     model.save_pretrained(tmp_path)
-    again = loading.continue_adapter(load(llama_folder, frozen=True), str(tmp_path), torch.float32)
+    again = lora.continue_adapter(load(llama_folder, frozen=True), str(tmp_path), torch.float32)
     torch.testing.assert_close(again.eval()(ids()).logits, model.eval()(ids()).logits)
     assert ({n for n, p in again.named_parameters() if p.requires_grad}
             == {n for n, p in model.named_parameters() if p.requires_grad})
@@ -180,14 +200,14 @@ def test_missing_and_unfit_folders_are_told_in_one_line(llama_folder, tmp_path):
     with pytest.raises(UserError, match="model.pretrained: cannot load"):
         load(tmp_path)
     with pytest.raises(UserError, match="model.adapter: .* holds no adapter_config.json"):
-        loading.continue_adapter(load(llama_folder), str(tmp_path), torch.float32)
+        lora.continue_adapter(load(llama_folder), str(tmp_path), torch.float32)
 
 
 def test_conv1d_models_take_all_linear():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=32))
-    model = loading.add_lora(model, LoRA(rank=2), [], torch.float32)
+    model = lora.add_lora(model, LoRA(rank=2), [], torch.float32)
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4
 
 

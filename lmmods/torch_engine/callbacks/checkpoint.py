@@ -29,7 +29,7 @@ class Checkpoint(KeepRules, L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         if trainer.validation_is_due():
             return  # saved after it: a run resumed from before would skip it
-        step_done = not module.window.is_open
+        step_done = not module.accumulation.is_open
         due = step_done and self.is_due(trainer.global_step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
         alone = trainer.world_size == 1 and not isinstance(trainer.strategy, DeepSpeed)
@@ -78,7 +78,7 @@ class Checkpoint(KeepRules, L.Callback):
 
     def save(self, trainer: L.Trainer) -> None:
         """Write a checkpoint of this very moment, point `last` and `best`, drop what is no longer kept."""
-        trainer.lightning_module.window.check_finite(trainer.global_step, trainer.current_epoch)
+        trainer.lightning_module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
         path = self._path(trainer)
         with trainer.stopwatch.paused():
             trainer.save_checkpoint(path)
@@ -95,5 +95,5 @@ class Checkpoint(KeepRules, L.Callback):
 
     @staticmethod
     def _path(trainer: L.Trainer) -> Path:
-        window = trainer.lightning_module.window
+        window = trainer.lightning_module.accumulation
         return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step, window.num_batches))

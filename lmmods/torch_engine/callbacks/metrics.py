@@ -36,18 +36,18 @@ class Metrics(L.Callback):
         device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
         if (peak := peak_flops(device)) is not None:
             self.steps.flops_share = module.flops_per_token() / (peak * trainer.world_size)
-        if module.window.is_open:
-            self.steps.laps.leave_out(int(module.window.sums()[2]))
+        if module.accumulation.is_open:
+            self.steps.laps.leave_out(int(module.accumulation.sums()[2]))
         self.stopwatch.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any,
                            batch_idx: int) -> None:
         if trainer.is_last_batch_of_run():
             trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
-        if module.window.is_open:
+        if module.accumulation.is_open:
             return
         epoch = trainer.current_epoch + (batch_idx + 1) / trainer.num_training_batches
-        self.steps.add(trainer.global_step, epoch, module.window.last.figures)
+        self.steps.add(trainer.global_step, epoch, module.accumulation.last.figures)
         if trainer.global_step % self.steps.every == 0:
             self._put(module, self.steps.fetch())
 

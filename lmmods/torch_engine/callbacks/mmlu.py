@@ -22,7 +22,7 @@ class MMLU(Questionnaire, L.Callback):
             self.prepare(trainer.datamodule, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if module.window.is_open or self.at_validation and trainer.validation_is_due():
+        if module.accumulation.is_open or self.at_validation and trainer.validation_is_due():
             return
         if self.is_due(trainer.global_step, trainer.is_last_batch_of_run()):
             self._ask(trainer, module)

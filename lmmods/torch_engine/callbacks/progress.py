@@ -24,7 +24,7 @@ class Progress(L.Callback):
         self._bar.open("train", int(trainer.estimated_stepping_batches), trainer.global_step, unit="step")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if not module.window.is_open:
+        if not module.accumulation.is_open:
             is_logged = trainer.global_step % trainer.log_every_n_steps == 0
             self._bar.update(trainer.global_step, describe(trainer.callback_metrics) if is_logged else "")
 

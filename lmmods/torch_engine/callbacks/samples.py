@@ -30,7 +30,7 @@ class Samples(SampleWriter, L.Callback):
             self._sample(trainer, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if not module.window.is_open and self.is_due(trainer.global_step, trainer.is_last_batch_of_run()):
+        if not module.accumulation.is_open and self.is_due(trainer.global_step, trainer.is_last_batch_of_run()):
             self._sample(trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -9,5 +9,5 @@ class StopUnsaved(L.Callback):
     """Stands where Checkpoint would, which stops the other runs once they are saved."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        if not module.window.is_open and trainer.interrupt_requested():
+        if not module.accumulation.is_open and trainer.interrupt_requested():
             stop(trainer.global_step, None)

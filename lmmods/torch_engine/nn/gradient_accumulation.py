@@ -1,4 +1,4 @@
-"""A window is the micro-batches of one optimiser step. Sums are added over it and divided once."""
+"""Gradient accumulation: loss sums and gradients of a step's micro-batches are added up and divided once."""
 
 import random
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.nn.optim import total_norm
 
 
 @dataclass(frozen=True)
-class ClosedWindow:
+class StepSums:
     """What an optimiser step has seen, over all processes.
 
     Args:
@@ -34,17 +35,26 @@ class ClosedWindow:
                 "num_rows": num_rows}
 
 
-class Window:
-    """Running sums of the open window and the figures of the last closed one."""
+class GradientAccumulation:
+    """Running sums of the step under way and the figures of the last one."""
 
     # Gradients of summed losses are large. A power of two keeps them in the range of fp16 and changes no bit else.
     GRADIENT_SCALE = 1024.0
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
-        self.num_batches = 0  # in the open window
-        self.last: ClosedWindow | None = None
-        self._gradients: dict[str, Tensor] = {}  # of an unpacked window, for parameters that are not there yet
+        self.num_batches = 0  # micro-batches of the step under way
+        self.last: StepSums | None = None
+        self._gradients: dict[str, Tensor] = {}  # of a checkpoint, for parameters that are not there yet
+
+    @classmethod
+    def divisor(cls, accumulated: int) -> float:
+        """What gradients of summed losses are divided by while they add up: `training_step` and Lightning both do.
+
+        Args:
+            accumulated: `accumulate_grad_batches` of the trainer.
+        """
+        return cls.GRADIENT_SCALE * accumulated
 
     @property
     def is_open(self) -> bool:
@@ -63,11 +73,32 @@ class Window:
         self._sums = new if self._sums is None else self._sums.to(new.device) + new
 
     def sums(self) -> Tensor:
-        """[4] float64: summed loss, weight, real tokens and rows of this rank's open window."""
+        """[4] float64: summed loss, weight, real tokens and rows of the step under way, on this rank."""
         return self._sums
 
-    def close(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Note the figures of the window over all ranks; the next micro-batch opens a new one.
+    def average(self, optimizer: torch.optim.Optimizer, strategy: Any, accumulated: int) -> Tensor:
+        """Turn the gradient of the summed loss into that of the mean over the step, and end the step.
+
+        Lightning would average the means of micro-batches, and of ranks, however many tokens each held.
+
+        Args:
+            strategy: Lightning's, to add up over the processes.
+            accumulated: As in `divisor`.
+
+        Returns:
+            Norm of the averaged gradient.
+        """
+        sums = strategy.reduce(self._sums, reduce_op="sum")
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        factor = self.divisor(accumulated) * strategy.world_size / sums[1].clamp(min=1)
+        for device in {grad.device for grad in grads}:  # several where the model is spread
+            torch._foreach_mul_([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
+        norm = total_norm(grads)
+        self.finish(sums, norm, optimizer.param_groups[0]["lr"])
+        return norm
+
+    def finish(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:
+        """Note the figures of a step over all ranks; the next micro-batch begins another.
 
         Args:
             sums: [4] as in `sums`, added over the ranks.
@@ -76,49 +107,49 @@ class Window:
         """
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
-        self.last = ClosedWindow(torch.cat([sums, grad_norm.to(sums).unsqueeze(0)]), lr)
+        self.last = StepSums(torch.cat([sums, grad_norm.to(sums).unsqueeze(0)]), lr)
         self._sums, self.num_batches = None, 0
 
     def check_finite(self, step: int, epoch: int) -> None:
-        """Raise UserError when the last window's loss or gradient is not a number. Waits for the device."""
+        """Raise UserError when the last step's loss or gradient is not a number. Waits for the device."""
         if self.last is not None:
             check_finite(self.last.figures(), step, epoch)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def pack(self, params: dict[str, nn.Parameter], strategy: Any, divisor: float) -> dict[str, Any]:
-        """The open window of all processes, each of which has summed its own micro-batches; empty where none is open.
+    def pack(self, params: dict[str, nn.Parameter], strategy: Any, accumulated: int) -> dict[str, Any]:
+        """The step under way on all processes, each of which has summed its own micro-batches; empty between steps.
 
         All processes must call this.
 
         Args:
             params: What trains, by name.
             strategy: Lightning's, to add up over the processes.
-            divisor: What gradients have been divided by so far.
+            accumulated: As in `divisor`.
         """
         if not self.is_open:
             return {}
         return {"sums": strategy.reduce(self._sums.clone(), reduce_op="sum"),
                 "num_batches": self.num_batches,
-                "divisor": divisor,
+                "divisor": self.divisor(accumulated),
                 "gradients": {name: _summed(param.grad, strategy) for name, param in params.items()
                               if param.grad is not None}}
 
-    def unpack(self, state: dict[str, Any], divisor: float, is_first: bool) -> None:
-        """Take up a packed window; its gradients wait for `put_gradients`.
+    def unpack(self, state: dict[str, Any], accumulated: int, is_first: bool) -> None:
+        """Go on with a packed step; its gradients wait for `put_gradients`.
 
         Args:
-            divisor: What this run divides gradients by.
-            is_first: The first process takes up what all had summed, the others begin at zero.
+            accumulated: As in `divisor`, in this run.
+            is_first: The first process gets what all had summed, the others begin at zero.
         """
         self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
         if state:
             self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
-            factor = state["divisor"] / divisor
+            factor = state["divisor"] / self.divisor(accumulated)
             self._gradients = {name: grad * factor for name, grad in state["gradients"].items()}
 
     def put_gradients(self, params: dict[str, nn.Parameter], world_size: int, is_first: bool) -> None:
-        """Give the parameters the gradients of an unpacked window; arguments as in `unpack`."""
+        """Give the parameters the gradients of an unpacked step; arguments as in `unpack`."""
         for name, grad in self._gradients.items():
             param = params[name]
             if isinstance(param, DTensor):

@@ -1,4 +1,4 @@
-"""A micro-batch in pieces: sums over its rows do not care how the rows are cut, but a CPU does.
+"""A micro-batch in pieces: sums over its rows do not depend on how the rows are split, but the speed of a CPU does.
 
 Rows of similar length share a piece, which is padded to its own longest row, and what a piece computes stays in the
 cache of the processor. Time and memory shrink; loss and gradient are the same sums in another order.
@@ -7,17 +7,34 @@ cache of the processor. Time and memory shrink; loss and gradient are the same s
 import torch
 from torch import Tensor
 
+from lmmods.core.errors import UserError
+
 MULTIPLE = 8  # lengths of pieces, like those of batches
 # A piece has about this many hidden features: small enough for a processor's cache. Products are fast from 512 rows on.
 FEATURES, LEAST_TOKENS = 2**18, 512
 
 
-def default_size(hidden_size: int) -> int:
-    """Tokens of a piece that a CPU computes fast."""
-    return max(FEATURES // hidden_size, LEAST_TOKENS)
+def tokens_per_piece(asked: int | None, is_alone: bool, device: torch.device, hidden_size: int) -> int:
+    """Tokens of a piece of a micro-batch; 0 computes it whole.
+
+    Several processes meet in each backward pass, and GPUs like large products: only a CPU by itself splits.
+
+    Args:
+        asked: `piece_tokens` of the recipe.
+        is_alone: Whether one process trains, without scaling its gradients.
+
+    Raises:
+        UserError: `piece_tokens` asks for what several processes, or 16-mixed with its scaled gradients, cannot do.
+    """
+    if asked and not is_alone:
+        raise UserError(f"model.piece_tokens is {asked}, but only one process splits micro-batches, and "
+                        "not with precision 16-mixed: set it to 0 or null.")
+    if asked is not None:
+        return asked
+    return max(FEATURES // hidden_size, LEAST_TOKENS) if is_alone and device.type == "cpu" else 0
 
 
-def cut(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tensor]]:
+def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tensor]]:
     """Pieces of whole rows with at most `num_tokens` tokens each, padding included; a longer row is one alone.
 
     Args:

@@ -51,6 +51,23 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_st
     return LambdaLR(optimizer, lambda step: settings.lr_at(step, num_steps) / peak)
 
 
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each parameter group all but the parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[dict[str, Any]]) -> None:
+    """A checkpoint brings the optimiser's state; its settings and the length of the schedule are the recipe's.
+
+    Args:
+        settings: The `group_settings` of the recipe's optimiser, from before the checkpoint was loaded.
+    """
+    for number, values in enumerate(settings):
+        group, factor = optimizer.param_groups[number], schedule.lr_lambdas[number](schedule.last_epoch)
+        group.update(values, initial_lr=values["lr"], lr=values["lr"] * factor)
+        schedule.base_lrs[number] = values["lr"]
+
+
 def _can_fuse(params: list[nn.Parameter]) -> bool:
     """torch fuses AdamW on these devices, for floating-point parameters that are plain tensors."""
     return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and type(p.data) is torch.Tensor

@@ -6,6 +6,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from lmmods.core.model_sizes import flops_per_token
+
 # Bytes of optimiser state per trained parameter.
 STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
                "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
@@ -64,15 +66,12 @@ def _scale_bytes(param: Tensor) -> int:
     return sum(scale.numel() * scale.element_size() for scale in scales)
 
 
-def flops_per_token(model: nn.Module) -> int:
-    """Arithmetic of one training token: 2 per weight forward, 2 backward, 2 more per weight that trains.
-
-    Attention scores are left out, as is usual (Kaplan et al. 2020), and so is the embedding, which is looked up.
-    """
+def training_flops(model: nn.Module) -> int:
+    """`flops_per_token` of a network."""
     embedding = model.get_input_embeddings()
     looked_up = 0 if model.config.tie_word_embeddings else num_elements(embedding.weight)
     sizes = summarize(model)
-    return 4 * (sizes.num_params - looked_up) + 2 * sizes.num_trainable
+    return flops_per_token(sizes.num_params, sizes.num_trainable, looked_up)
 
 
 def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int) -> int:

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn.gradient_accumulation import Window
+from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
 from lmmods.torch_engine.nn.sharding import outside_blocks
 
 
@@ -124,27 +124,27 @@ class DeepSpeed(DDPStrategy):
         return nullcontext()  # the gradient of every micro-batch is reduced to its shards at once
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Divide the gradient by the window's weight, clip and update.
+        """Divide the gradient by the step's weight, clip and update.
 
         deepspeed averages the processes' gradients and divides the average by its loss scale before it clips.
         """
         closure()
         module, zero = self.lightning_module, self.model.optimizer
-        sums = self.reduce(module.window.sums(), reduce_op="sum")
-        divided = Window.GRADIENT_SCALE * module.trainer.accumulate_grad_batches * self.world_size
+        sums = self.reduce(module.accumulation.sums(), reduce_op="sum")
+        divided = GradientAccumulation.divisor(module.trainer.accumulate_grad_batches) * self.world_size
         lr = zero.param_groups[0]["lr"]
         zero.override_loss_scale(max(sums[1].item(), 1) / divided)
         self.model.step()
         zero.override_loss_scale(1.0)  # else it would scale the losses of the next step too
-        module.window.close(sums, torch.as_tensor(self.model.get_global_grad_norm()), lr)
-        module.window.check_finite(module.trainer.global_step + 1, module.trainer.current_epoch)
+        module.accumulation.finish(sums, torch.as_tensor(self.model.get_global_grad_norm()), lr)
+        module.accumulation.check_finite(module.trainer.global_step + 1, module.trainer.current_epoch)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if self.lightning_module.window.is_open:
+        if self.lightning_module.accumulation.is_open:
             raise UserError("DeepSpeed cannot save between two optimiser steps: let trainer.val_check_interval be a "
                             "multiple of trainer.accumulate_grad_batches, in batches.")
         return {name: self._kept(safe_get_full_fp32_param(param))

@@ -1,6 +1,5 @@
-"""What every task on torch shares: how a network is made, how a window of micro-batches becomes one exact step."""
+"""What every task on torch shares: its network, and how micro-batches become one exact step."""
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,19 +12,18 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import load_config, special_ids, vocabulary_fields
+from lmmods.core.model_sizes import describe_sizes
 from lmmods.core.settings import require
 from lmmods.core.task_fields import TaskFields
+from lmmods.core.text_metrics import perplexity
 from lmmods.runs.identity import check_parameters
-from lmmods.torch_engine.nn import loading, sharding, summary
-from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32
-from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
+from lmmods.torch_engine.nn import sharding, summary
+from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.export import save
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
-from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, Window, seed_step
+from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, WeightedMean, seed_step
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
-from lmmods.torch_engine.nn.micro_batching import cut, default_size
-from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, total_norm
+from lmmods.torch_engine.nn.micro_batching import split_rows, tokens_per_piece
+from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
 
 
 class TaskModule(TaskFields, L.LightningModule, ABC):
@@ -42,14 +40,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self._waiting: list[dict[str, Tensor]] = []
-        self.window = Window()
+        self.accumulation = GradientAccumulation()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
     # The network -----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_causal(self) -> bool:
-        return self.auto_class == "AutoModelForCausalLM"
 
     def configure_model(self) -> None:
         """Build the network on the device and in the dtypes that the trainer asks for."""
@@ -57,29 +51,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             return
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
-                            "to 1, or take it out and cut the model with trainer.strategy: fsdp.")
-        bound_onednn_cache()
-        torch.manual_seed(base_seed())
-        precision = self.trainer.precision
-        model = self.load_base(precision)
-        if self.fast_kernels:
-            loading.fuse_activations(model)
-            if self.device.type == "cpu" and precision.startswith("bf16") and self.attention is None:
-                prefer_float32(model)
-        tokenizer = self.trainer.datamodule.tokenizer
-        loading.resize_embeddings(model, len(tokenizer))
-        self.fit_tokenizer(model, tokenizer)
-        if self.trains_adapter:
-            torch.manual_seed(base_seed())  # the adapter starts the same however the base was loaded
-            dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-            model = self._with_adapter(model, self.trainer.datamodule.trainable_new_tokens, dtype)
-            if self.fast_kernels and not self.compile:  # the compiler joins them by itself
-                fuse_adapters(model)
-        if self.gradient_checkpointing:
-            loading.enable_checkpointing(model)
-        if self.compile:
-            loading.compile_layers(model)
-        self.model = model.train()
+                            "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
+        self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
+                                   precision=self.trainer.precision, device=self.trainer.strategy.root_device,
+                                   seed=base_seed())
         with self.trainer.precision_plugin.forward_context():
             self.on_model_ready()
         if self.device_mesh is not None:
@@ -89,49 +64,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Run a function that uses the network. Sharded parameters are whole only while this runs."""
         return function(*args)
 
-    def load_base(self, precision: str) -> nn.Module:
-        """The network without adapter, in training mode."""
-        import transformers
-
-        if self.config is not None:
-            config = load_config(self.config, self.config_overrides, self.revision, self.trust_remote_code,
-                                 vocabulary_fields(self.trainer.datamodule.tokenizer, self.is_causal))
-            dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-            with loading.sizes_checked(), choosing_attention(self.attention):
-                return getattr(transformers, self.auto_class).from_config(
-                    config, dtype=dtype, attn_implementation=self.attention, trust_remote_code=self.trust_remote_code)
-        return loading.load_pretrained(
-            getattr(transformers, self.auto_class),
-            self.pretrained,
-            overrides=self.config_overrides,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            quantize=self.quantize,
-            double_quant=self.double_quant,
-            quant_storage=self.quant_storage,
-            precision=precision,
-            frozen=self.trains_adapter,
-            attention=self.attention,
-            device=self.trainer.strategy.root_device,
-            max_memory=self.max_memory,
-            seed=base_seed(),
-        )
-
-    def fit_tokenizer(self, model: nn.Module, tokenizer) -> None:
-        """Tell the configuration which tokens begin, end and pad a text."""
-        for name, token in special_ids(tokenizer, self.is_causal).items():
-            if token is not None:
-                setattr(model.config, name, token)
-        if model.can_generate():
-            model.generation_config.pad_token_id = tokenizer.pad_token_id
-
     def on_model_ready(self) -> None:
         """Called once the network stands."""
-
-    def _with_adapter(self, model: nn.Module, trainable_tokens: list[int], dtype: torch.dtype) -> nn.Module:
-        if self.adapter is None:
-            return loading.add_lora(model, self.lora, trainable_tokens, dtype, self.task_type, base_seed())
-        return loading.continue_adapter(model, self.adapter, dtype)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; a tied parameter appears once."""
@@ -139,12 +73,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def configure_optimizers(self):
         optimizer = build_optimizer(self.named_parameters(), self.optimizer)
-        self._group_settings = [{name: value for name, value in group.items() if name != "params"}
-                                for group in optimizer.param_groups]
+        self._group_settings = group_settings(optimizer)
         schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    # Training: sums over a window, divided once ----------------------------------------------------------------------
+    # Training: sums over a step's micro-batches, divided once ---------------------------------------------------------
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
@@ -158,10 +91,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         size = self.piece_size()
-        piece, *self._waiting = cut(batch, size) if size else [batch]
+        piece, *self._waiting = split_rows(batch, size) if size else [batch]
         sums = self(self.batch_loss, piece)
-        self.window.add(sums, *self._counts(piece))
-        return sums.total / Window.GRADIENT_SCALE
+        self.accumulation.add(sums, *self._counts(piece))
+        return sums.total / GradientAccumulation.GRADIENT_SCALE
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Lightning's backward pass, then forward and backward of the pieces that wait: gradients add up."""
@@ -169,27 +102,15 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         for piece in self._waiting:
             with self.trainer.precision_plugin.forward_context():
                 sums = self(self.batch_loss, piece)
-            self.window.add_piece(sums, *self._counts(piece))
-            (sums.total / self._divisor()).backward()
+            self.accumulation.add_piece(sums, *self._counts(piece))
+            (sums.total / GradientAccumulation.divisor(self.trainer.accumulate_grad_batches)).backward()
         self._waiting = []
 
     def piece_size(self) -> int:
-        """Tokens of a piece of a micro-batch; 0 computes it whole.
-
-        Several processes meet in each backward pass, and GPUs like large products: only a CPU by itself cuts.
-
-        Raises:
-            UserError: `piece_tokens` asks for what several processes, or 16-mixed with its scaled gradients, cannot do.
-        """
-        can_cut = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
-        if self.piece_tokens and not can_cut:
-            raise UserError(f"model.piece_tokens is {self.piece_tokens}, but only one process cuts micro-batches, and "
-                            "not with precision 16-mixed: set it to 0 or null.")
-        if self.piece_tokens is not None:
-            return self.piece_tokens
-        if not can_cut or self.device.type != "cpu":
-            return 0
-        return default_size(self.model.config.get_text_config().hidden_size)
+        """Tokens of a piece of a micro-batch; 0 computes it whole. Raises UserError as `tokens_per_piece`."""
+        is_alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
+        hidden_size = self.model.config.get_text_config().hidden_size
+        return tokens_per_piece(self.piece_tokens, is_alone, self.device, hidden_size)
 
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Real tokens of the rows that score, and how many rows do: others only even out the processes."""
@@ -197,20 +118,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return (batch["attention_mask"] * scored.unsqueeze(1)).sum(), scored.sum()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Turn the gradient of the summed loss into that of the mean over the window, then clip it.
-
-        Lightning would average the means of micro-batches, and of ranks, however many tokens each held.
-        """
-        sums = self.trainer.strategy.reduce(self.window.sums(), reduce_op="sum")
-        averaged = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        factor = Window.GRADIENT_SCALE * averaged / sums[1].clamp(min=1)
-        for device in {grad.device for grad in grads}:  # several where the model is spread
-            torch._foreach_mul_([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
-        norm = total_norm(grads)
-        self.window.close(sums, norm, optimizer.param_groups[0]["lr"])
+        """Average the gradient over the step, then clip it."""
+        accumulated, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
+        norm = self.accumulation.average(optimizer, strategy, accumulated)
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
-            self.window.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
+            self.accumulation.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             torch.nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]],
                                                  gradient_clip_val, norm)
@@ -237,7 +149,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             role: `val` or `test`.
         """
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
-        results["perplexity"] = math.exp(min(results["loss"], 700))  # float64 ends near exp(709)
+        results["perplexity"] = perplexity(results["loss"])
         for metric in self.eval_metrics.values():
             metric.reset()
         return results, {}
@@ -245,33 +157,23 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Keep what trains, and the gradients of a window that is still open."""
+        """Keep what trains, and the gradients of a step that is still under way."""
         trainable = self.trainable()
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: state[name] for name in trainable}
         checkpoint["param_names"] = list(trainable)
-        checkpoint["window"] = self.window.pack(trainable, self.trainer.strategy, self._divisor())
-
-    def _divisor(self) -> float:
-        """What the gradients of an open window have been divided by: `training_step` and Lightning both do."""
-        return Window.GRADIENT_SCALE * self.trainer.accumulate_grad_batches
+        checkpoint["window"] = self.accumulation.pack(trainable, self.trainer.strategy,
+                                                      self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))
-        self.window.unpack(checkpoint["window"], self._divisor(), self.trainer.global_rank == 0)
+        self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
+                                 self.trainer.global_rank == 0)
 
     def on_train_start(self) -> None:
-        self._follow_recipe()
-        self.window.put_gradients(self.trainable(), self.trainer.world_size, self.trainer.global_rank == 0)
-
-    def _follow_recipe(self) -> None:
-        """A checkpoint brings the optimiser's state; its settings and the length of the schedule are the recipe's."""
-        optimizer, schedule = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
-        for number, settings in enumerate(self._group_settings):
-            group, factor = optimizer.param_groups[number], schedule.lr_lambdas[number](schedule.last_epoch)
-            group.update(settings, initial_lr=settings["lr"], lr=settings["lr"] * factor)
-            schedule.base_lrs[number] = settings["lr"]
+        follow_recipe(self.optimizers(use_pl_optimizer=False), self.lr_schedulers(), self._group_settings)
+        self.accumulation.put_gradients(self.trainable(), self.trainer.world_size, self.trainer.global_rank == 0)
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
@@ -279,9 +181,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Parameters, dtypes and how micro-batches are computed, in a line or two."""
         sizes = summary.summarize(self.model)
         piece = self.piece_size()
-        share = ", ".join(f"{name} {count / sizes.num_params:.1%}" for name, count in sizes.dtypes.items())
-        return (f"Parameters: {sizes.num_params:,}, of which {sizes.num_trainable:,} train "
-                f"({sizes.num_trainable / sizes.num_params:.2%}). Stored as: {share}."
+        return (describe_sizes(sizes.num_params, sizes.num_trainable, sizes.dtypes)
                 + (f" On this CPU a micro-batch is computed {piece} tokens at a time." if piece else ""))
 
     def memory_estimate(self) -> int:
@@ -296,7 +196,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def flops_per_token(self) -> int:
         """Arithmetic of one training token."""
-        return summary.flops_per_token(self.model)
+        return summary.training_flops(self.model)
 
     # Export ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+"""The network of a task and its first parameters: loaded or initialised, fitted to the tokenizer, with adapters."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_engine.distributed.tree import Tree, flatten, unflatten
+from jax_engine.models import hub, loading
+from jax_engine.models import lora as adapters
+from jax_engine.models.architecture import Head
+from jax_engine.models.network import Network
+from jax_engine.models.quant import Quantized
+from lmmods.core.adapters import quantised_in_full
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import (
+    check_saved_quantization,
+    load_config,
+    new_rows_message,
+    saved_quantization,
+    set_special_ids,
+    vocabulary_fields,
+)
+from lmmods.core.task_fields import TaskFields
+
+COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
+
+
+def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int) -> tuple[Network, Tree]:
+    """The network that the fields of a task describe, and its first parameters as numpy arrays.
+
+    Args:
+        data: The data module, for its tokenizer.
+        precision: Lightning's name.
+        seed: Of all parameters that no file holds.
+
+    Raises:
+        UserError: The model cannot be found, read or made, or an adapter does not fit it.
+    """
+    is_causal, compute = head == "causal", COMPUTE_DTYPES[precision]
+    config = load_config(fields.pretrained or fields.config, fields.config_overrides, fields.revision,
+                         defaults=vocabulary_fields(data.tokenizer, is_causal))
+    config._attn_implementation = fields.attention if fields.fast_kernels else "eager"
+    check_saved_quantization(saved_quantization(config), fields.pretrained, fields.quantize, fields.trains_adapter)
+    remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
+    options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels}
+    network = hub.network(config, head, **options)
+    stored = compute if fields.trains_adapter or precision == "bf16-true" else "float32"
+    if fields.pretrained:
+        params = loading.load(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
+                              fields.double_quant)
+    else:
+        params = jax.tree.map(lambda x: np.asarray(x).astype(stored), network.init(jax.random.key(seed)))
+    network, params = _with_rows_for(len(data.tokenizer), network, params, options)
+    set_special_ids(network.config, data.tokenizer, is_causal)
+    if not fields.trains_adapter:
+        return network, params
+    if fields.lora is not None and data.trainable_new_tokens:
+        raise UserError("model.lora: rows of new tokens train beside an adapter only in the torch engine. Use "
+                        "engine: torch, or full tuning.")
+    settings = fields.lora or adapters.adapter_settings(fields.adapter)
+    network = hub.network(network.config, head, lora=settings, **options)
+    return network, _with_adapter(network, params, fields.adapter, precision, seed)
+
+
+def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dict[str, Any]) -> tuple[Network, Tree]:
+    """Rows for the tokens that the tokenizer has beyond the model's; each is the mean of the old ones."""
+    old = network.config.vocab_size
+    if num_tokens <= old:
+        return network, params
+    say(new_rows_message(num_tokens, old))
+    network.config.vocab_size = num_tokens
+    wider = hub.network(network.config, network.head, **options)
+    shapes = flatten(jax.eval_shape(wider.init, jax.random.key(0)))
+    leaves = {}
+    for path, leaf in flatten(params).items():
+        missing = shapes[path].shape[0] - leaf.shape[0] if leaf.ndim else 0
+        mean = leaf.astype(np.float32).mean(0, keepdims=True).astype(leaf.dtype) if missing else None
+        leaves[path] = np.concatenate([leaf, np.repeat(mean, missing, 0)]) if missing else leaf
+    return wider, unflatten(leaves)
+
+
+def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int) -> Tree:
+    """The base's parameters with those of an adapter: new ones, or a folder's.
+
+    Args:
+        network: With adapters.
+    """
+    for path, leaf in flatten(base).items():
+        if isinstance(leaf, Quantized) and network.trains(path):
+            raise UserError(quantised_in_full(network.torch_modules(".".join(path[:-1]))[0], leaf.kind))
+    leaves = flatten(adapters.add_adapter(network, base, seed))
+    if folder is not None:
+        leaves |= flatten(adapters.load_adapter(network, folder))
+    # As torch: what trains is float32, also beside a bfloat16 base, and so are that base's norms.
+    trained = "bfloat16" if precision == "bf16-true" else "float32"
+    for path in leaves:
+        if network.trains(path):
+            leaves[path] = leaves[path].astype(trained)
+        elif precision == "bf16-mixed" and any("norm" in name for name in path):
+            leaves[path] = leaves[path].astype(np.float32)
+    return unflatten(leaves)

@@ -1,0 +1,121 @@
+"""The network of a task, ready to train: loaded or initialised, fitted to the tokenizer, with adapters, compiled."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmmods.core.errors import UserError, one_line
+from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
+from lmmods.core.out_of_memory import is_out_of_memory
+from lmmods.core.task_fields import TaskFields
+from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32
+from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
+from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
+from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
+from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
+
+
+def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
+                  device: torch.device, seed: int) -> nn.Module:
+    """The network that the fields of a task describe, in training mode.
+
+    Args:
+        auto_class: `AutoModelFor...` of transformers.
+        task_type: PEFT's name of the task.
+        data: The data module, for its tokenizer.
+        precision: Lightning's name.
+        device: Where the network will train.
+        seed: Of all weights that no file holds.
+
+    Raises:
+        UserError: The model cannot be found, read or made, or an adapter does not fit it.
+    """
+    bound_onednn_cache()
+    torch.manual_seed(seed)
+    is_causal = auto_class == "AutoModelForCausalLM"
+    model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed)
+    if fields.fast_kernels:
+        fuse_activations(model)
+        if device.type == "cpu" and precision.startswith("bf16") and fields.attention is None:
+            prefer_float32(model)
+    resize_embeddings(model, len(data.tokenizer))
+    set_special_ids(model.config, data.tokenizer, is_causal)
+    if model.can_generate():
+        model.generation_config.pad_token_id = data.tokenizer.pad_token_id
+    if fields.trains_adapter:
+        torch.manual_seed(seed)  # the adapter starts the same however the base was loaded
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        model = (add_lora(model, fields.lora, data.trainable_new_tokens, dtype, task_type, seed) if fields.lora
+                 else continue_adapter(model, fields.adapter, dtype))
+        if fields.fast_kernels and not fields.compile:  # the compiler joins them by itself
+            fuse_adapters(model)
+    if fields.gradient_checkpointing:
+        enable_checkpointing(model)
+    if fields.compile:
+        compile_layers(model)
+    return model.train()
+
+
+def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], precision: str, device: torch.device,
+          seed: int) -> nn.Module:
+    """The network without adapter, loaded or with random weights."""
+    import transformers
+
+    auto = getattr(transformers, auto_class)
+    if fields.config is not None:
+        config = load_config(fields.config, fields.config_overrides, fields.revision, fields.trust_remote_code,
+                             vocabulary)
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        with _sizes_checked(), choosing_attention(fields.attention):
+            return auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
+                                    trust_remote_code=fields.trust_remote_code)
+    return load_pretrained(
+        auto,
+        fields.pretrained,
+        overrides=fields.config_overrides,
+        revision=fields.revision,
+        trust_remote_code=fields.trust_remote_code,
+        quantize=fields.quantize,
+        double_quant=fields.double_quant,
+        quant_storage=fields.quant_storage,
+        precision=precision,
+        frozen=fields.trains_adapter,
+        attention=fields.attention,
+        device=device,
+        max_memory=fields.max_memory,
+        seed=seed,
+    )
+
+
+@contextlib.contextmanager
+def _sizes_checked() -> Iterator[None]:
+    """While a network of chosen sizes is made: a UserError says which sizes no network has."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"model.config: no network can be made of these fields: {one_line(error)}") from error
+
+
+def fuse_activations(model: nn.Module) -> None:
+    """Compute GPT-2's GELU in one pass instead of eight; same function, float32 rounding apart."""
+    from transformers.activations import NewGELUActivation
+
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Let torch.compile make one program of each kind of layer."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile()

@@ -1,0 +1,89 @@
+"""LoRA adapters on a network, through PEFT: new ones, and those of a folder."""
+
+import torch
+from torch import nn
+
+from lmmods.core.adapters import adapted_layers, adapter_config, modules_in_full, quantised_in_full
+from lmmods.core.errors import UserError, first_line
+from lmmods.core.initializers import init_lora_A
+from lmmods.core.settings import LoRA
+
+
+def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
+             task_type: str | None = None, seed: int = 0) -> nn.Module:
+    """Wrap `model` with a fresh PEFT adapter; the base is frozen.
+
+    Args:
+        trainable_tokens: Rows of the embedding that train beside the adapter (tokens new to the model).
+        dtype: Of the adapter's weights.
+        task_type: PEFT's name of the task, by which its own loaders pick the model class.
+        seed: Of the first weights.
+
+    Raises:
+        UserError: A target matches no module.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    linear = _adaptable(model)
+    adapted_layers(settings, linear)
+    for name in sorted(modules_in_full(settings, dict(model.named_modules()), linear)):
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
+            kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
+            raise UserError(quantised_in_full(name, kind))
+    targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if "all-linear" in targets else targets,
+        modules_to_save=settings.modules_to_save,
+        use_dora=settings.dora,
+        use_rslora=settings.rslora,
+        trainable_token_indices=trainable_tokens or None,
+        # PEFT trains the span head, new to the model, in full; an adapter on it as well would clash.
+        exclude_modules=["qa_outputs"] if task_type == "QUESTION_ANS" else None,
+        task_type=task_type,
+    )
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if ".lora_A." in name:
+                param.copy_(torch.from_numpy(init_lora_A(seed, name, tuple(param.shape))))
+    return _cast_trainable(wrapped, dtype)
+
+
+def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Module:
+    """Wrap `model` with the adapter in `folder` (written by PEFT or by this project), ready to train on.
+
+    Raises:
+        UserError: The folder holds no adapter, or one that does not fit the model.
+    """
+    from peft import PeftModel
+
+    adapter_config(folder)
+    try:
+        wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
+                        f"{first_line(error)}") from error
+    return _cast_trainable(wrapped, dtype)
+
+
+def _cast_trainable(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(dtype)
+    return model
+
+
+def _adaptable(model: nn.Module) -> list[str]:
+    """Names of the linear layers (quantised ones and GPT-2's Conv1D included) without the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules()
+             if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+    if not names:
+        raise UserError("lora.targets: this model has no linear layer, so there is nothing to adapt.")
+    return names
