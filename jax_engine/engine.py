@@ -24,8 +24,8 @@ def load() -> tuple[type, type, type, type, type, type]:
     from jax_engine.trainer import Trainer
     from lmmods.evaluation.mmlu import Questionnaire
     from lmmods.evaluation.samples import SampleWriter
-    from lmmods.runs.checkpoint_policy import KeepRules
+    from lmmods.runs.checkpoint_policy import CheckpointPolicy
     from lmmods.runs.hub_upload import Publisher
 
     import_all("jax_engine.tasks")
-    return Trainer, Task, KeepRules, SampleWriter, Questionnaire, Publisher
+    return Trainer, Task, CheckpointPolicy, SampleWriter, Questionnaire, Publisher

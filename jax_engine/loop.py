@@ -61,7 +61,7 @@ class Loop:
         figures = self._step(group, step_done)
         if step_done:
             progress.step += 1
-            run.metrics.add(progress.step, progress.epoch + progress.batches / run.schedule.batches_per_epoch, figures)
+            run.note_step(figures)
         self._after_batch(step_done)
 
     def _step(self, group: Group, completes: bool) -> Any:
@@ -97,7 +97,7 @@ class Loop:
             run.metrics.log(evaluation.ask(), step)
         if validates:
             return self._validate()
-        due = step_done and self._checkpointer.rules.is_due(step)
+        due = step_done and self._checkpointer.policy.is_due(step)
         # Several processes agree on an interruption once a step: asking each other makes them wait.
         inside = jax.process_count() == 1 and self._checkpointer.enabled  # what is not saved ends with a whole step
         may_stop = (step_done or inside) and machines.any_of(self.interruption.requested)

@@ -8,18 +8,18 @@ import jax
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.prefetch import Group, Prefetcher
-from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.steps import Steps, fetch_figures
 from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
-from jax_engine.metrics import Metrics
 from jax_engine.optim import step_scalars
-from jax_engine.progress import Progress
 from jax_engine.schedule import Schedule, limited
 from jax_engine.tasks.base import Task
-from lmmods.core.progress_bar import Bar
+from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.progress import Progress
+from lmmods.runs.step_metrics import StepMetrics
 
 
 @dataclass(kw_only=True)
@@ -99,12 +99,28 @@ class Training(Run):
     """
 
     schedule: Schedule
-    metrics: Metrics
+    metrics: StepMetrics
     state: Tree
     accumulation: Tree | None = None
     num_accumulated: int = 0
     data_position: dict[str, Any] = field(default_factory=dict)
     should_stop: bool = False
+
+    def __post_init__(self) -> None:
+        self.metrics.report = self._report
+
+    def _report(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=step)
+        self.bar.update(step, describe(metrics))
+
+    def note_step(self, figures: dict[str, jax.Array]) -> None:
+        """Note the figures of the step just taken, from `Steps`, for `metrics`."""
+        progress, schedule = self.progress, self.schedule
+        lr = self.task.optimizer.lr_at(progress.step - 1, schedule.num_steps)
+        self.metrics.add(progress.step, progress.epoch + progress.batches / schedule.batches_per_epoch,
+                         lambda: {**fetch_figures(figures), "lr": lr}, figures["total"].is_ready)
+        self.bar.update(progress.step)
 
     def replace_state(self, state: Tree) -> None:
         """Take the state after a step, which has consumed the one before."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from jax_engine.progress import Progress
 from lmmods.core.errors import UserError
 from lmmods.core.run_length import num_steps
+from lmmods.runs.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from jax_engine.distributed.weights import Weights
 from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter
 from jax_engine.loop import Loop
-from jax_engine.metrics import Metrics
 from jax_engine.optim import build
 from jax_engine.run import Run, Training
 from jax_engine.schedule import Schedule
@@ -32,12 +31,13 @@ from lmmods.core.throughput import Stopwatch, peak_flops
 from lmmods.evaluation.mmlu import Questionnaire
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain
-from lmmods.runs.checkpoint_policy import KeepRules
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV, log_recipe
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
+from lmmods.runs.step_metrics import StepMetrics
 from lmmods.runs.wandb_runs import log_predictions
 
 
@@ -118,7 +118,7 @@ class Trainer:
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         self.callbacks = [callbacks] if isinstance(callbacks, EarlyStopping) else callbacks or []
         self.checkpoint, self.samples, self.mmlu, self.publish = (
-            KeepRules(), SampleWriter(), Questionnaire(), Publisher())
+            CheckpointPolicy(), SampleWriter(), Questionnaire(), Publisher())
         self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
@@ -282,11 +282,9 @@ class Trainer:
             max_steps=self.max_steps,
             val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
-        peak, settings = peak_flops(jax.devices()[0].device_kind), model.optimizer
-        metrics = Metrics(
-            self.log_every_n_steps, run.stopwatch, run.bar, lambda step: settings.lr_at(step, schedule.num_steps),
-            run.flops_per_token / (peak * self.parallel.num_devices) if peak else None)
-        state = run.steps.new_state(run.weights.trainable)
+        peak, state = peak_flops(jax.devices()[0].device_kind), run.steps.new_state(run.weights.trainable)
+        flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
+        metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, flops_share)
         training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state)
         training.replace_state(state)
         return training, loader
@@ -345,7 +343,7 @@ class Trainer:
             if resumed:
                 checkpointer.go_on_from(resumed)
         machines.barrier("run folder")
-        run.loggers = run.metrics.loggers = self.run_loggers if run.is_first else []
+        run.loggers = self.run_loggers if run.is_first else []
         if resumed and run.loggers:
             run.loggers[0].rewind(step)
         log_recipe(run.loggers[1:], self.recipe, report)

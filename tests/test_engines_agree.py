@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import (
 )
 
 from lmmods.cli import main
+from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.runs.checkpoint_io import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
@@ -95,6 +98,24 @@ def same_predictions(run: RunFolder, other: RunFolder) -> None:
     assert found == wanted and probabilities[0] == pytest.approx(probabilities[1], rel=1e-3)
 
 
+def same_checkpoint_keys(on_jax: RunFolder, on_torch: RunFolder) -> None:
+    """At every level, except where an engine keeps what is its own."""
+    found, wanted = (read_checkpoint(run.resolve("last")) for run in (on_jax, on_torch))
+    data = {type_name for type_name in found if type_name.endswith("Data")}
+    assert len(data) == 1 and found.keys() - {"engine"} == {*CheckpointContent.__annotations__} | data
+    del wanted["pytorch-lightning_version"], found["engine"]
+    for content in (found, wanted):
+        content["loops"]["fit_loop"]["state_dict"] = content["identity"]["trainer"] = "of the engine"
+    assert set(paths(found)) == set(paths(wanted))
+
+
+def paths(node: object, path: str = "") -> Iterator[str]:
+    """Every key and number in a tree, under those that lead to it."""
+    yield path
+    for key, value in (node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()):
+        yield from paths(value, f"{path}/{key}")
+
+
 LORA = {"rank": 4, "alpha": 16, "targets": "all-linear"}
 QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
 
@@ -127,6 +148,7 @@ def test_both_engines_say_the_same(both, name, changes):
     assert {k: v for k, v in metrics.items() if k not in TIMED} == pytest.approx(
         {k: v for k, v in wanted.items() if k not in TIMED}, rel=1e-4)
     same_predictions(on_jax, on_torch)
+    same_checkpoint_keys(on_jax, on_torch)
     report, wanted = (json.loads(run.data_report.read_text()) for run in (on_jax, on_torch))
     assert report == wanted
     exported, = (path.name for path in on_torch.model.glob("*.safetensors"))

@@ -54,7 +54,8 @@ def test_rows_hold_the_time_of_their_steps(every, evaluated, waits):
     """Steps take the seconds above. An evaluation of 50 seconds follows some of them, a fetch the last."""
     clock, speeds = Clock(), {}
     stopwatch = Stopwatch(clock)
-    metrics = StepMetrics(stopwatch, lambda row, step: speeds.update({step: row["train/tokens_per_second"]}), every)
+    metrics = StepMetrics(stopwatch, every)
+    metrics.report = lambda row, step: speeds.update({step: row["train/tokens_per_second"]})
     stopwatch.start()
     ready = clock.now
     for step, (tokens, seconds) in enumerate(zip(TOKENS, SECONDS, strict=True), 1):
@@ -75,7 +76,7 @@ def test_rows_hold_the_time_of_their_steps(every, evaluated, waits):
 def test_a_loss_that_is_no_number_ends_the_run_at_its_step():
     """Of several steps counted at once the first bad one is named; 16-mixed skips such steps."""
     for skips in (False, True):
-        metrics = StepMetrics(Stopwatch(Clock()), lambda row, step: None, every=10)
+        metrics = StepMetrics(Stopwatch(Clock()), every=10)
         metrics.skips_overflows = skips
         for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan)):
             metrics.add(step, step / 2, lambda loss=loss: figures(loss=loss))
@@ -88,7 +89,7 @@ def test_a_loss_that_is_no_number_ends_the_run_at_its_step():
 
 def test_steps_that_wait_to_be_counted_do_not_pile_up():
     fetched = []
-    metrics = StepMetrics(Stopwatch(Clock()), lambda row, step: None, every=10**9)
+    metrics = StepMetrics(Stopwatch(Clock()), every=10**9)
     for step in range(2 * MOST_PENDING + 1):
         metrics.add(step + 1, 0.0, lambda step=step: fetched.append(step) or figures())
     assert len(fetched) == metrics.num_rows == 2 * MOST_PENDING

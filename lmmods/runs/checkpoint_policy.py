@@ -10,7 +10,7 @@ from lmmods.core.settings import require
 from lmmods.runs.folder import RunFolder, checkpoint_position
 
 
-class KeepRules:
+class CheckpointPolicy:
     """When a checkpoint is written besides after each validation, at the end and when interrupted, and which stay.
 
     Args:
@@ -61,22 +61,22 @@ class KeepRules:
         self.best.sort(key=lambda pair: (sign * pair[0], checkpoint_position(pair[1])))
         self.best = self.best[: self.keep_best]
 
-    def kept_with(self, newest: str) -> "Kept":
+    def decide(self, newest: str) -> "KeptCheckpoints":
         """What stays when the checkpoint `newest` stands, by the ranks of now."""
-        return Kept(newest, tuple(name for _, name in self.best), self.keep_last)
+        return KeptCheckpoints(newest, tuple(name for _, name in self.best), self.keep_last)
 
-    def take_up(self, folder: RunFolder, checkpoint: Path) -> None:
-        """Go on from a checkpoint: do what a run that died after writing it may have left undone.
+    def resume(self, folder: RunFolder, checkpoint: Path) -> None:
+        """Go on from a checkpoint: finish what a run that died after writing it may have left undone.
 
         Best ones that are no longer there, deleted since or of another run folder, are forgotten.
         """
         self.best = [pair for pair in self.best if folder.checkpoint(pair[1]).is_dir()][: self.keep_best]
         if checkpoint.name in folder.names():
-            self.kept_with(checkpoint.name).settle(folder)
+            self.decide(checkpoint.name).apply(folder)
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoints:
     """Which checkpoints stay, decided when one is written; another thread may carry it out while others are ranked.
 
     Args:
@@ -89,7 +89,7 @@ class Kept:
     best: tuple[str, ...]
     keep_last: int
 
-    def settle(self, folder: RunFolder) -> None:
+    def apply(self, folder: RunFolder) -> None:
         """Now that `newest` stands: point `last` and `best`, and only then drop what is no longer kept.
 
         Dying between any two steps leaves checkpoints that are whole, and links to such.

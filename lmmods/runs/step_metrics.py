@@ -35,14 +35,14 @@ class StepMetrics:
 
     Args:
         stopwatch: Runs while the run trains.
-        report: Takes metrics and the step they belong to: gives them to every logger.
         every: Optimiser steps between reported rows.
         flops_share: What a token per second is of all devices' peak, for train/mfu; None where the peak is not known.
     """
 
-    def __init__(self, stopwatch: Stopwatch, report: Callable[[dict[str, float], int], None], every: int = 1,
-                 flops_share: float | None = None):
-        self.report, self.every, self.flops_share = report, every, flops_share
+    def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_share: float | None = None):
+        self.every, self.flops_share = every, flops_share
+        # Gives metrics, and the step they belong to, to the loggers; set once there are any.
+        self.report: Callable[[dict[str, float], int], None] = lambda metrics, step: None
         self.latest: dict[str, float] = {}
         self.num_tokens = self.num_rows = 0
         self.laps = Laps()

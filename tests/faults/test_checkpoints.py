@@ -20,7 +20,7 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, OptimizerName
 from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_policy import KeepRules
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder, checkpoint_name
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
@@ -151,12 +151,12 @@ class Died(BaseException):
     """The process is gone; nothing catches it."""
 
 
-def save_all(folder: RunFolder, rules: KeepRules, writer) -> None:
+def save_all(folder: RunFolder, policy: CheckpointPolicy, writer) -> None:
     for step, loss in enumerate(LOSSES):
         name = checkpoint_name(step)
-        rules.rank({"val/loss": loss}, name)
-        writer(folder.checkpoint(name), {"callbacks": {"Checkpoint": rules.state_dict()}, "global_step": step})
-        rules.kept_with(name).settle(folder)
+        policy.rank({"val/loss": loss}, name)
+        writer(folder.checkpoint(name), {"callbacks": {"Checkpoint": policy.state_dict()}, "global_step": step})
+        policy.decide(name).apply(folder)
 
 
 @pytest.fixture
@@ -187,14 +187,14 @@ def dies_at(monkeypatch):
 def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, engine):
     writer, rules = WRITERS[engine], {"keep_last": 1, "keep_best": 1}
     count = dies_at(-1)
-    save_all(RunFolder(tmp_path / "whole"), KeepRules(**rules), writer)
+    save_all(RunFolder(tmp_path / "whole"), CheckpointPolicy(**rules), writer)
     total = count["done"]
     assert total > 30
     for moment in range(total):
         folder = RunFolder(tmp_path / str(moment))
         dies_at(moment)
         with pytest.raises(Died):
-            save_all(folder, KeepRules(**rules), writer)
+            save_all(folder, CheckpointPolicy(**rules), writer)
         dies_at(-1)
         for name in folder.names():
             read_checkpoint(folder.checkpoint(name))  # whole
@@ -205,9 +205,9 @@ def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, e
         if folder.checkpoints.joinpath("best").is_symlink():
             read_checkpoint(folder.resolve("best"))
         folder.begin(last)
-        again = KeepRules(**rules)
+        again = CheckpointPolicy(**rules)
         again.load_state_dict(read_checkpoint(last)["callbacks"]["Checkpoint"])
-        again.take_up(folder, last)
+        again.resume(folder, last)
         seen = [loss for loss in LOSSES[: read_checkpoint(last)["global_step"] + 1] if math.isfinite(loss)]
         assert [value for value, _ in again.best] == [min(seen)]
         assert folder.resolve("best").name == again.best[0][1]
@@ -216,32 +216,32 @@ def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, e
 
 
 def test_what_stays_is_decided_when_a_checkpoint_is_written(tmp_path):
-    """The thread settles the first checkpoint when the second is ranked already: the old best still stands."""
-    folder, rules = RunFolder(tmp_path), KeepRules(keep_last=1)
+    """The thread drops old ones after the next checkpoint has been ranked: the best that is there still stands."""
+    folder, policy = RunFolder(tmp_path), CheckpointPolicy(keep_last=1)
     for step, loss in enumerate([1.0, 5.0]):
-        rules.rank({"val/loss": loss}, f"step={step}")
-        write_checkpoint(folder.checkpoint(f"step={step}"), rules.state_dict())
-        kept = rules.kept_with(f"step={step}")
-    rules.rank({"val/loss": 0.5}, "step=2")  # not yet written
-    kept.settle(folder)
+        policy.rank({"val/loss": loss}, f"step={step}")
+        write_checkpoint(folder.checkpoint(f"step={step}"), policy.state_dict())
+        kept = policy.decide(f"step={step}")
+    policy.rank({"val/loss": 0.5}, "step=2")  # not yet written
+    kept.apply(folder)
     assert folder.names() == ["step=0", "step=1"] and folder.resolve("best").name == "step=0"
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_value_that_is_not_finite_is_never_the_best(mode):
-    rules = KeepRules(keep_best=2, mode=mode)
+    policy = CheckpointPolicy(keep_best=2, mode=mode)
     for step, value in enumerate([math.nan, math.inf, 2.0, -math.inf, 1.0, 3.0, math.nan]):
-        rules.rank({"val/loss": value}, f"step={step}")
-    assert [value for value, _ in rules.best] == ([1.0, 2.0] if mode == "min" else [3.0, 2.0])
+        policy.rank({"val/loss": value}, f"step={step}")
+    assert [value for value, _ in policy.best] == ([1.0, 2.0] if mode == "min" else [3.0, 2.0])
     older = json.loads('{"best": [[NaN, "step=0"], [Infinity, "step=1"], [2.0, "step=2"]]}')
-    rules.load_state_dict(older)
-    assert rules.best == [(2.0, "step=2")]
-    rules.rank({"val/loss": 1.5}, "step=3")
-    assert rules.best[0][1] == ("step=3" if mode == "min" else "step=2")
+    policy.load_state_dict(older)
+    assert policy.best == [(2.0, "step=2")]
+    policy.rank({"val/loss": 1.5}, "step=3")
+    assert policy.best[0][1] == ("step=3" if mode == "min" else "step=2")
 
 
 def test_values_of_another_metric_are_forgotten():
-    before, after = KeepRules(monitor="val/loss"), KeepRules(monitor="val/f1", mode="max")
+    before, after = CheckpointPolicy(monitor="val/loss"), CheckpointPolicy(monitor="val/f1", mode="max")
     before.rank({"val/loss": 0.5}, "step=1")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.best == []

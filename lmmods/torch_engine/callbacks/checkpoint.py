@@ -6,15 +6,16 @@ from typing import Any
 import lightning as L
 
 from lmmods.core.signals import stop
-from lmmods.runs.checkpoint_policy import KeepRules
+from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import log_checkpoint
 from lmmods.runs.folder import checkpoint_name
-from lmmods.runs.progress import recount
+from lmmods.runs.progress import correct_epochs, recount_loops
 from lmmods.torch_engine.callbacks.publish import Publish
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
 
-class Checkpoint(KeepRules, L.Callback):
+class Checkpoint(CheckpointPolicy, L.Callback):
     """Save what a run needs to go on exactly: by the rules, after validation, at the end and when interrupted."""
 
     _inside_epoch = True
@@ -22,7 +23,7 @@ class Checkpoint(KeepRules, L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After StartReport has made the run folder ready."""
         if trainer.resumed_from and trainer.is_global_zero:
-            self.take_up(trainer.run_folder, trainer.resumed_from)
+            self.resume(trainer.run_folder, trainer.resumed_from)
 
     # When ------------------------------------------------------------------------------------------------------------
 
@@ -48,31 +49,17 @@ class Checkpoint(KeepRules, L.Callback):
             self._inside_epoch = False
             self.save(trainer)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note what the run is and the number of processes, and set Lightning's count of epochs right.
-
-        After a resume from the end of an epoch it counts neither the end of that one nor the start of the next; a run
-        stopped so twice would train an epoch more than max_epochs.
-        """
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
+        """Note what the run is and the number of processes."""
         checkpoint["world_size"] = trainer.world_size
         checkpoint["identity"] = trainer.identity.tree
         if self._inside_epoch:
-            for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
-                counts["processed"] = counts["completed"]
-                counts["ready"] = counts["started"] = counts["completed"] + 1
+            correct_epochs(checkpoint)
 
-    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
         """Recount micro-batches where the run goes on with another number of processes."""
-        before, now = checkpoint.get("world_size", 1), trainer.world_size
-        if before == now or trainer.state.fn != "fit":
-            return
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        position = checkpoint[type(trainer.datamodule).__qualname__]
-        current, total = recount(progress["current"]["ready"], position, before, now, "processes")
-        for counts, ready in ((progress["current"], current), (progress["total"], total)):
-            shift = ready - counts["ready"]
-            for name in counts:  # the batch under way may not be completed yet
-                counts[name] += shift
+        if trainer.state.fn == "fit":
+            recount_loops(checkpoint, type(trainer.datamodule).__qualname__, trainer.world_size, "processes")
 
     # How -------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +70,7 @@ class Checkpoint(KeepRules, L.Callback):
         with trainer.stopwatch.paused():
             trainer.save_checkpoint(path)
             if trainer.is_global_zero:
-                self.kept_with(path.name).settle(trainer.run_folder)
+                self.decide(path.name).apply(trainer.run_folder)
                 log_checkpoint(trainer.loggers, path)
         trainer.strategy.barrier("checkpoint")
         if trainer.interrupt_requested():

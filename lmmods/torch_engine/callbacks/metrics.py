@@ -14,7 +14,7 @@ class Metrics(L.Callback):
 
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
-        self.steps = StepMetrics(self.stopwatch, lambda metrics, step: None)
+        self.steps = StepMetrics(self.stopwatch)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         def report(metrics: dict[str, float], step: int) -> None:

@@ -10,8 +10,7 @@ from jax_engine.distributed.tree import SUMS, Tree
 from jax_engine.optim import step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
-from lmmods.runs.checkpoint_io import BackgroundWriter as Writer  # noqa: F401
-from lmmods.runs.checkpoint_io import read_checkpoint as read  # noqa: F401
+from lmmods.runs.checkpoint_content import AccumulatedGradients, CheckpointContent
 from lmmods.runs.identity import check_parameters
 
 # The torch engine's networks are the attribute `model` of a LightningModule.
@@ -31,8 +30,8 @@ _COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> dict[str, Any]:
-    """The part of a checkpoint that holds parameters and optimiser.
+def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> CheckpointContent:
+    """The part of a checkpoint that holds parameters, optimiser and schedule.
 
     Args:
         state: On the host (`Parallel.fetch_state`).
@@ -46,16 +45,21 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     for slot, tree in state["optimizer"].items():
         for name, array in to_torch(tree).items():
             entries[index_of[PREFIX + name]][slot] = array
-    return {"state_dict": params, "param_names": list(params), "optimizer_states": [
-        {"state": {index: entry for index, entry in entries.items() if entry and step},
-         "param_groups": _groups(params, settings, float(step_scalars(settings, step, num_steps)["lr"]))}]}
+    groups = _groups(params, settings, float(step_scalars(settings, step, num_steps)["lr"]))
+    return {
+        "state_dict": params,
+        "param_names": list(params),
+        "optimizer_states": [{"state": {index: entry for index, entry in entries.items() if entry and step},
+                              "param_groups": groups}],
+        "lr_schedulers": [_schedule_state(settings, len(groups), step, num_steps)],
+    }
 
 
-def unpack(content: dict[str, Any], like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
     """State on the host from a checkpoint; `Parallel.put_state` brings it to the devices.
 
     Args:
-        content: From `read`.
+        content: From `read_checkpoint`.
         like: Shapes and dtypes of this run's state (`Parallel.shapes`).
 
     Raises:
@@ -71,7 +75,7 @@ def unpack(content: dict[str, Any], like: Tree, to_torch: ToTorch, from_torch: F
     return {"trainable": trainable, "optimizer": slots}
 
 
-def unpack_trainable(content: dict[str, Any], like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
     """The trained parameters alone, on the host; arguments and errors as of `unpack`."""
     saved = content["state_dict"]
     wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
@@ -79,31 +83,31 @@ def unpack_trainable(content: dict[str, Any], like: Tree, to_torch: ToTorch, fro
     return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
 
 
-def schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: int) -> dict[str, Any]:
+def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch) -> AccumulatedGradients:
+    """What a step under way has summed over all devices.
+
+    Args:
+        accumulation: On the host (`Parallel.fetch_sums`).
+        num_batches: Micro-batches of each rank in it.
+    """
+    gradients = {PREFIX + name: gradient for name, gradient in to_torch(accumulation["gradients"]).items()}
+    return {"sums": np.array([accumulation["sums"][name] for name in SUMS], np.float64), "num_batches": num_batches,
+            "divisor": 1.0, "gradients": gradients}
+
+
+def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch) -> Tree:
+    """Undo `pack_accumulation`, for `Parallel.put_sums`."""
+    gradients = {name.removeprefix(PREFIX): gradient.astype(np.float32) * np.float32(saved["divisor"])
+                 for name, gradient in saved["gradients"].items()}
+    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), saved["sums"], strict=True)}
+    return {"gradients": from_torch(gradients), "sums": sums}
+
+
+def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: int) -> dict[str, Any]:
     """State of torch's LambdaLR after `step` optimiser steps."""
     lr = settings.lr_at(step, num_steps)
     return {"base_lrs": [settings.lr] * num_groups, "last_epoch": step, "_step_count": step + 1, "_is_initial": False,
             "_get_lr_called_within_step": False, "_last_lr": [lr] * num_groups, "lr_lambdas": [None] * num_groups}
-
-
-def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch) -> dict[str, Any]:
-    """The `window` of a checkpoint: what has been accumulated over all devices since the last optimiser step.
-
-    Args:
-        accumulation: On the host (`Parallel.fetch_sums`).
-        num_batches: Micro-batches in it.
-    """
-    return {"sums": np.array([accumulation["sums"][name] for name in SUMS], np.float64), "num_batches": num_batches,
-            "divisor": 1.0, "gradients": {PREFIX + name: gradient
-                                          for name, gradient in to_torch(accumulation["gradients"]).items()}}
-
-
-def unpack_accumulation(window: dict[str, Any], from_torch: FromTorch) -> Tree:
-    """Undo `pack_accumulation`, for `Parallel.put_sums`. `divisor` is what the stored gradients were divided by."""
-    gradients = {name.removeprefix(PREFIX): gradient.astype(np.float32) * np.float32(window["divisor"])
-                 for name, gradient in window["gradients"].items()}
-    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), window["sums"], strict=True)}
-    return {"gradients": from_torch(gradients), "sums": sums}
 
 
 def _by_group(params: dict[str, np.ndarray]) -> list[str]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.checkpoint import pack, pack_accumulation, unpack, unpack_accumulation
+from jax_engine.checkpoint_arrays import pack, pack_accumulation, unpack, unpack_accumulation
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Steps
@@ -104,18 +104,18 @@ def test_groups_of_torch(toy):
     assert optimizer["state"][0]["exp_avg"].shape == (64, 16) and optimizer["state"][0]["step"] == 2
 
 
-def test_an_open_window_returns(toy, tmp_path):
+def test_accumulated_gradients_return(toy, tmp_path):
     four = Replicas(jax.devices()[:4])
     params = toy.init(jax.random.key(0))
-    accumulation = gradients_of(params, 0)
-    fetched = four.fetch_sums(four.put_sums(accumulation))
-    write_checkpoint(tmp_path / "c", {"window": pack_accumulation(fetched, 3, toy.to_torch)})
+    sums = gradients_of(params, 0)
+    packed = pack_accumulation(four.fetch_sums(four.put_sums(sums)), 3, toy.to_torch)
+    write_checkpoint(tmp_path / "c", {"window": packed})
     content = read_checkpoint(tmp_path / "c")["window"]
     assert content["num_batches"] == 3 and content["sums"].dtype == np.float64
-    assert equal(unpack_accumulation(content, toy.from_torch), accumulation)
+    assert equal(unpack_accumulation(content, toy.from_torch), sums)
     content["divisor"] = 8.0
     assert equal(unpack_accumulation(content, toy.from_torch)["gradients"],
-                 jax.tree.map(lambda g: 8 * g, accumulation["gradients"]))
+                 jax.tree.map(lambda g: 8 * g, sums["gradients"]))
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(toy, tmp_path):
