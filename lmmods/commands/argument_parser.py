@@ -5,7 +5,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import yaml
@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lmmods.commands.jsonargparse_compat import hide_classes, options_of, take_no_files, type_of
 from lmmods.commands.registry import COMMANDS, command_parser
 from lmmods.commands.trust import refuse_import
 from lmmods.core.errors import UserError, readable
@@ -34,6 +35,7 @@ class Parser(LightningArgumentParser):
     """
 
     hidden: dict[str, Callable[[str], Any]] = {}
+    commands: Mapping[str, argparse.ArgumentParser] = {}  # their parsers, by name
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         """Tell what is wrong and leave with status 2."""
@@ -52,6 +54,7 @@ class Parser(LightningArgumentParser):
         from lmmods.commands.report.command import report_parser
 
         subcommands = super().add_subcommands(**kwargs)
+        self.commands = subcommands.choices
         for name, parser in [*((name, command_parser(name)) for name in COMMANDS), ("report", report_parser())]:
             subcommands.add_subcommand(name, parser, help=parser.description)
         return subcommands
@@ -66,13 +69,10 @@ class Parser(LightningArgumentParser):
         else:  # trainers are made later, when their callbacks have been
             added = self.add_class_arguments(lightning_class, nested_key, fail_untyped=False, sub_configs=True,
                                              instantiate=nested_key != "trainer")
-        for action in self._actions:
-            # Otherwise a string that happens to be a file, like `source: rows.jsonl`, is read as a configuration.
-            if getattr(action, "_enable_path", False):
-                action._enable_path = False
-                action.sub_add_kwargs["sub_configs"] = False
-            if action.dest in self.hidden:
-                action.extra_help = lambda told=action.extra_help, hide=self.hidden[action.dest]: _without(told(), hide)
+        take_no_files(self)  # else `source: rows.jsonl` is read as a configuration where there is such a file
+        for option in options_of(self):
+            if option.dest in self.hidden:
+                hide_classes(option, self.hidden[option.dest])
         return added
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,12 +108,6 @@ def untried_strategy(class_path: str) -> bool:
         "DDPStrategy", "SingleDeviceStrategy")
 
 
-def _without(listed: str, hide: Callable[[str], Any]) -> str:
-    """`, known subclasses: a.B, c.D` without those to hide."""
-    head, colon, names = listed.partition(": ")
-    return head + colon + ", ".join(name for name in names.split(", ") if not hide(name))
-
-
 def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
     """An object of Lightning's; of other classes the errors are their own."""
     if not kind.__module__.startswith("lightning."):
@@ -124,18 +118,14 @@ def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
         raise UserError(f"{kind.__name__}: {error}") from error
 
 
-def _known_names(parser: LightningArgumentParser) -> set[str]:
+def _known_names(parser: Parser) -> set[str]:
     """Last parts of all keys and the short names of all classes that a recipe may hold."""
-    parsers = [parser]
-    if parser._subcommands_action is not None:
-        parsers += parser._subcommands_action._name_parser_map.values()
-    names = {option.rsplit(".", 1)[-1].lstrip("-")
-             for each in parsers for action in each._actions for option in action.option_strings}
+    options = [option for each in (parser, *parser.commands.values()) for option in options_of(each)]
+    names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}
     classes = [Optimizer, LoRA, Generation]
-    for each in parsers:
-        for action in each._actions:
-            for kind in getattr(action, "_typehint", None) and get_args(action._typehint) or ():
-                classes += [kind, *kind.__subclasses__()] if isinstance(kind, type) else []
+    for option in options:
+        for kind in get_args(type_of(option)):
+            classes += [kind, *kind.__subclasses__()] if isinstance(kind, type) else []
     for kind in classes:
         names.add(kind.__name__)
         names |= {name for base in kind.__mro__ if base.__module__.startswith("lmmods")

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import yaml
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 
 from lmmods.commands.argument_parser import OnlyHelp, Parser, untried_strategy
+from lmmods.commands.lightning_compat import CLI
 from lmmods.commands.trainer_keys import check_blocks, check_nulls, check_values
 from lmmods.commands.trust import FLAG, PACKAGES, check_recipe
 from lmmods.core.engines import ENGINES, import_all
@@ -61,7 +62,7 @@ def jax_engine() -> Engine:
     return Engine(trainer, task, DataModule, rules, samples, questions, publisher)
 
 
-class EngineCLI(LightningCLI):
+class EngineCLI(CLI):
     """fit, validate, test, predict and inspect over one engine's classes.
 
     Args:
@@ -73,29 +74,36 @@ class EngineCLI(LightningCLI):
     def __init__(self, engine: Engine, engine_name: str, args: list[str] | None = None):
         self.engine, self.engine_name = engine, engine_name
         Parser.hidden = {"trainer.callbacks": engine.reason_against, "trainer.strategy": untried_strategy}
-        super().__init__(
-            engine.module,
-            engine.data,
-            trainer_class=engine.trainer,
-            save_config_callback=None,
-            seed_everything_default=42,
-            parser_class=Parser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            args=args,
-        )
+        try:
+            super().__init__(  # parses, builds and runs the command
+                engine.module,
+                engine.data,
+                trainer_class=engine.trainer,
+                save_config_callback=None,
+                seed_everything_default=42,
+                parser_class=Parser,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                args=args,
+            )
+        except (RuntimeError, MemoryError, ValueError) as error:  # the last of XLA: see is_out_of_memory
+            if not is_out_of_memory(error):
+                raise
+            trains = getattr(self, "subcommand", None) == "fit" and hasattr(self, "trainer")
+            last = self.trainer.run_folder.find("last") if trains else None
+            raise what_to_lower(error, last and last.name) from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule"}}
+        return {**CLI.subcommands(), "inspect": {"model", "datamodule"}}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
         self.arguments, self.config = args, self._parsed(parser, args)
         recipe = self.config[self.config.subcommand]
         check_blocks(recipe)
-        check_nulls(self._parser(self.config.subcommand), recipe)
+        check_nulls(self.parser.commands[self.config.subcommand], recipe)
         check_values(recipe, self.engine_name)
         for spec in _as_list(recipe.trainer.get("callbacks")):
             reason = self.engine.reason_against(spec.class_path)
@@ -108,18 +116,6 @@ class EngineCLI(LightningCLI):
             return parser.parse_args(args)
         except (UnicodeDecodeError, OSError) as error:  # of a file that a key names, as --trainer FILE
             raise UserError(f"A file that the command line names cannot be read ({error}).") from error
-
-    def _parse_ckpt_path(self) -> None:
-        """Lightning would unpickle a file named by --ckpt_path and take classes from it; ours are folders."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        try:
-            super()._run_subcommand(subcommand)
-        except (RuntimeError, MemoryError, ValueError) as error:  # the last of XLA: see is_out_of_memory
-            if not is_out_of_memory(error):
-                raise
-            last = self.trainer.run_folder.find("last") if subcommand == "fit" else None
-            raise what_to_lower(error, last and last.name) from error
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
@@ -148,7 +144,7 @@ class EngineCLI(LightningCLI):
             settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
 
     def after_instantiate_classes(self) -> None:
-        dump = self._parser(self.subcommand).dump(self.recipe, skip_none=False)
+        dump = self.parser.commands[self.subcommand].dump(self.recipe, skip_none=False)
         recipe = redacted(yaml.safe_load(dump))
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
@@ -172,7 +168,7 @@ class EngineCLI(LightningCLI):
 
     def _defaults(self) -> dict[str, Any]:
         """The default of every key, in blocks as a recipe has them, but without `class_path` and `init_args`."""
-        tree = self._parser(self.subcommand).get_defaults().as_dict()
+        tree = self.parser.commands[self.subcommand].get_defaults().as_dict()
         for block, instance in (("model", self.model), ("data", self.datamodule)):
             tree[block] = {name: parameter.default for base in reversed(type(instance).__mro__)
                            for name, parameter in inspect.signature(base.__init__).parameters.items()

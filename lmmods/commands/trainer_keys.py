@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from jsonargparse import Namespace
 
+from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import shortened
 from lmmods.core.run_length import check_length
@@ -49,11 +50,11 @@ def check_nulls(parser: Any, recipe: Any) -> None:
     Raises:
         UserError: One is null.
     """
-    for action in parser._actions:
-        takes_null = type(None) in get_args(getattr(action, "_typehint", None))
-        if (action.dest.split(".")[0] in BLOCKS[1:] and action.default is not None and not takes_null
-                and recipe.get(action.dest, action.default) is None):
-            _refuse(action.dest, None, f"set; without the key it is {action.default!r}")
+    for option in options_of(parser):
+        takes_null = type(None) in get_args(type_of(option))
+        if (option.dest.split(".")[0] in BLOCKS[1:] and option.default is not None and not takes_null
+                and recipe.get(option.dest, option.default) is None):
+            _refuse(option.dest, None, f"set; without the key it is {option.default!r}")
 
 
 def check_values(recipe: Any, engine: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from lmmods.commands.jsonargparse_compat import kept_settings
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import TRUST_KEY
 
@@ -62,16 +63,12 @@ def is_trusted() -> bool:
 def guarded_imports() -> Iterator[None]:
     """Within it, a parser imports what a recipe names from `PACKAGES` only, unless the command line trusts it."""
     from jsonargparse import set_parsing_settings
-    from jsonargparse._common import parsing_settings
 
-    before = dict(parsing_settings)
-    set_parsing_settings(instantiate_subclass_spec_in_any=False)
-    if not is_trusted():
-        set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(PACKAGES))
-    try:
+    with kept_settings():
+        set_parsing_settings(instantiate_subclass_spec_in_any=False)
+        if not is_trusted():
+            set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(PACKAGES))
         yield
-    finally:
-        parsing_settings.update(before)
 
 
 def refuse_import(key: str | None, path: str) -> None:
