@@ -21,7 +21,7 @@ ROOMS = ["lmmods.core", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmo
 # The same inside rooms; what lies in none of these folders may use all of them.
 INSIDE = {
     "lmmods.data": ["sources", "encode", "store", "batches", "scoring"],
-    "lmmods.torch_engine": ["nn", "strategies", "tasks", "callbacks"],
+    "lmmods.torch_engine": ["compat", "nn", "strategies", "tasks", "callbacks"],
     "jax_engine": ["distributed", "models", "tasks"],
 }
 LONGEST_FILE, MOST_METHODS = 640, 61

@@ -1,26 +1,25 @@
-"""Lightning's loop over epochs, which also ends a run that was killed after its last step."""
-
-from lightning.pytorch.loops.fit_loop import _FitLoop
+"""What a resumed run does that has nothing left to train."""
 
 from lmmods.core.console import say
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 
 
-class FitLoop(_FitLoop):
-    """A run resumed with nothing left to train still goes through its end: Lightning's own loop returns at once.
+def is_skipped(trainer, skips: bool) -> bool:
+    """Whether fit returns at once.
 
-    Samples, metrics, model and curves are then written as they would have been. A run that is complete only says so.
+    A run that was killed after its last step still goes through its end: samples, metrics, model and loss plot are then
+    written as they would have been. A run that is complete only says so.
+
+    Args:
+        trainer: `lmmods.torch_engine.trainer.Trainer`.
+        skips: Whether Lightning's loop would return.
     """
-
-    @property
-    def skip(self) -> bool:
-        trainer = self.trainer
-        if trainer.resumed_from is None or trainer.limit_train_batches == 0:
-            return super().skip
-        stopped = [callback.rule.begin(trainer.validates) for callback in trainer.callbacks
-                   if isinstance(callback, SharedEarlyStopping)]
-        if not super().skip and not any(stopped):
-            return False
-        told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, *trainer.length, stopped)
-        say(told)
-        return trainer.was_complete
+    if trainer.resumed_from is None or trainer.limit_train_batches == 0:
+        return skips
+    stopped = [callback.rule.begin(trainer.validates) for callback in trainer.callbacks
+               if isinstance(callback, SharedEarlyStopping)]
+    if not skips and not any(stopped):
+        return False
+    told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, *trainer.length, stopped)
+    say(told)
+    return trainer.was_complete

@@ -33,7 +33,8 @@ from lmmods.torch_engine.callbacks.progress import Progress
 from lmmods.torch_engine.callbacks.startup_report import StartReport
 from lmmods.torch_engine.callbacks.unsaved import StopUnsaved
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
-from lmmods.torch_engine.fit_loop import FitLoop
+from lmmods.torch_engine.compat.lightning import decide_skip, end_after, epoch_ends, validation_follows
+from lmmods.torch_engine.fit_loop import is_skipped
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.choose import choose_strategy
@@ -118,8 +119,7 @@ class Trainer(L.Trainer):
         except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's, of the recipe's values
             raise UserError(f"trainer: {error}") from error
         self._epochs = max_epochs
-        self.fit_loop, epoch_loop = FitLoop(self, self.min_epochs, self.max_epochs), self.fit_loop.epoch_loop
-        self.fit_loop.epoch_loop = epoch_loop
+        decide_skip(self, functools.partial(is_skipped, self))
         self.length = (max_steps, max_epochs)  # as the recipe says it
         self.was_complete = False  # when it was resumed
         self.stopwatch = metrics.stopwatch
@@ -197,7 +197,7 @@ class Trainer(L.Trainer):
         datamodule.setup("fit")
         self.strategy.connect(model)
         with self.strategy.tensor_init_context():
-            self._data_connector.attach_datamodule(model, datamodule=datamodule)
+            self.datamodule = datamodule
             model.configure_model()
         show_data(self.recipe, datamodule, rows, which)
         needed, available = model.memory_estimate(), available_bytes(model.device)
@@ -215,8 +215,8 @@ class Trainer(L.Trainer):
 
     def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
         """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
-        launched = self._accelerator_connector.cluster_environment.creates_processes_externally
-        return self.run_folder.taken(command, check, self.is_global_zero, tells_later=launched and self.world_size > 1)
+        launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
+        return self.run_folder.taken(command, check, self.is_global_zero, tells_later=launched)
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Trainer(L.Trainer):
         steps = super().estimated_stepping_batches  # loads the data, too
         if isinstance(self._epochs, float) and math.isfinite(self.num_training_batches):
             steps = num_steps(self.num_training_batches, self.accumulate_grad_batches, self._epochs, self.max_steps)
-            self.fit_loop.epoch_loop.max_steps = steps
+            end_after(self, steps)
         return steps
 
     # Position --------------------------------------------------------------------------------------------------------
@@ -253,13 +253,13 @@ class Trainer(L.Trainer):
 
     def validation_is_due(self) -> bool:
         """In on_train_batch_end: whether validation follows this batch."""
-        return self.validates and self.fit_loop.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher)
+        return self.validates and validation_follows(self)
 
     def is_last_batch_of_run(self) -> bool:
         """In on_train_batch_end: whether max_steps or max_epochs end the run with this batch."""
         if self.max_steps != -1 and self.global_step >= self.max_steps:
             return True
         last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
-        return last_epoch and self.fit_loop.epoch_loop._num_ready_batches_reached()
+        return last_epoch and epoch_ends(self)
 
 

@@ -216,7 +216,8 @@ def test_no_key_is_of_any_type(engine):
     """A key of type Any takes whatever a recipe names. Dictionaries of Any are kept as they are, never built."""
     from typing import Any, get_args
 
-    from lmmods.commands.registry import engine_cli as parser
+    from lmmods.commands import engine_cli as parser
+    from lmmods.commands.jsonargparse_compat import options_of, type_of
 
     def open_types(kind) -> bool:
         return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(
@@ -232,15 +233,14 @@ def test_no_key_is_of_any_type(engine):
     with pytest.raises(Looked) as looked:
         OnlyParser(getattr(parser, f"{engine}_engine")(), engine, [])
     cli = looked.value.args[0]
-    fit = cli._subcommand_parsers["fit"]
-    parsers = [fit, *(parser.Parser() for _ in ())]
+    parsers = [cli.parser.commands["fit"]]
     for base in (cli.engine.module, cli.engine.data):
         for kind in _concrete(base):
             each = parser.Parser()
             each.add_class_arguments(kind, "it", fail_untyped=False)
             parsers.append(each)
-    actions = [action for each in parsers for action in each._actions]
-    typed = {action.dest: action._typehint for action in actions if hasattr(action, "_typehint")}
+    options = [option for each in parsers for option in options_of(each)]
+    typed = {option.dest: type_of(option) for option in options if type_of(option) is not None}
     assert len(typed) > 100
     assert not [name for name, kind in typed.items() if open_types(kind)]
 

@@ -6,6 +6,7 @@ import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lmmods.evaluation.early_stopping import EarlyStoppingRule
+from lmmods.torch_engine.compat.lightning import checks_at_epoch_end, epoch_ends
 
 _FIELDS = ("monitor", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
            "divergence_threshold")
@@ -27,7 +28,7 @@ class SharedEarlyStopping(L.Callback):
             return callback
         sign = 1 if callback.mode == "max" else -1
         return cls(EarlyStoppingRule(min_delta=sign * callback.min_delta,
-                                     check_on_train_epoch_end=callback._check_on_train_epoch_end,
+                                     check_on_train_epoch_end=checks_at_epoch_end(callback),
                                      **{name: getattr(callback, name) for name in _FIELDS}))
 
     @property
@@ -53,7 +54,6 @@ class SharedEarlyStopping(L.Callback):
             self._check(trainer, validated=True)
 
     def _check(self, trainer: L.Trainer, validated: bool) -> None:
-        epoch_ends = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        if self.rule.is_due(validated, epoch_ends) and not trainer.fast_dev_run:
+        if self.rule.is_due(validated, epoch_ends(trainer)) and not trainer.fast_dev_run:
             found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint_io import Writers
+from lmmods.torch_engine.compat.lightning import shard_over_all
 from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, whole
 
 
@@ -41,7 +42,7 @@ class FSDP2(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self.check_run(self.lightning_module)
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        shard_over_all(self)
         super().setup_environment()
 
     # Checkpoints: Lightning's own are pickled, and hold the frozen base too ------------------------------------------

@@ -1,0 +1,59 @@
+"""What the torch engine needs of Lightning's trainer that has no public name. Read in lightning 2.6.
+
+Each use is held by tests/compat/test_lightning.py.
+"""
+
+from collections.abc import Callable
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+
+def decide_skip(trainer: L.Trainer, decide: Callable[[bool], bool]) -> None:
+    """Let `decide` say whether fit is left without going through its end, given what Lightning would do.
+
+    A subclass of `_FitLoop`, whose `skip` returns from fit at once, takes the place of the trainer's loop, around the
+    same `epoch_loop`. Loops cannot be chosen by any argument of Trainer.
+    """
+    class FitLoop(_FitLoop):
+        @property
+        def skip(self) -> bool:
+            return decide(super().skip)
+
+    loop = FitLoop(trainer, trainer.min_epochs, trainer.max_epochs)
+    loop.epoch_loop = trainer.fit_loop.epoch_loop
+    trainer.fit_loop = loop
+
+
+def end_after(trainer: L.Trainer, num_steps: int) -> None:
+    """End fit after so many optimiser steps: `epoch_loop.max_steps`; `Trainer.max_steps` has no setter."""
+    trainer.fit_loop.epoch_loop.max_steps = num_steps
+
+
+def epoch_ends(trainer: L.Trainer) -> bool:
+    """In on_train_batch_end: whether the epoch ends with this batch: `epoch_loop._num_ready_batches_reached`.
+
+    `Trainer.is_last_batch` knows the end of the data alone, not that of limit_train_batches on a stream.
+    """
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def validation_follows(trainer: L.Trainer) -> bool:
+    """In on_train_batch_end: whether Lightning validates after this batch: `epoch_loop._should_check_val_fx`, for the
+    fetcher of batches that `fit_loop._data_fetcher` is. Nothing public says so beforehand."""
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+
+
+def checks_at_epoch_end(callback: EarlyStopping) -> bool | None:
+    """Its argument `check_on_train_epoch_end`, which it keeps in `_check_on_train_epoch_end` alone."""
+    return callback._check_on_train_epoch_end
+
+
+def shard_over_all(strategy: ModelParallelStrategy) -> None:
+    """Before set-up: let all processes share one copy of the parameters: `_data_parallel_size`.
+
+    Its argument `data_parallel_size` would do, but how many processes there are is not known when the recipe is read.
+    """
+    strategy._data_parallel_size = strategy.num_nodes * strategy.num_processes
