@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from jax_engine.progress import Position
+from jax_engine.progress import Progress
 from lmmods.commands.lightning_compat import CLI
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.compat import lightning as compat
@@ -89,8 +89,8 @@ def test_the_state_of_loops_is_that_of_checkpoints():
     trainer = L.Trainer(max_steps=1, limit_val_batches=0, **QUIET)
     trainer.fit(BoringModel())
     theirs = trainer.fit_loop.state_dict()
-    ours = Position().loops(False)["fit_loop"]
-    assert theirs.keys() == ours.keys(), mend("lightning", Position.loops)
+    ours = Progress().loops(False)["fit_loop"]
+    assert theirs.keys() == ours.keys(), mend("lightning", Progress.loops)
     for key in ("epoch_progress", "epoch_loop.batch_progress"):
         counts = {name: part.keys() if isinstance(part, dict) else part for name, part in ours[key].items()}
         found = {name: part.keys() if isinstance(part, dict) else part for name, part in theirs[key].items()}
