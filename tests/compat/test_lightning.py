@@ -5,12 +5,12 @@ import inspect
 import lightning as L
 import pytest
 import torch
+from jax_engine.progress import Progress
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from jax_engine.progress import Progress
 from lmmods.commands.lightning_compat import CLI
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.compat import lightning as compat
