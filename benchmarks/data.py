@@ -104,12 +104,12 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
             num_proc=num_proc,
             cache_dir=str(folder / "cache"),
         )
-        fresh._repaired = data._load_tokenizer()  # loading it is no part of encoding
+        fresh._tokenizer = data._tokenizer  # loading it is no part of encoding
         fresh.setup("fit")
-        fresh._items("train")
+        fresh._loaders.items("train")
 
     raw_time, our_time = best_of(3, encode_raw, encode_ours)
-    items = data._items("train")
+    items = data._loaders.items("train")
     tokens = int(items.lengths.sum())
     print(f"raw encode_batch     {tokens / raw_time:12,.0f} tokens/s")
     print(f"read+encode+store+pack {tokens / our_time:10,.0f} tokens/s   {raw_time / our_time:.0%} of raw")
@@ -164,7 +164,7 @@ def measure_corpus(tokenizer: str, folder: Path, megabytes: int, num_proc: int) 
     data.setup("fit")
     taken = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    items = data._items("train")
+    items = data._loaders.items("train")
     tokens = int(items.lengths.sum())
     print(
         f"{megabytes} MiB of text: {tokens:,} tokens in {taken:,.0f} s, {megabytes / taken:.1f} MiB/s, "

@@ -179,7 +179,7 @@ def test_a_space_at_the_end_belongs_to_the_answer(tmp_path, data, rows):
 
 
 def test_prompts_that_end_differently_have_letters_of_their_own(tmp_path, data):
-    data._repaired.tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama") if data.tokenizer else None
+    data._tokenizer.loaded.tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
     rows = [{"input": f"Choose.{end}", "output": letter} for end in ("\nAnswer:", "\n") for letter in "ABC"]
     found = prepared(data, write(tmp_path / "rows.jsonl", rows))
     names = data.tokenizer.convert_ids_to_tokens(found.choice_ids.tolist())

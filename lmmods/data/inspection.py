@@ -10,11 +10,14 @@ from lmmods.data.store.rows import RowSet
 Which = Literal["first", "longest", "most_cut", "most_unknown"]
 
 
-def choose_rows(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
-    """Places of rows in a data set with `lengths` and `cut`.
+def shown_rows(
+    items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
+) -> list[dict[str, Any]]:
+    """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists.
 
     Args:
-        items: The data set.
+        items: Rows of batches, a data set with `lengths` and `cut`.
+        rows: The rows that these are made of.
         num_rows: How many.
         which: `first`, `longest`, `most_cut` (tokens cut off), `most_unknown` (tokens the vocabulary lacks), or places.
         unknown_id: Id of the unknown token.
@@ -22,6 +25,10 @@ def choose_rows(items: Any, num_rows: int, which: Which | list[int], unknown_id:
     Raises:
         UserError: A place does not exist.
     """
+    return [_shown_row(items[place], rows) for place in _places(items, num_rows, which, unknown_id)]
+
+
+def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
     if isinstance(which, list):
         wrong = [place for place in which if not 0 <= place < len(items)]
         if wrong:
@@ -36,8 +43,7 @@ def choose_rows(items: Any, num_rows: int, which: Which | list[int], unknown_id:
     return np.argsort(-measure, kind="stable")[:num_rows].tolist()
 
 
-def shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
-    """{index, input_ids, labels, location} of an item of a data set made of `rows`, as plain lists."""
+def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
     return {
         "index": int(row["index"]),
         "input_ids": row["input_ids"].tolist(),

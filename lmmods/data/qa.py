@@ -7,7 +7,7 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
-from lmmods.data.base import DataModule, Role
+from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.data.fields import QADataFields
@@ -16,6 +16,7 @@ from lmmods.data.scoring.spans import Answers, SpanSettings, WindowLogits, choos
 from lmmods.data.sources.formats import RowProblem, as_text
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
+from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
 
 

@@ -1,13 +1,47 @@
 """The data report: counts as plain JSON, and a short table of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from lmmods.data.batches.packing import best_fit_decreasing
 from lmmods.data.batches.sampler import evaluation_order, training_order
+from lmmods.data.hooks import TaskHooks
+from lmmods.data.splits import Role
+from lmmods.data.store.rows import RowSet
 
 PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
+
+
+def describe(
+    task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str]
+) -> dict[str, Any]:
+    """The report of all that is open.
+
+    Args:
+        task: Sizes of rows and batches.
+        sets: Rows by role.
+        items_of: Role -> rows of batches, a data set with `lengths`.
+        tokenizer_notes: What was repaired in the tokenizer.
+    """
+    stores = {store.name: store for rows in sets.values() for store in rows.stores}
+    sources: dict[str, Any] = {}
+    for store in stores.values():
+        path = store.info["path"]
+        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info)
+    splits = {
+        role: describe_rows(
+            items_of(role),
+            task.batch_size if role == "train" else task.eval_batch_size,
+            task.pad_to_multiple_of,
+            task.max_length,
+            task.seed,
+        )
+        for role in sets
+        if role != "predict"
+    }
+    return {"sources": sources, "splits": splits, "max_length": task.max_length, "tokenizer": tokenizer_notes}
 
 
 def describe_source(info: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.sampler import deal, evaluation_order
+from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source, as_sources
@@ -129,7 +129,7 @@ class Questionnaire:
         order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
         collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,
                             self.max_length)
-        for numbers in deal(order, 0, rank, world_size):
+        for numbers in batches_of_rank(order, 0, rank, world_size):
             yield collator([None if number < 0 else {"input_ids": self.prompt_ids[number], "index": number}
                             for number in numbers])
 

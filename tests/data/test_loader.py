@@ -1,4 +1,4 @@
-"""Order and position of batches: every row once per epoch, dealt to ranks, continued exactly."""
+"""Order and position of batches: every row once per epoch, sharded over ranks, continued exactly."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
 from lmmods.data.batches.sampler import evaluation_order, training_order
 
 NUM_ROWS, BATCH_SIZE = 23, 3
@@ -33,7 +33,7 @@ def make(rank=0, world_size=1, num_workers=0, batch_size=BATCH_SIZE, group=True)
     def order_of(epoch):
         return training_order(LENGTHS, batch_size, [5, epoch], group_by_length=group)
 
-    return StatefulLoader(Numbers(), order_of, collate, Share(rank, world_size, num_workers), batch_size)
+    return StatefulLoader(Numbers(), order_of, collate, Shard(rank, world_size, num_workers), batch_size)
 
 
 def take(loader, count):
@@ -119,7 +119,7 @@ def test_state_of_other_data_or_batch_size_is_refused():
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_sees_each_row_once_at_each_pass(world_size):
     order = evaluation_order(LENGTHS, 4)
-    loaders = [EvaluationLoader(Numbers(), order, collate, Share(rank, world_size)) for rank in range(world_size)]
+    loaders = [EvaluationLoader(Numbers(), order, collate, Shard(rank, world_size)) for rank in range(world_size)]
     for _ in range(2):
         rows = [number for loader in loaders for batch in loader for number in batch["index"].tolist()]
         assert sorted(number for number in rows if number >= 0) == list(range(NUM_ROWS))

@@ -64,7 +64,7 @@ def test_shares_of_masks_within_three_sigma():
 @pytest.mark.parametrize("join", [True, False])
 def test_rows_are_wrapped_and_nothing_is_lost(join, bert_folder, tmp_path):
     data = build(bert_folder, tmp_path, join=join)
-    items = data._items("train")
+    items = data._loaders.items("train")
     original = [
         np.where(row["labels"] != -100, row["labels"], row["input_ids"])
         for row in map(items.__getitem__, range(len(items)))
@@ -119,5 +119,5 @@ def test_a_missing_padding_token_is_added_and_told(byte_level_folder):
     data = MLMData("x", tokenizer=byte_level_folder)
     size = len(data.tokenizer)
     assert data.tokenizer.pad_token == "[PAD]" and data.new_tokens == [size - 1] and not data.trainable_new_tokens
-    assert data._load_tokenizer().notes == [
+    assert data._tokenizer.loaded.notes == [
         f"pad_token [PAD] is new: the vocabulary grows from {size - 1} to {size}"]

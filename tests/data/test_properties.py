@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 from lmmods.data.batches.masking import Masker
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
-from lmmods.data.batches.sampler import PADDING_ROW, deal, training_order
+from lmmods.data.batches.sampler import PADDING_ROW, batches_of_rank, training_order
 from lmmods.data.encode.conversations import Limits, SFTEncoder
 from lmmods.data.encode.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
 from lmmods.data.encode.text_encoder import NOT_SCORED, TextEncoder
-from lmmods.data.encode.tokenizer import load_tokenizer
+from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 
 SPECIAL = [
     "<s>",
@@ -38,7 +38,7 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80).map(np.array)
 
 
 def make_encoder(folder, template, **fields):
-    tokenizer = load_tokenizer(folder).tokenizer
+    tokenizer = load_tokenizer(TokenizerOptions(folder)).tokenizer
     text = TextEncoder(tokenizer)
     renderer = (
         ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token)
@@ -161,7 +161,7 @@ def test_packing_is_nearly_full_on_lengths_like_alpacas():
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(1, 5))
 def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_size):
     order = training_order(lengths, batch_size, [3, epoch], True, group)
-    ranks = [list(deal(order, 0, rank, world_size)) for rank in range(world_size)]
+    ranks = [list(batches_of_rank(order, 0, rank, world_size)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     rows = [row for batches in ranks for batch in batches for row in batch if row != PADDING_ROW]
     assert sorted(rows) == list(range(len(lengths)))
@@ -172,7 +172,7 @@ def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_siz
     start = min(world_size, len(order))
     later = list(
         itertools.chain.from_iterable(
-            zip(*(deal(order, start, rank, world_size) for rank in range(world_size)), strict=False)
+            zip(*(batches_of_rank(order, start, rank, world_size) for rank in range(world_size)), strict=False)
         )
     )
     assert [batch for batch in later if batch != [PADDING_ROW]] == dealt[start:]

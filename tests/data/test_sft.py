@@ -188,32 +188,33 @@ def test_split_is_disjoint_complete_and_stable(spm_folder, write_jsonl, alpaca_r
     for val_size, count in ((0.25, 10), (7, 7)):
         data = build(path, spm_folder, val_size=val_size)
         again = build(path, spm_folder, val_size=val_size, max_length=400, template="plain")
-        val, train = (set(data._sets[role].index.tolist()) for role in ("val", "train"))
+        val, train = (set(data._splits.sets[role].index.tolist()) for role in ("val", "train"))
         assert len(val) == count and not val & train and val | train == set(range(40))
-        assert set(again._sets["val"].index.tolist()) == val
+        assert set(again._splits.sets["val"].index.tolist()) == val
 
 
 def test_usable_rows_are_set_aside(spm_folder, write_jsonl, alpaca_rows):
     """As many as asked for, whatever was dropped; the rows that were held out before a drop stay held out."""
     before = build(write_jsonl(alpaca_rows), spm_folder, val_size=10)
-    held_out = before._sets["val"].index.tolist()
-    useless = {*held_out[:6], *before._sets["train"].index.tolist()[:5]}
+    held_out = before._splits.sets["val"].index.tolist()
+    useless = {*held_out[:6], *before._splits.sets["train"].index.tolist()[:5]}
     path = write_jsonl([{**row, "output": ""} if n in useless else row for n, row in enumerate(alpaca_rows)])
     usable = set(range(40)) - useless
     for val_size, count in ((10, 10), (0.25, 7)):  # a share is one of 29 usable rows
         data = build(path, spm_folder, val_size=val_size)
-        val, train = (data._sets[role].index.tolist() for role in ("val", "train"))
+        val, train = (data._splits.sets[role].index.tolist() for role in ("val", "train"))
         assert len(val) == count and set(val) | set(train) == usable and not set(val) & set(train)
         assert set(held_out) - useless <= set(val)
         assert data.report["splits"]["val"]["rows"] == count
-        assert set(build(path, spm_folder, val_size=val_size)._sets["val"].index.tolist()) == set(val)  # from the cache
+        cached = build(path, spm_folder, val_size=val_size)
+        assert set(cached._splits.sets["val"].index.tolist()) == set(val)
     with pytest.raises(UserError, match="the source has 29 usable rows of 40"):
         build(path, spm_folder, val_size=29)
 
 
 def test_padding_rows_count_nothing_and_attend_to_one_token(spm_folder, write_jsonl, alpaca_rows):
     data = build(write_jsonl(alpaca_rows), spm_folder)
-    batch = data._collator(("input_ids", "labels"))([None])
+    batch = data._loaders.collator()([None])
     assert batch["labels"].eq(-100).all() and batch["attention_mask"].sum() == 1
 
 
@@ -313,7 +314,7 @@ def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_ro
         assert (batch["labels"][firsts] == -100).all() and firsts.sum() == batch["segment_ids"].max(1).values.sum()
         seen += int((batch["labels"] != -100).sum())
     assert seen == scored
-    padding = packed._collator(packed._item_keys())([None])
+    padding = packed._loaders.collator()([None])
     assert padding["segment_ids"].sum() == 1 == padding["attention_mask"].sum()
 
 

@@ -1,4 +1,4 @@
-"""Streaming: windows that lose no row, continue anywhere, and do not depend on the number of ranks."""
+"""Streaming: shuffle buffers that lose no row, continue anywhere, and do not depend on the number of ranks."""
 
 import itertools
 import types
@@ -34,7 +34,7 @@ def test_each_row_once_per_epoch_and_other_orders_later(spm_folder, write_jsonl,
     whole = SFTData(path, tokenizer=spm_folder, max_length=512)
     whole.setup("fit")
     wanted = sorted(row["input_ids"] for row in whole.rows_for_inspection(99))
-    batches = take(build(path, spm_folder), 30)  # windows of 16, 16 and 8 rows: 6 + 6 + 3 batches
+    batches = take(build(path, spm_folder), 30)  # buffers of 16, 16 and 8 rows: 6 + 6 + 3 batches
     epochs = [
         [[token for token in row if token != whole.tokenizer.pad_token_id] for batch in part for row in batch]
         for part in (batches[:15], batches[15:])
@@ -166,7 +166,7 @@ def test_a_source_that_ends_unused_is_counted_too(spm_folder, write_jsonl, alpac
     assert sources[useful]["rows_kept"] > 0
 
 
-def test_masks_are_new_in_each_window_and_epoch(bert_folder, tmp_path):  # noqa: F811
+def test_masks_are_new_in_each_buffer_and_epoch(bert_folder, tmp_path):  # noqa: F811
     """The same line again and again: all that differs between rows is the draw."""
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog again.\n" * 24)
 
@@ -179,15 +179,15 @@ def test_masks_are_new_in_each_window_and_epoch(bert_folder, tmp_path):  # noqa:
 
     data = stream()
     loader = data.train_dataloader()
-    windows = [tuple((batch["labels"] != -100).flatten().tolist()) for batch in itertools.islice(iter(loader), 6)]
-    assert len(set(windows)) == 6  # three windows in each of two epochs
+    buffers = [tuple((batch["labels"] != -100).flatten().tolist()) for batch in itertools.islice(iter(loader), 6)]
+    assert len(set(buffers)) == 6  # three buffers in each of two epochs
     again = stream()
     again.load_state_dict({**loader.state_dict(), "epoch": 1, "window": 0, "batches": 0})
     resumed = itertools.islice(iter(again.train_dataloader()), 3)
-    assert [tuple((batch["labels"] != -100).flatten().tolist()) for batch in resumed] == windows[3:]
+    assert [tuple((batch["labels"] != -100).flatten().tolist()) for batch in resumed] == buffers[3:]
     first, second = ([batch["input_ids"].tolist() for batch in data.val_dataloader()] for _ in range(2))
     assert first == second
 
 
 def test_draws_have_numbers_of_their_own():
-    assert len({draw_number(epoch, window) for epoch in range(50) for window in range(50)}) == 2500
+    assert len({draw_number(epoch, buffer) for epoch in range(50) for buffer in range(50)}) == 2500

@@ -14,7 +14,8 @@ import pytest
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.data.store.arrow_store import FILES, MANIFEST, building, cache, damage
+from lmmods.data.store import building, cache
+from lmmods.data.store.arrow_store import FILES, MANIFEST, damage
 from tests.data.conftest import alpaca_rows, spm_folder, write_jsonl  # noqa: F401 - fixtures
 from tests.data.test_store import BUILD
 

@@ -11,7 +11,7 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Prefetcher, rounded
 from jax_engine.distributed.replicas import Replicas
 from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.loader import EvaluationLoader, Share, StatefulLoader
+from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
 from lmmods.data.batches.sampler import evaluation_order, training_order
 
 LENGTHS = np.array([3, 9, 5, 2, 7, 4, 6, 8, 1, 5, 3])
@@ -42,7 +42,7 @@ def training_loader():
     def order_of(epoch):
         return training_order(LENGTHS, B, [7, epoch])
 
-    return StatefulLoader(Rows(), order_of, collate(), Share(), B)
+    return StatefulLoader(Rows(), order_of, collate(), Shard(), B)
 
 
 def four():
@@ -84,7 +84,7 @@ def test_padding_carries_no_weight():
 
 def test_answer_spans():
     keys = ("input_ids", "index", "start_positions", "end_positions")
-    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(keys), Share())
+    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(keys), Shard())
     groups = list(Prefetcher(loader, four(), B, PAD))
     assert all(group.position is None for group in groups)
     index = np.concatenate([group.host["index"].ravel() for group in groups])

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.subprocesses import end_with_parent
-from lmmods.data.batches.sampler import BatchOrder, deal, num_rounds
+from lmmods.data.batches.sampler import BatchOrder, batches_of_rank, batches_per_rank
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass
-class Share:
-    """Which part of the batches this process gets, and how many processes prepare them."""
+class Shard:
+    """Which data-parallel rank this process is, so which batches it gets, and how many processes prepare them."""
 
     rank: int = 0
     world_size: int = 1
@@ -50,19 +50,19 @@ class EvaluationLoader:
         rows: Map-style rows; number -1 is a padding row.
         order: Global micro-batches.
         collate: Rows -> batch.
-        share: This process's part.
+        shard: This data-parallel rank.
     """
 
-    def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], share: Share) -> None:
-        self._order, self._share = order, share
+    def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], shard: Shard) -> None:
+        self._order, self._shard = order, shard
         self._batches = _Batches()
-        self._loader = _torch_loader(rows, collate, self._batches, share.num_workers)
+        self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
 
     def __len__(self) -> int:
-        return num_rounds(len(self._order), self._share.world_size)
+        return batches_per_rank(len(self._order), self._shard.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._batches.upcoming = deal(self._order, 0, self._share.rank, self._share.world_size)
+        self._batches.upcoming = batches_of_rank(self._order, 0, self._shard.rank, self._shard.world_size)
         yield from self._loader
 
 
@@ -76,7 +76,7 @@ class StatefulLoader:
         rows: Map-style rows; number -1 is a padding row.
         order_of: Epoch -> its global micro-batches.
         collate: Rows -> batch.
-        share: This process's part.
+        shard: This data-parallel rank.
         batch_size: Rows per micro-batch; a position can only be continued with the same.
     """
 
@@ -85,30 +85,30 @@ class StatefulLoader:
         rows: Dataset,
         order_of: Callable[[int], BatchOrder],
         collate: Callable[[list], Batch],
-        share: Share,
+        shard: Shard,
         batch_size: int,
     ) -> None:
-        self._order_of, self._share = order_of, share
+        self._order_of, self._shard = order_of, shard
         self._batches = _Batches()
-        self._loader = _torch_loader(rows, collate, self._batches, share.num_workers)
+        self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
         self._identity = {"batch_size": batch_size, "num_rows": len(rows)}  # type: ignore[arg-type]
         self._epoch = self._handed_out = 0
         self._num_batches = len(order_of(0))
 
     def __len__(self) -> int:
-        return num_rounds(self._num_batches, self._share.world_size)
+        return batches_per_rank(self._num_batches, self._shard.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._handed_out >= self._num_batches:
             self._epoch, self._handed_out = self._epoch + 1, 0
-        rank, world_size = self._share.rank, self._share.world_size
-        self._batches.upcoming = deal(self._order_of(self._epoch), self._handed_out, rank, world_size)
+        rank, world_size = self._shard.rank, self._shard.world_size
+        self._batches.upcoming = batches_of_rank(self._order_of(self._epoch), self._handed_out, rank, world_size)
         for batch in self._loader:
             self._handed_out = min(self._handed_out + world_size, self._num_batches)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were cut from."""
+        """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were made of."""
         return {"epoch": self._epoch, "batches": self._handed_out, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Masker:
 class MaskedSet(Dataset):
     """Blocks with special tokens around them and masks. Item -1 is None, a padding row.
 
-    Item number + draw * len(self) is the block `number` with the masks of that draw (an epoch, or a window of a
+    Item number + draw * len(self) is the block `number` with the masks of that draw (an epoch, or a buffer of a
     stream), so that masks depend neither on batches nor on workers and a resumed run draws the same.
 
     Args:

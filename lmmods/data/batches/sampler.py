@@ -1,6 +1,6 @@
 """The order of micro-batches: a pure function of seed, epoch, row lengths and batch size.
 
-World size and workers only deal the batches out: in round k rank r takes batch k * world_size + r. So a run continues
+World size and workers only shard the batches: the k-th of rank r is batch k * world_size + r. So a run continues
 at the same example on another number of devices.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-SORTED_TOGETHER = 50  # batches per sorted stretch: enough to save padding, few enough to stay random
+SORTED_TOGETHER = 50  # batches per sorted chunk: enough to save padding, few enough to stay random
 PADDING_ROW = -1
 
 
@@ -17,8 +17,8 @@ class BatchOrder:
 
     Args:
         order: All row numbers, batch after batch (int64).
-        batch_size: Rows per batch; the last stretch of `order` may be shorter.
-        batches: Which stretch comes when.
+        batch_size: Rows per batch; the last chunk of `order` may be shorter.
+        batches: Which chunk comes when.
         offset: Added to each row number, for rows that differ from epoch to epoch.
     """
 
@@ -66,7 +66,7 @@ def training_order(
     random = np.random.default_rng(seed)
     order = random.permutation(num_rows)
     if group_by_length:
-        order = _sorted_in_stretches(order, lengths, batch_size * SORTED_TOGETHER)
+        order = _sorted_in_chunks(order, lengths, batch_size * SORTED_TOGETHER)
         batches = random.permutation(batches)
     return BatchOrder(order, batch_size, batches)
 
@@ -77,17 +77,17 @@ def evaluation_order(lengths: np.ndarray, batch_size: int) -> BatchOrder:
     return BatchOrder(order, batch_size, np.arange(-(-len(order) // batch_size)))
 
 
-def _sorted_in_stretches(order: np.ndarray, lengths: np.ndarray, stretch: int) -> np.ndarray:
-    stretch_of = np.arange(len(order)) // stretch
-    return order[np.lexsort((-lengths[order], stretch_of))]
+def _sorted_in_chunks(order: np.ndarray, lengths: np.ndarray, chunk: int) -> np.ndarray:
+    chunk_of = np.arange(len(order)) // chunk
+    return order[np.lexsort((-lengths[order], chunk_of))]
 
 
-def num_rounds(num_batches: int, world_size: int) -> int:
+def batches_per_rank(num_batches: int, world_size: int) -> int:
     """Micro-batches that each rank gets from `num_batches` global ones."""
     return -(-num_batches // world_size)
 
 
-def deal(order: BatchOrder, start: int, rank: int, world_size: int) -> Iterator[list[int]]:
+def batches_of_rank(order: BatchOrder, start: int, rank: int, world_size: int) -> Iterator[list[int]]:
     """This rank's batches from global batch `start` on; every rank gets equally many, the last may be padding."""
     for first in range(start, len(order), world_size):
         number = first + rank

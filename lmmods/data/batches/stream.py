@@ -1,8 +1,8 @@
-"""Training on more than memory or disk holds: rows are encoded window by window, as they are read.
+"""Training on more than memory or disk holds: rows are encoded buffer by buffer, as they are read.
 
-A window of rows is a small data set of its own, arranged, shuffled and batched like any other. Every rank reads and
-encodes the whole stream and takes its share of the batches. So the batches do not depend on the number of ranks, and a
-position is three numbers; the price is that tokenising does not get faster with ranks.
+A shuffle buffer of rows is a small data set of its own, arranged, shuffled and batched like any other. Every rank reads
+and encodes the whole stream and takes its shard of the batches. So the batches do not depend on the number of ranks,
+and a position is three numbers; the price is that tokenising does not get faster with ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ import numpy as np
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import Batch, Share
-from lmmods.data.batches.sampler import BatchOrder, deal
+from lmmods.data.batches.loader import Batch, Shard
+from lmmods.data.batches.sampler import BatchOrder, batches_of_rank
 from lmmods.data.encode.encoder import Encoded, Encoder, Tally, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.store.arrow_store import MemoryStore
@@ -43,12 +43,12 @@ class StreamSource:
     info: dict[str, Any]
 
 
-def mixed_windows(sources: list[StreamSource], size: int, seed: int, epoch: int) -> Iterator[list[list[Row]]]:
-    """Windows of `size` rows drawn from the sources, rows of each source in a list of its own."""
+def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: int) -> Iterator[list[list[Row]]]:
+    """Buffers of `size` rows drawn from the sources, rows of each source in a list of its own."""
     random = np.random.default_rng([seed, epoch])
     readers = [source.rows() for source in sources]
     weights = np.array([source.weight for source in sources], float)
-    window: list[list[Row]] = [[] for _ in sources]
+    buffer: list[list[Row]] = [[] for _ in sources]
     while weights.any():
         chosen = (
             0
@@ -59,24 +59,24 @@ def mixed_windows(sources: list[StreamSource], size: int, seed: int, epoch: int)
         if row is None:
             weights[chosen] = 0
             continue
-        window[chosen].append(row)
-        if sum(map(len, window)) == size:
-            yield window
-            window = [[] for _ in sources]
-    if any(window):
-        yield window
+        buffer[chosen].append(row)
+        if sum(map(len, buffer)) == size:
+            yield buffer
+            buffer = [[] for _ in sources]
+    if any(buffer):
+        yield buffer
 
 
-def draw_number(epoch: int, window: int) -> int:
-    """A number for each window of each epoch, no two the same (Cantor's pairing)."""
-    return (epoch + window) * (epoch + window + 1) // 2 + window
+def draw_number(epoch: int, buffer: int) -> int:
+    """A number for each buffer of each epoch, no two the same (Cantor's pairing)."""
+    return (epoch + buffer) * (epoch + buffer + 1) // 2 + buffer
 
 
-def encode_window(sources: list[StreamSource], window: list[list[Row]], tallies: list[Tally], num_proc: int = 1
+def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], tallies: list[Tally], num_proc: int = 1
                   ) -> RowSet:
-    """Rows of a window as a set in memory, counted in the `tallies` of their sources."""
+    """Rows of a buffer as a set in memory, counted in the `tallies` of their sources."""
     stores = []
-    for source, rows, tally in zip(sources, window, tallies, strict=True):
+    for source, rows, tally in zip(sources, buffer, tallies, strict=True):
         parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
         for batch, encoded in parts:
             tally.add(batch, encoded)
@@ -84,15 +84,15 @@ def encode_window(sources: list[StreamSource], window: list[list[Row]], tallies:
     return RowSet(stores)
 
 
-def first_usable_window(sources: list[StreamSource], size: int, seed: int) -> RowSet:
-    """The first window with a row that can be used; the counts of its stores go back to the stream's beginning.
+def first_usable_buffer(sources: list[StreamSource], size: int, seed: int) -> RowSet:
+    """The first buffer with a row that can be used; the counts of its stores go back to the stream's beginning.
 
     Raises:
         UserError: There is no such row in the whole stream.
     """
     tallies = [Tally() for _ in sources]
-    for window in mixed_windows(sources, size, seed, 0):
-        rows = encode_window(sources, window, tallies)
+    for buffer in shuffle_buffers(sources, size, seed, 0):
+        rows = encode_buffer(sources, buffer, tallies)
         if len(rows):
             for store, tally in zip(rows.stores, tallies, strict=True):
                 store.info |= tally.summary()
@@ -111,12 +111,11 @@ class StreamLoader:
 
     Args:
         sources: What is read.
-        window_size: Rows that are shuffled together.
         arrange: Encoded rows -> data set of rows for batches, with `lengths`.
-        order_of: (lengths, epoch, window) -> global micro-batches of a window.
+        order_of: (lengths, epoch, buffer) -> global micro-batches of a buffer.
         collate: Rows -> batch.
-        share: This process's part.
-        settings: Seed, batch size and window size: a position can only be continued with the same.
+        shard: This data-parallel rank.
+        settings: Seed, batch size and size of the buffer: a position can only be continued with the same.
         num_proc: Processes that tokenise.
     """
 
@@ -126,40 +125,40 @@ class StreamLoader:
         arrange: Callable[[RowSet], Any],
         order_of: Callable[[np.ndarray, int, int], BatchOrder],
         collate: Callable[[list], Batch],
-        share: Share,
+        shard: Shard,
         settings: dict[str, int],
         num_proc: int = 1,
     ) -> None:
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
-        self._share, self._settings, self._num_proc = share, settings, num_proc
-        self._epoch = self._window = self._handed_out = 0
+        self._shard, self._settings, self._num_proc = shard, settings, num_proc
+        self._epoch = self._buffer = self._handed_out = 0
         self._told: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __iter__(self) -> Iterator[Batch]:
-        with ThreadPoolExecutor(1) as ahead:  # the next window is encoded while this one is trained on
-            windows = self._windows()
-            upcoming = ahead.submit(next, windows)
+        with ThreadPoolExecutor(1) as ahead:  # the next buffer is encoded while this one is trained on
+            buffers = self._buffers()
+            upcoming = ahead.submit(next, buffers)
             while True:
-                self._epoch, self._window, items = upcoming.result()
-                upcoming = ahead.submit(next, windows)
+                self._epoch, self._buffer, items = upcoming.result()
+                upcoming = ahead.submit(next, buffers)
                 yield from self._batches(items)
-                self._window, self._handed_out = self._window + 1, 0
+                self._buffer, self._handed_out = self._buffer + 1, 0
 
-    def _windows(self) -> Iterator[tuple[int, int, Any]]:
-        """(epoch, window, data set) from the position on, without end."""
-        start = self._window
+    def _buffers(self) -> Iterator[tuple[int, int, Any]]:
+        """(epoch, buffer, data set) from the position on, without end."""
+        start = self._buffer
         for epoch in count(self._epoch):
             tallies = [Tally() for _ in self._sources]
             useful = start > 0  # what lies before the position was
-            for number, window in enumerate(
-                mixed_windows(self._sources, self._settings["window_size"], self._settings["seed"], epoch)
+            for number, buffer in enumerate(
+                shuffle_buffers(self._sources, self._settings["window_size"], self._settings["seed"], epoch)
             ):
                 if number < start:
                     continue
-                rows = encode_window(self._sources, window, tallies, self._num_proc)
+                rows = encode_buffer(self._sources, buffer, tallies, self._num_proc)
                 self._tell_new_reasons(tallies)
                 items = self._arrange(rows) if len(rows) else []
                 if len(items):
@@ -183,15 +182,15 @@ class StreamLoader:
                 say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(tally.summary())}.")
 
     def _batches(self, items: Any) -> Iterator[Batch]:
-        order = self._order_of(items.lengths, self._epoch, self._window)
-        rank, world_size = self._share.rank, self._share.world_size
-        for numbers in deal(order, self._handed_out, rank, world_size):
+        order = self._order_of(items.lengths, self._epoch, self._buffer)
+        rank, world_size = self._shard.rank, self._shard.world_size
+        for numbers in batches_of_rank(order, self._handed_out, rank, world_size):
             self._handed_out = min(self._handed_out + world_size, len(order))
             yield self._collate([items[number] for number in numbers])
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, window of it, global micro-batches handed out of that, and the settings."""
-        return {"epoch": self._epoch, "window": self._window, "batches": self._handed_out, **self._settings}
+        """Position as plain JSON: epoch, buffer of it (`window`), global micro-batches of that handed out, settings."""
+        return {"epoch": self._epoch, "window": self._buffer, "batches": self._handed_out, **self._settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, also on another number of ranks.
@@ -205,4 +204,4 @@ class StreamLoader:
                     f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value}; "
                     "restore the old setting, or start a new run"
                 )
-        self._epoch, self._window, self._handed_out = state["epoch"], state["window"], state["batches"]
+        self._epoch, self._buffer, self._handed_out = state["epoch"], state["window"], state["batches"]

@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from tokenizers import AddedToken
 
@@ -37,17 +39,9 @@ class RepairedTokenizer:
     notes: list[str] = field(default_factory=list)
 
 
-def load_tokenizer(
-    path: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    pad_token: str | None = None,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-    add_tokens: list[str] | None = None,
-    new_padding: bool = True,
-) -> RepairedTokenizer:
-    """Load the fast tokenizer of a folder or hub id and repair it.
+@dataclass
+class TokenizerOptions:
+    """Which tokenizer, and what is changed about it.
 
     Args:
         path: Folder or hub id.
@@ -58,19 +52,42 @@ def load_tokenizer(
         eos_token: Ends a text; an existing or new token.
         add_tokens: Special tokens to add, whose embeddings are to be trained.
         new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
+    """
+
+    path: str | None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    pad_token: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_tokens: list[str] | None = None
+    new_padding: bool = True
+
+    @cached_property
+    def loaded(self) -> RepairedTokenizer:
+        """The tokenizer, loaded at first use. Raises UserError."""
+        if self.path is None:
+            raise UserError("no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one")
+        return load_tokenizer(self)
+
+
+def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
+    """Load the fast tokenizer of a folder or hub id and repair it.
 
     Raises:
         UserError: No tokenizer there, or none that is fast.
     """
     from transformers import AutoTokenizer
 
+    path = options.path
     if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
         raise UserError(
             f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
             "set data.tokenizer to a folder or hub id that has one"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them about this path
         raise UserError(
             f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {redact(str(error))[:300]}); "
@@ -78,9 +95,18 @@ def load_tokenizer(
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
-    roles = {"pad_token": pad_token, "bos_token": bos_token, "eos_token": eos_token}
-    chosen = {role: name for role, name in roles.items() if name is not None}
-    return repair(tokenizer, chosen, add_tokens or [], new_padding)
+    chosen = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
+    chosen = {role: name for role, name in chosen.items() if name is not None}
+    return repair(tokenizer, chosen, options.add_tokens or [], options.new_padding)
+
+
+def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
+    """All of a transformers tokenizer that a token could depend on."""
+    return {
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "chat_template": tokenizer.chat_template,
+        "special": tokenizer.special_tokens_map,
+    }
 
 
 def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding: bool = True  # noqa: ANN001

@@ -90,7 +90,7 @@ class Store:
 
 
 class MemoryStore:
-    """The rows of one window of a stream, with the interface of Store.
+    """The rows of one shuffle buffer of a stream, with the interface of Store.
 
     Args:
         parts: Batches of rows and what the encoder made of them.
@@ -121,7 +121,7 @@ class MemoryStore:
 
     @property
     def name(self) -> str:
-        """Tells this window's source from others."""
+        """Tells this buffer's source from others."""
         return self.info["path"]
 
     row = Store.row

@@ -1,0 +1,186 @@
+"""Which rows are whose: the sources of each role, their stores, and the division into training and validation."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import redact
+from lmmods.data.batches.stream import StreamSource, first_usable_buffer
+from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.tokenizer import encoding_state
+from lmmods.data.hooks import TaskHooks
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.source import Source, as_sources
+from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.store.arrow_store import Store
+from lmmods.data.store.cache import Cache
+from lmmods.data.store.rows import RowSet, split, weighted
+
+Role = Literal["train", "val", "test", "predict"]
+FIRST_BUFFER = 1000  # rows of a stream that the report looks at
+STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is told as it comes"
+STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+    None: ("train", "val", "test", "predict"),
+}
+
+
+class SourceStores:
+    """The rows of single sources: encoded in the cache, or as a stream.
+
+    Args:
+        task: How rows are read and encoded.
+    """
+
+    def __init__(self, task: TaskHooks) -> None:
+        self._task = task
+        self._cache = Cache(task.cache_dir, task.num_proc)
+        self._readers: dict[str, SourceReader] = {}
+        self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
+
+    def store(self, source: Source, prompts_only: bool, is_first: bool, prepares: bool = False) -> Store:
+        """The store of a source, built when the cache lacks it.
+
+        Args:
+            source: The source.
+            prompts_only: Whether rows end where a response is to begin.
+            is_first: Whether this is the first process of the run; the others read what that wrote or checked.
+            prepares: Whether this is `prepare_data`, which one process of each machine runs.
+        """
+        reader = self.reader(source)
+        settings = {
+            "task": type(self._task).__name__,
+            "settings": self._task._encoding_settings(),
+            "prompts_only": prompts_only,
+            **encoding_state(self._task.tokenizer),
+        }
+        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only),
+                                 rebuild=self._task.rebuild_cache and is_first, contents=prepares or is_first)
+
+    def reader(self, source: Source) -> SourceReader:
+        """The reader of a source whose content is known, here or from the process that has prepared the data."""
+        key = repr(source)
+        reader = self._readers[key] = self._readers.get(key) or self._task._reader(source)
+        if key in self.contents:
+            reader.adopt(self.contents[key])
+        else:
+            self.contents[key] = reader.content
+        return reader
+
+    def stream(self, source: Source) -> StreamSource:
+        """A source that is read and encoded as training goes on."""
+        reader = self._task._reader(source, streaming=True)
+        _, encoder, info = self._prepared(reader, prompts_only=False)
+        info["notes"] = [*info.get("notes", []), STREAM_NOTE]
+        return StreamSource(lambda: iter(self._task._regrouped(reader, info)), encoder, source.weight, info)
+
+    def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
+        """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""
+        reader.check_adopted()
+        first = next(iter(reader), None)
+        if first is None:
+            raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
+        encoder, found = self._task._encoder(reader.source, first, prompts_only)
+        info = {"path": redact(reader.source.path), "replaced": reader.replaced, **found}
+        return self._task._regrouped(reader, found), encoder, info
+
+
+class Splits:
+    """Rows by role.
+
+    Args:
+        task: Its sources, `val_size`, and how a stream is buffered.
+        stores: Of the sources.
+    """
+
+    def __init__(self, task: TaskHooks, stores: SourceStores) -> None:
+        self._task, self._stores = task, stores
+        self.sources: dict[Role, list[Source]] = {
+            role: as_sources(value, key, task.columns)
+            for role, key, value in (
+                ("train", "source", task.source),
+                ("val", "val_source", task.val_source),
+                ("test", "test_source", task.test_source),
+                ("predict", "predict_source", task.predict_source),
+            )
+            if value is not None
+        }
+        self.sets: dict[Role, RowSet] = {}  # what has been opened
+        self._streams: list[StreamSource] | None = None
+
+    def prepare(self, stage: str | None, is_first: bool) -> None:
+        """Read, encode and write what a stage needs and the cache lacks. Raises UserError."""
+        for role in STAGE_ROLES[stage]:
+            origin = self._origin(role)
+            if not self._task.streaming or origin != "train":
+                for source in self.sources.get(origin, []):
+                    self._stores.store(source, origin == "predict", is_first, prepares=True)
+
+    def open(self, stage: str | None, is_first: bool) -> None:
+        """Open the stores that a stage needs. Raises UserError."""
+        for role in STAGE_ROLES[stage]:
+            if role not in self.sets:
+                self._open(role, is_first)
+
+    def _origin(self, role: Role) -> Role:
+        """The role whose sources hold the rows of `role`."""
+        if role == "val" and "val" not in self.sources:
+            return "train"
+        if role == "predict" and "predict" not in self.sources:
+            return "test" if "test" in self.sources else self._origin("val")
+        return role
+
+    def _open(self, role: Role, is_first: bool) -> None:
+        origin = self._origin(role)
+        if role == "predict" and origin != "predict":
+            needed: Role = "test" if "test" in self.sources else "val"
+            self.open({"test": "test", "val": "validate"}[needed], is_first)
+            if needed in self.sets:
+                self.sets[role] = self.sets[needed]
+            return
+        if origin not in self.sources or (origin == "train" and "train" in self.sets):
+            return
+        if origin == "train" and self._task.streaming:
+            if role == "train":  # the report and inspection show its beginning
+                size = min(self._task.stream_window, FIRST_BUFFER)
+                self.sets["train"] = first_usable_buffer(self.streams(), size, self._task.seed)
+            return
+        rows = RowSet([self._stores.store(source, role == "predict", is_first) for source in self.sources[origin]])
+        if origin == "train":
+            rows, held_out = split(rows, self._task.val_size, self._task.seed)
+            if len(held_out):
+                self.sets["val"] = held_out
+            weights = [source.weight for source in self.sources["train"]]
+            self.sets["train"] = weighted(rows, weights, self._task.seed)
+        else:
+            self.sets[role] = rows
+
+    def rows(self, role: Role) -> RowSet:
+        """Rows of a role that has been opened. Raises UserError where none are set."""
+        if role not in self.sets:
+            wanted = {
+                "val": "data.val_source or data.val_size",
+                "test": "data.test_source",
+                "predict": "data.predict_source, data.test_source, data.val_source or data.val_size",
+            }[role]
+            raise UserError(f"no rows for {role}; set {wanted}")
+        return self.sets[role]
+
+    def streams(self) -> list[StreamSource]:
+        """The training sources as streams."""
+        if self._streams is None:
+            self._streams = [self._stores.stream(source) for source in self.sources["train"]]
+        return self._streams
+
+    def identity(self) -> dict[str, list[str | None]]:
+        """What tells other contents of the training and validation sources, by key. Raises UserError."""
+        def content(source: Source, role: Role) -> str | None:
+            if self._task.streaming and role == "train":
+                return self._task._reader(source, streaming=True).sampled_content()
+            return self._stores.reader(source).content
+
+        return {key: [content(source, role) for source in self.sources.get(role, [])]
+                for role, key in (("train", "source"), ("val", "val_source"))}
