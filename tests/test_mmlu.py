@@ -23,7 +23,7 @@ from lmmods.data.sft import SFTData
 from lmmods.evaluation.mmlu import Questionnaire, choice_tokens
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.callbacks import mmlu as torch_side
-from lmmods.torch_engine.nn.lm_head import CausalHead, choice_logits
+from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.runs import assert_same_checkpoint, seconds_of_steps
@@ -306,7 +306,7 @@ def test_a_model_that_is_not_taken_apart_gives_the_same_logits(plain, data, ques
     batch = next(found.batches(data, 0, 1))
     choices = torch.from_numpy(found.choice_ids)
     with torch.no_grad():
-        whole, part = (choice_logits(model, head, batch, choices) for head in (None, CausalHead.of(model)))
+        whole, part = (choice_logits(model, head, batch, choices) for head in (None, LMHead.of(model)))
     assert whole.shape == (4, 5)
     torch.testing.assert_close(part, whole, rtol=0, atol=1e-5)
 

@@ -38,7 +38,7 @@ def sinusoids(arch: Architecture) -> np.ndarray:
     return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
 
 
-class CausalHead(nnx.Module):
+class LMHead(nnx.Module):
     """Logits over the vocabulary in float32; the matrix is the embedding's where the two are tied."""
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):

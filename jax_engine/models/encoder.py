@@ -41,7 +41,7 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
     return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
 
 
-class MaskedHead(nnx.Module):
+class MLMHead(nnx.Module):
     """Dense layer, activation, norm, then the embedding's table and a bias: float32 logits over the vocabulary."""
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):

@@ -18,14 +18,14 @@ from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
 from jax_engine.models.block import Block
-from jax_engine.models.decoder import CausalHead, DecoderEmbedding
-from jax_engine.models.encoder import EncoderEmbedding, MaskedHead, SpanHead
+from jax_engine.models.decoder import DecoderEmbedding, LMHead
+from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
 from jax_engine.models.linear import Build, Linear, Norm, dropout, fold
 from jax_engine.models.names import Names
 from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
-HEADS = {"causal": CausalHead, "masked": MaskedHead, "qa": SpanHead}
+HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 # Layers per step of the scan where all of a network trains: between steps XLA copies what layers keep, and gradients.
 UNROLL_CPU = 8
 

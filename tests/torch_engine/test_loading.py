@@ -1,16 +1,21 @@
 """Loading: dtypes, quantisation, embeddings, adapters, and the library bugs that are stepped around."""
 
+from types import SimpleNamespace
+
 import bitsandbytes as bnb
 import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.core.adapters import adapted_layers
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
+from lmmods.core.task_fields import TaskFields
 from lmmods.torch_engine.nn import loading, lora, summary
+from lmmods.torch_engine.nn.attention import FLOAT32
+from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 
 
@@ -231,3 +236,12 @@ def test_rotary_positions_are_scaled_by_an_override(llama_folder, overrides):
     logits = [LlamaForCausalLM.from_pretrained(llama_folder, config=each).eval()(ids).logits
               for each in (config, load_config(str(llama_folder), overrides))]
     torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize(("device", "attention"), [("cpu", FLOAT32), ("cuda", "sdpa")])
+def test_short_rows_attend_in_float32_on_cpus_alone(llama_folder, device, attention):
+    """By the device that will train, which is not yet that of the module while its network is built."""
+    data = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(llama_folder))
+    model = build_network(TaskFields(pretrained=str(llama_folder)), "AutoModelForCausalLM", "CAUSAL_LM", data,
+                          precision="bf16-mixed", device=torch.device(device), seed=0)
+    assert model.config._attn_implementation == attention

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lmmods.torch_engine.nn import attention
 from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
-from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_those_of_sdpa(kind, adapted, capsys, monkeypatch
 
     def run():
         model.zero_grad()
-        causal_loss(model, CausalHead.of(model), packed()).total.backward()
+        causal_loss(model, LMHead.of(model), packed()).total.backward()
         return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
     expected = run()
@@ -101,7 +101,7 @@ def test_under_autocast_the_kernel_computes_in_half():
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         prefer_varlen(model, watched)
-        causal_loss(model, CausalHead.of(model), batch).total.backward()
+        causal_loss(model, LMHead.of(model), batch).total.backward()
     assert model.config._attn_implementation == VARLEN and all(each == {torch.bfloat16} for each in types)
 
 

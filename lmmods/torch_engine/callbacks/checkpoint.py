@@ -82,5 +82,5 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     @staticmethod
     def _path(trainer: L.Trainer) -> Path:
-        window = trainer.lightning_module.accumulation
-        return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step, window.num_batches))
+        num_batches = trainer.lightning_module.accumulation.num_batches
+        return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step, num_batches))

@@ -28,7 +28,7 @@ Kernel = Callable[..., Tensor]
 
 @contextmanager
 def choosing_attention(name: str | None) -> Iterator[None]:
-    """While transformers takes up the implementation that `model.attention` names. Raises UserError if it cannot."""
+    """While transformers loads the implementation that `model.attention` names. Raises UserError if it cannot."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -152,7 +152,7 @@ class _Varlen:
         dtype = _compute_dtype(value)  # rotary positions leave float32 behind under autocast
         rows = [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value)]
         starts, longest = self._documents(positions, len(query))
-        # torch 2.11's takes fewer heads of keys without being told
+        # torch 2.11's takes fewer heads of keys without an argument
         grouped = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(self._kernel).parameters
         mixed = self._kernel(*rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0),
                              **{"enable_gqa": True} if grouped else {})

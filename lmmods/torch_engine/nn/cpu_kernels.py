@@ -39,7 +39,7 @@ def onednn_products() -> Iterator[None]:
     """Let oneDNN make the float32 matrix products inside, if it makes them in float32.
 
     On AVX-512 it is 10 to 20 % faster than MKL. torch hands products to it under the precision `medium`, which also
-    permits bfloat16 inside; whether that is used depends on the processor, so it is tried. Not for whole networks:
+    permits bfloat16 inside; whether that is used depends on the processor, so it is checked. Not for whole networks:
     torch's attention kernel is up to four times slower under `medium` (2.13).
     """
     before = torch.get_float32_matmul_precision()

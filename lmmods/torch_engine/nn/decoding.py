@@ -1,8 +1,8 @@
 """Text generation: everything transformers' `generate` does, plus contrastive search and diverse beam search.
 
-transformers 5 left those two out and would fetch their code from its hub. Both are written here from their papers
-and run through the door `generate(..., custom_generate=function)`: transformers prepares masks, positions, cache,
-logits processors and stopping criteria as for its own methods, then calls the function with them.
+transformers 5 left those two out and would fetch their code from its hub. Both are written here from their papers and
+run through `generate(..., custom_generate=function)`: transformers prepares masks, positions, cache, logits processors
+and stopping criteria as for its own methods, then calls the function with them.
 
 B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. H: hidden size. V: vocabulary.
 """

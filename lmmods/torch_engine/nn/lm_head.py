@@ -10,7 +10,7 @@ from lmmods.core.console import say
 from lmmods.torch_engine.nn.loss import LossSums, shift_labels, token_loss
 
 
-class CausalHead:
+class LMHead:
     """Output layer of a causal LM and what its architecture does to the logits afterwards.
 
     Args:
@@ -49,7 +49,7 @@ class CausalHead:
         return [p for p in self.layer.parameters() if p.requires_grad]
 
     @classmethod
-    def of(cls, model: nn.Module, plain: bool = False) -> "CausalHead | None":
+    def of(cls, model: nn.Module, plain: bool = False) -> "LMHead | None":
         """The head of `model`, or None where it does something to its logits that is not known here."""
         if model.get_output_embeddings() is None:
             return None
@@ -60,7 +60,7 @@ class CausalHead:
         return None
 
     def _matches(self, model: nn.Module) -> bool:
-        """Whether this head says what the model itself says, tried on a few tokens."""
+        """Whether this head gives the model's own logits, checked on a few tokens."""
         ids = torch.arange(8, device=self.layer.weight.device).unsqueeze(0) % self.vocab_size
         with torch.no_grad(), _capture(self.layer, keep=True) as captured:
             logits = model(input_ids=ids, use_cache=False).logits
@@ -68,9 +68,9 @@ class CausalHead:
         return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-3 * logits.abs().max().item())
 
 
-def causal_loss(model: nn.Module, head: CausalHead | None, batch: dict[str, Tensor],
+def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
                 count_correct: bool = False) -> LossSums:
-    """Summed next-token loss of a batch (design: `input_ids`, `labels` and, padded or packed, their companions).
+    """Summed next-token loss of a batch.
 
     Args:
         model: The causal LM.
@@ -91,7 +91,7 @@ def causal_loss(model: nn.Module, head: CausalHead | None, batch: dict[str, Tens
     return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct, head.plain)
 
 
-def choice_logits(model: nn.Module, head: CausalHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:
+def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:
     """Logits [B, K] in float32 of the tokens `choices` [K] behind the last token of each row.
 
     Args:
@@ -113,7 +113,7 @@ def choice_logits(model: nn.Module, head: CausalHead | None, batch: dict[str, Te
 def keeps_packed_apart(model: nn.Module) -> bool:
     """Whether documents packed into one row with restarting `position_ids` do not see each other.
 
-    Tried, since it depends on the architecture: one without `position_ids` (OPT) lets them leak.
+    Checked on a few tokens, since it depends on the architecture: one without `position_ids` (OPT) lets them leak.
     """
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(12, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from lmmods.torch_engine.nn.loss import LossSums, token_loss
 
 
-class TokenHead:
+class MLMHead:
     """What a masked-LM architecture does between its encoder's hidden states and its logits.
 
     The model's own forward is run with the encoder stepping aside, so any architecture's head is right without code.
@@ -44,7 +44,7 @@ class TokenHead:
         return [p for p in found if p.requires_grad]
 
 
-def masked_loss(head: TokenHead, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
     """Summed loss over the masked positions of a batch.
 
     Args:

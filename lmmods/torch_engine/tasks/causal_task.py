@@ -10,7 +10,7 @@ from lmmods.core.settings import Generation
 from lmmods.core.task_fields import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.gradient_accumulation import seed_step
-from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.loss import LossSums
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed
 
@@ -23,11 +23,11 @@ class CausalModule(CausalFields, TaskModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.head: CausalHead | None = None
+        self.head: LMHead | None = None
 
     def on_model_ready(self) -> None:
         # A spread model's hidden states stay on its last device; its logits come back to the labels.
-        self.head = CausalHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
+        self.head = LMHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
             prefer_varlen(self.model)
         if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from lmmods.core.task_fields import MLMFields
 from lmmods.torch_engine.nn.loss import LossSums
-from lmmods.torch_engine.nn.mlm_head import TokenHead, masked_loss
+from lmmods.torch_engine.nn.mlm_head import MLMHead, masked_loss
 from lmmods.torch_engine.tasks.base import TaskModule
 
 
@@ -15,10 +15,10 @@ class MLM(MLMFields, TaskModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.head: TokenHead | None = None
+        self.head: MLMHead | None = None
 
     def on_model_ready(self) -> None:
-        self.head = TokenHead(self.model, plain=not self.fast_kernels)
+        self.head = MLMHead(self.model, plain=not self.fast_kernels)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         return masked_loss(self.head, batch, count_correct)

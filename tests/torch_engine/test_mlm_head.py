@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
 from lmmods.torch_engine.nn import loss as loss_module
-from lmmods.torch_engine.nn.mlm_head import TokenHead, masked_loss
+from lmmods.torch_engine.nn.mlm_head import MLMHead, masked_loss
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
@@ -39,7 +39,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
     expected_loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss * 5
     expected_loss.backward()
     expected = gradients(model)
-    sums = masked_loss(TokenHead(model), {"input_ids": ids, "attention_mask": mask, "labels": labels}, True)
+    sums = masked_loss(MLMHead(model), {"input_ids": ids, "attention_mask": mask, "labels": labels}, True)
     sums.total.backward()
     assert sums.weight.item() == 5 and 0 <= sums.correct.item() <= 5
     torch.testing.assert_close(sums.total, expected_loss, rtol=1e-5, atol=0)

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lmmods.torch_engine.nn import loss as loss_module
-from lmmods.torch_engine.nn.lm_head import CausalHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -73,7 +73,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(name, lora):
     total, weight = reference(model, data)
     total.backward()
     expected = gradients(model)
-    head = CausalHead.of(model)
+    head = LMHead.of(model)
     assert head is not None
     sums = causal_loss(model, head, data, count_correct=True)
     (sums.total / 4).backward()
@@ -95,7 +95,7 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch):
         return output
 
     monkeypatch.setattr(model, "forward", odd)
-    assert CausalHead.of(model) is None
+    assert LMHead.of(model) is None
     data = batch()
     total, weight = reference(model, data)
     sums = causal_loss(model, None, data)
@@ -105,7 +105,7 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch):
 
 def test_padding_changes_neither_loss_nor_gradient():
     model, data = make("llama"), batch()
-    head = CausalHead.of(model)
+    head = LMHead.of(model)
     causal_loss(model, head, data).total.backward()
     expected = gradients(model)
     longer = {"input_ids": torch.nn.functional.pad(data["input_ids"], (0, 50)),
@@ -119,7 +119,7 @@ def test_padding_changes_neither_loss_nor_gradient():
 def test_batch_without_labels_has_no_loss_and_finite_gradients():
     model, data = make("llama"), batch()
     data["labels"].fill_(-100)
-    sums = causal_loss(model, CausalHead.of(model), data)
+    sums = causal_loss(model, LMHead.of(model), data)
     sums.total.backward()
     assert sums.weight.item() == 0 and sums.total.item() == 0
     assert all(torch.isfinite(grad).all() for grad in gradients(model).values())
@@ -131,7 +131,7 @@ def test_bf16_model_has_a_float32_loss():
         logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), data["labels"][:, 1:],
                                                      ignore_index=-100, reduction="sum")
-    sums = causal_loss(model, CausalHead.of(model), data)
+    sums = causal_loss(model, LMHead.of(model), data)
     assert sums.total.dtype == torch.float32
     assert abs(sums.total.item() - expected.item()) / sums.weight.item() < 2e-3
 
@@ -152,7 +152,7 @@ def test_packed_documents_are_kept_apart_or_found_leaking(name, attention):
               for key in ("input_ids", "labels")}
     packed["labels"][0, lengths[0]] = -100  # the first token of a document is nobody's target
     packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    head = CausalHead.of(model)
+    head = LMHead.of(model)
     apart, together = causal_loss(model, head, data), causal_loss(model, head, packed)
     assert apart.weight == together.weight
     torch.testing.assert_close(together.total, apart.total, rtol=1e-5, atol=0)
