@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two at a time, a file each: more need about 4 GB of memory each.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Two at a time: more need about 4 GB of memory each. Who has nothing left to do takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all bench lint smoke clean

@@ -1,23 +1,27 @@
 """Shared by all tests: offline, one thread, compiled programs kept, and a tiny Llama with its tokenizer in a folder."""
 
-import atexit
 import gc
+import hashlib
+import json
 import os
 import shutil
 import sys
-import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
                   TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all workers and what they start
-    os.environ.update(JAX_COMPILATION_CACHE_DIR=tempfile.mkdtemp(prefix="xla"),
-                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # outlives the session; one for all workers and what they start
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(root, "lmmods", "tests", f"xla-{version('jax')}")
+os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
 
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -25,17 +29,38 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
          "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]
 
 
+looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look through the libraries, which are all loaded now."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def few_memory_maps():
     """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).
 
-    XLA takes about a hundred for each program on a CPU and dies of a segmentation fault where it gets no more.
+    XLA takes about a hundred for each program on a CPU and dies of a segmentation fault where it gets no more. To count
+    them takes milliseconds, so only what has worked for a while is counted.
     """
     yield
     maps = Path("/proc/self/maps")
-    if "jax" in sys.modules and maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
+    if "jax" not in sys.modules or time.process_time() - looked_at["seconds"] < 2 or not maps.exists():
+        return
+    if len(maps.read_bytes().splitlines()) > 25_000:
         sys.modules["jax"].clear_caches()
         gc.collect()
+    looked_at["seconds"] = time.process_time()
+
+
+@pytest.fixture(autouse=True)
+def no_forks_left():
+    """A test that fails must not leave a run behind."""
+    yield
+    if "tests.forks" in sys.modules:
+        sys.modules["tests.forks"].end_all()
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +74,27 @@ def no_ranks_left():
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory) -> Path:
+def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """A function that gives the folder of a name, the same one to all workers; the first that asks for it fills it."""
+    root = tmp_path_factory.getbasetemp()
+    root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared"
+    root.mkdir(exist_ok=True)
+
+    def folder(name: str, fill: Callable[[Path], object]) -> Path:
+        path = root / name
+        with FileLock(root / f"{name}.lock"):
+            if not (root / f"{name}.made").exists():
+                shutil.rmtree(path, ignore_errors=True)  # of one who failed
+                path.mkdir()
+                fill(path)
+                (root / f"{name}.made").touch()
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(shared) -> Path:
     """A byte-level tokenizer of 320 tokens with <s>, </s>, <unk> and no pad token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -61,38 +106,34 @@ def tokenizer_folder(tmp_path_factory) -> Path:
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(TEXTS * 5, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                            unk_token="<unk>").save_pretrained(folder)
-    return folder
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return shared("tokenizer", whole.save_pretrained)
 
 
 @pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory, tokenizer_folder) -> Path:
+def llama_folder(shared, tokenizer_folder) -> Path:
     """A random Llama of 2 layers, not square, with dropout, and the tokenizer beside it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-                         attention_dropout=0.1, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    def fill(folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                             attention_dropout=0.1, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return shared("llama", fill)
 
 
 @pytest.fixture(scope="session")
-def instructions(tmp_path_factory) -> Path:
+def instructions(shared) -> Path:
     """36 alpaca rows of unequal length."""
-    import json
-
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rows = [{"instruction": f"Add {n} and {n + 1}.", "input": "" if n % 3 else "one " * (n % 7),
              "output": " ".join(str(n + k) for k in range(1 + n % 5))} for n in range(36)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    return shared("rows", lambda folder: (folder / "rows.jsonl").write_text(text)) / "rows.jsonl"
 
 
 @pytest.fixture
@@ -113,7 +154,8 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
             "generation": {"max_new_tokens": 6},
             "optimizer": {"lr": 0.01, "schedule": "linear", "warmup": 2}}},
         "data": {"class_path": "SFTData", "init_args": {
-            "source": str(instructions), "val_size": 4, "template": "alpaca", "max_length": 256, "batch_size": 4}},
+            "source": str(instructions), "val_size": 4, "template": "alpaca", "max_length": 256, "batch_size": 4,
+            "pad_to_multiple_of": 48}},  # batches of two lengths, 96 and 192: JAX compiles a program for each
         "checkpoint": {"every_n_steps": 2},
     }
 
@@ -130,6 +172,31 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
         return ["--config", str(path)]
 
     return write
+
+
+@pytest.fixture
+def finished(recipe, shared, tmp_path):
+    """A function that gives the finished run of a recipe by its changes, trained once for all tests and workers.
+
+    A test may look at it. What would change it works on a copy, in the folder of this name beside the test's own files.
+    """
+    from lmmods.cli import main
+    from lmmods.runs.folder import RunFolder
+
+    def run(copy: str | None = None, **changes) -> RunFolder:
+        def train(folder: Path) -> None:
+            assert main(["fit", *recipe("finished.yaml", **changes,
+                                        trainer__default_root_dir=str(folder / "run"))]) == 0
+
+        key = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:16]
+        made = RunFolder(shared(f"run-{key}", train) / "run")
+        if copy is None:
+            return made
+        own = RunFolder(shutil.copytree(made.root, tmp_path / copy, symlinks=True))
+        own.config.write_text(own.config.read_text().replace(str(made.root), str(own.root)))
+        return own
+
+    return run
 
 
 class Clock:

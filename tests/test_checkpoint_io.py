@@ -2,9 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from lmmods.core.errors import UserError
 from lmmods.runs import checkpoint_io
 from lmmods.runs.checkpoint_io import BackgroundWriter, Writers, read_checkpoint, write_checkpoint
 from lmmods.torch_engine.checkpoint_io import TORCH
+from tests.forks import Fork
 from tests.test_checkpoint_format import same
 
 
@@ -83,20 +83,16 @@ def test_writing_happens_aside_and_its_errors_come_with_the_next_call(tmp_path, 
     writer.wait()
 
 
+def save_until_killed(folder: Path) -> None:
+    checkpoint_io.commit_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    writer = checkpoint_io.BackgroundWriter()
+    writer.save(folder, {"x": np.zeros(3)})
+    writer.wait()
+
+
 def test_a_kill_during_the_save_leaves_the_old_one(tmp_path):
     folder = tmp_path / "step=2"
     write_checkpoint(folder, {"x": np.ones(3)})
-    script = """
-import os, signal, sys
-from pathlib import Path
-import numpy as np
-from lmmods.runs import checkpoint_io
-checkpoint_io.commit_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-writer = checkpoint_io.BackgroundWriter()
-writer.save(Path(sys.argv[1]), {"x": np.zeros(3)})
-writer.wait()
-"""
-    result = subprocess.run([sys.executable, "-c", script, str(folder)], timeout=120)
-    assert result.returncode == -signal.SIGKILL
+    assert Fork(save_until_killed, folder).wait() == -signal.SIGKILL
     assert np.array_equal(read_checkpoint(folder)["x"], np.ones(3))
     assert ".step=2" in os.listdir(tmp_path)

@@ -29,8 +29,8 @@ def ids() -> torch.Tensor:
 # What a run leaves ------------------------------------------------------------------------------------------------
 
 
-def test_fit_writes_the_whole_run_folder(recipe, folder, llama_folder):
-    assert main(["fit", *recipe()]) == 0
+def test_fit_writes_the_whole_run_folder(finished, llama_folder):
+    folder = finished()
     assert {p.name for p in folder.root.iterdir()} == {
         "config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
         "completed", ".run-files.json"}
@@ -48,8 +48,8 @@ def test_fit_writes_the_whole_run_folder(recipe, folder, llama_folder):
     assert torch.isfinite(PeftModel.from_pretrained(base, folder.model)(ids()).logits).all()
 
 
-def test_config_yaml_repeats_the_run(recipe, folder, tmp_path):
-    assert main(["fit", *recipe()]) == 0
+def test_config_yaml_repeats_the_run(finished, tmp_path):
+    folder = finished()
     again = tmp_path / "again"
     assert main(["fit", "--config", str(folder.config), "--trainer.default_root_dir", str(again)]) == 0
     first, second = (path.read_text().splitlines() for path in (folder.metrics_csv, again / "metrics.csv"))
@@ -57,8 +57,8 @@ def test_config_yaml_repeats_the_run(recipe, folder, tmp_path):
     assert [line.split(",")[column] for line in first] == [line.split(",")[column] for line in second]
 
 
-def test_evaluation_and_prediction_of_a_run(recipe, folder):
-    assert main(["fit", *recipe()]) == 0
+def test_evaluation_and_prediction_of_a_run(finished):
+    folder = finished("run")
     trained = json.loads(folder.metrics_json.read_text())
     config = ["--config", str(folder.config), "--ckpt_path", "last"]
     assert main(["validate", *config]) == 0
@@ -122,8 +122,8 @@ def test_every_way_of_tuning_learns(recipe, folder, changes):
         assert torch.isfinite(model(ids()).logits).all()
 
 
-def test_an_adapter_goes_on_in_another_run(recipe, folder, tmp_path):
-    assert main(["fit", *recipe()]) == 0
+def test_an_adapter_goes_on_in_another_run(recipe, finished, tmp_path):
+    folder = finished()
     second = recipe("second.yaml", model__init_args__lora=None, model__init_args__adapter=str(folder.model),
                     trainer__default_root_dir=str(tmp_path / "second"))
     assert main(["fit", *second]) == 0
@@ -147,13 +147,12 @@ def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys):
     assert "Nothing was written" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
-def test_merge_does_not_suffer_from_repacked_weights(recipe, folder, tmp_path):
+def test_merge_does_not_suffer_from_repacked_weights(finished):
     """Merging after an eval forward of bitsandbytes' 4-bit layers gives garbage; `merge` reads the base afresh."""
     from lmmods.commands.exported_model import FinishedRun
     from lmmods.commands.merge import _distance, _merged, _reference
 
-    assert main(["fit", *recipe()]) == 0
-    run = FinishedRun.read(str(folder.root), "merge")
+    run = FinishedRun.read(str(finished().root), "merge")
     reference = _reference(run)  # many eval forwards of a quantised model in this very process
     assert _distance(_merged(run, "dequantized", "float32"), reference).largest < 1e-4
 
@@ -260,8 +259,8 @@ def test_folder_without_tokenizer(recipe, folder, llama_folder, tmp_path, capsys
     assert not folder.root.exists()
 
 
-def test_damaged_checkpoint(recipe, folder, capsys):
-    assert main(["fit", *recipe(trainer__max_steps=2)]) == 0
+def test_damaged_checkpoint(recipe, finished, capsys):
+    folder = finished("run", trainer__max_steps=2)
     file = folder.resolve("last") / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     before = folder.metrics_csv.read_text()
@@ -270,16 +269,16 @@ def test_damaged_checkpoint(recipe, folder, capsys):
     assert folder.metrics_csv.read_text() == before
 
 
-def test_checkpoint_of_another_model(recipe, folder, capsys):
-    assert main(["fit", *recipe(trainer__max_steps=2)]) == 0
+def test_checkpoint_of_another_model(recipe, finished, capsys):
+    finished("run", trainer__max_steps=2)
     other = recipe(model__init_args__lora={"rank": 4, "targets": ["q_proj"]})
     assert main(["fit", *other, "--ckpt_path", "last"]) == 2
     said = capsys.readouterr().err
     assert "of another run" in said and "model.lora.targets" in said
 
 
-def test_second_fit_in_a_folder_asks(recipe, folder, capsys):
-    assert main(["fit", *recipe(trainer__max_steps=2)]) == 0
+def test_second_fit_in_a_folder_asks(recipe, finished, capsys):
+    folder = finished("run", trainer__max_steps=2)
     assert main(["fit", *recipe()]) == 2
     assert "--overwrite true" in capsys.readouterr().err
     folder.completed.unlink()

@@ -3,8 +3,6 @@
 import csv
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,9 @@ from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.forks import together
 
 CUT = {"train/tokens_per_second", "train/epoch"}  # what depends on the number of processes
-ROOT = Path(__file__).parent.parent
 # A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
 WITHOUT_GRADIENT = ("key.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
@@ -34,10 +32,9 @@ def figures(folder: RunFolder) -> list[dict[str, float]]:
 
 
 def with_two(arguments: list[str], command: str = "fit", status: int = 0) -> str:
-    done = subprocess.run([sys.executable, "train.py", command, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == status, done.stderr
-    return done.stdout + done.stderr
+    """What a command says that starts a second process, as Lightning does."""
+    said, = together([command, *arguments], status=status)
+    return said
 
 
 def same_figures(folder: RunFolder, other: RunFolder, rel: float) -> None:

@@ -195,7 +195,6 @@ def test_large_files_are_sampled(tmp_path, monkeypatch):
 
 # Resuming on both engines -----------------------------------------------------------------------------------------
 
-RUNS: dict[str, RunFolder] = {}
 LORA = {"rank": 4, "dropout": 0.1}
 SETTINGS = {"lr": 0.01, "schedule": "linear", "warmup": 2}
 
@@ -206,13 +205,9 @@ def common(engine: str) -> dict:
 
 
 @pytest.fixture(params=ENGINES)
-def trained(request, recipe, tmp_path_factory) -> tuple[str, RunFolder]:
-    """A run of two steps, one for all tests of an engine."""
-    engine = request.param
-    if engine not in RUNS:
-        run = RUNS[engine] = RunFolder(tmp_path_factory.mktemp(engine) / "run")
-        assert main(["fit", *recipe(**common(engine), trainer__default_root_dir=str(run.root))]) == 0
-    return engine, RUNS[engine]
+def trained(request, finished) -> tuple[str, RunFolder]:
+    """A run of two steps."""
+    return request.param, finished(**common(request.param))
 
 
 @pytest.fixture

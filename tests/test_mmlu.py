@@ -26,8 +26,9 @@ from lmmods.torch_engine.callbacks import mmlu as torch_side
 from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.forks import together
 from tests.runs import assert_same_checkpoint, seconds_of_steps
-from tests.test_samples import plain, together  # noqa: F401 - a fixture
+from tests.test_samples import plain  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
 LORA = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 4, "alpha": 16}}
@@ -391,11 +392,11 @@ def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monke
 
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("batch", [4, 6, 12])
-def test_interrupted_and_resumed(recipe, tmp_path, questions, stop_at, batch, every):
+def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_at, batch, every):
     """Inside a window, in the step that is asked at, and when that step is validated too."""
-    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
-    changes = {"mmlu": {"source": questions, "every_n_steps": every}, "trainer__accumulate_grad_batches": 3}
-    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    questions = shared("questions", lambda folder: write(folder / "questions.jsonl", rows)) / "questions.jsonl"
+    changes = {"mmlu": {"source": str(questions), "every_n_steps": every}, "trainer__accumulate_grad_batches": 3}
+    straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
     stop_at(batch)
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     assert main(["fit", *arguments]) == 130
@@ -471,7 +472,8 @@ def test_two_devices_answer_as_one(recipe, tmp_path, plain, questions, strategy,
                                 trainer__default_root_dir=str(one.root))]) == 0
     arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
                        trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
-    said = together(arguments, processes, XLA_FLAGS=f"--xla_force_host_platform_device_count={2 // processes}")
+    devices = f"--xla_force_host_platform_device_count={2 // processes}"
+    said = "".join(together(["fit", *arguments], processes, XLA_FLAGS=devices))
     assert asked_at(one)[-1] == asked_at(two)[-1] == 6 and said.count("23 questions") == len(asked_at(two))
     assert final(two) == pytest.approx(final(one), abs=1e-4)
 

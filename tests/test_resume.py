@@ -3,20 +3,15 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.forks import Fork, train
 from tests.runs import assert_same_run
-
-ROOT = Path(__file__).parent.parent
-
 
 # 32 training rows: 8 micro-batches an epoch, windows of 3, 3 and 2; validation every 4 micro-batches, so also inside
 # windows; 6 steps are two epochs.
@@ -53,11 +48,10 @@ def test_interrupted_at_every_micro_batch(recipe, tmp_path, stop_at, changes):
 
 
 @pytest.mark.parametrize("stops", [(5, 6), (8, 3), (8, 8)])
-def test_resumed_twice(recipe, tmp_path, stop_at, stops):
+def test_resumed_twice(recipe, finished, tmp_path, stop_at, stops):
     """In the middle of an epoch, and at its end, which is where Lightning's own bookkeeping is weakest."""
-    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
     changes = {**EVERYWHERE, "trainer__max_steps": -1, "trainer__max_epochs": 3, "trainer__limit_val_batches": 0}
-    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     stop_at(stops[0])
     assert main(["fit", *arguments]) == 130
@@ -78,9 +72,8 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(recipe, tmp_path):
     assert_same_run(straight, grown)
 
 
-def test_checkpoint_of_an_adapter_holds_no_base_weights(recipe, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    assert main(["fit", *recipe()]) == 0
+def test_checkpoint_of_an_adapter_holds_no_base_weights(finished):
+    folder = finished()
     saved = load_file(folder.resolve("last") / "model.safetensors")
     assert saved and all("lora_" in name for name in saved)
     size = sum(tensor.numel() * 4 for tensor in saved.values())
@@ -102,13 +95,12 @@ def test_keep_rules(recipe, tmp_path):
 def test_signals_save_and_leave_with_130(recipe, tmp_path, number):
     folder = RunFolder(tmp_path / "run")
     arguments = recipe(**EVERYWHERE, trainer__default_root_dir=str(folder.root), trainer__max_steps=100000)
-    process = subprocess.Popen([sys.executable, "train.py", "fit", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True)
+    process = Fork(train, "fit", *arguments)
     deadline = time.monotonic() + 120
     while not folder.names() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Interrupted at step" in said and "--ckpt_path last" in said and "Traceback" not in said
     assert f"{folder.resolve('last')}" in said.replace(str(folder.checkpoints), str(folder.checkpoints.resolve()))

@@ -2,12 +2,8 @@
 
 import csv
 import json
-import os
 import random
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +21,7 @@ from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn import decoding
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.forks import together
 from tests.runs import assert_same_checkpoint, seconds_of_steps
 
 ROOT = Path(__file__).parent.parent
@@ -194,11 +191,10 @@ def test_the_speed_is_of_training_alone(recipe, folder, engine, monkeypatch, clo
 
 
 @pytest.mark.parametrize(("batch", "seen"), [(4, {0}), (6, {0, 2}), (12, {0, 2, 4})])
-def test_interrupted_and_resumed(recipe, tmp_path, stop_at, batch, seen):
+def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, seen):
     """Inside a window, in the step that is sampled, and when that step is validated too."""
-    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
     changes = {**block(), "trainer__accumulate_grad_batches": 3}
-    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+    straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
     stop_at(batch)
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     assert main(["fit", *arguments]) == 130
@@ -314,22 +310,6 @@ def test_both_engines_say_the_same(recipe, tmp_path, plain, clm, name):
     assert found[0] == found[1] and len({row["output"] for row in found[0]}) > 2
 
 
-def together(arguments: list[str], processes: int, **environment: str) -> str:
-    """Fit in so many processes started by hand; what they said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    started = [subprocess.Popen([sys.executable, "train.py", "fit", *arguments], cwd=ROOT, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                env={**os.environ, **environment, **({**joined, "RANK": str(rank)}
-                                                                     if processes > 1 else {})})
-               for rank in range(processes)]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert not any(process.returncode for process in started), said
-    return "".join(said)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "strategy", "changes", "processes"), [
     ("torch", "ddp", {}, 1), ("torch", "fsdp", FULL, 1), ("jax", "fsdp", FULL, 1), ("jax", "fsdp", LORA, 2),
@@ -345,7 +325,7 @@ def test_two_devices_sample_as_one(recipe, tmp_path, plain, strategy, engine, ch
     arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
                        trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
     devices = f"--xla_force_host_platform_device_count={2 // processes}"
-    said = together(arguments, processes, XLA_FLAGS=devices)
+    said = "".join(together(["fit", *arguments], processes, XLA_FLAGS=devices))
     assert samples(two) == samples(one) and said.count("sample at step 6") == 2
 
 

@@ -13,26 +13,54 @@ from lmmods.cli import enable_collector
 from lmmods.data.sft import SFTData
 
 ROOT = Path(__file__).parent.parent
-DOOR = """
+WALK = """
 import gc, json, runpy, sys
-path, *sys.argv[1:] = sys.argv[1:]
-try:
-    runpy.run_path("train.py", run_name="__main__")
-except SystemExit as stop:
-    seen = {"status": stop.code, "modules": sorted(sys.modules), "enabled": gc.isenabled(),
-            "frozen": gc.get_freeze_count()}
-    open(path, "w").write(json.dumps(seen))
+path, commands = sys.argv[1], json.loads(sys.argv[2])
+seen = {}
+for name, arguments in commands.items():
+    sys.argv = ["train.py", *arguments]
+    gc.unfreeze()
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as stop:
+        seen[name] = {"status": stop.code, "modules": sorted(sys.modules), "enabled": gc.isenabled(),
+                      "frozen": gc.get_freeze_count()}
+open(path, "w").write(json.dumps(seen))
 """
+FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
 
 
-def walk_in(tmp_path: Path, *arguments: str) -> dict:
-    """What a process of train.py with these arguments has seen when it ends."""
-    path = tmp_path / "seen.json"
-    process = subprocess.run([sys.executable, "-c", DOOR, str(path), *arguments], cwd=ROOT, capture_output=True,
-                             text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert path.exists(), process.stderr
-    seen = json.loads(path.read_text())
-    assert seen["status"] == 0, process.stderr
+@pytest.fixture
+def walk(recipe, shared):
+    """A function that gives what a process of train.py has seen at the end of a command.
+
+    One process runs several commands, those that import less first: what a command must not import, none before it may.
+    """
+    def fit(folder: Path, name: str, **changes) -> list[str]:
+        return ["fit", *recipe(f"{name}.yaml", trainer__default_root_dir=str(folder / name), **changes)]
+
+    packed = {"trainer__max_steps": 2, "data__init_args__packing": True}
+    walks = {
+        "report": lambda folder: {"report": ["report", "--help"]},
+        "help": lambda folder: {"merge": ["merge", "--help"], "dashboard": ["dashboard", "--help"], "all": ["--help"]},
+        "torch": lambda folder: {"torch": fit(folder, "torch", **packed)},
+        "jax": lambda folder: {"jax": fit(folder, "jax", engine="jax", **packed),
+                               "jax full": fit(folder, "full", engine="jax", **FULL, trainer__max_steps=1)},
+    }
+
+    def seen(walk: str, name: str) -> dict:
+        def fill(folder: Path) -> None:
+            process = subprocess.run(
+                [sys.executable, "-c", WALK, str(folder / "seen.json"), json.dumps(walks[walk](folder))], cwd=ROOT,
+                capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+            (folder / "said.txt").write_text(process.stderr)
+            assert process.returncode == 0, process.stderr
+
+        folder = shared(f"walk-{walk}", fill)
+        found = json.loads((folder / "seen.json").read_text())[name]
+        assert found["status"] == 0, (folder / "said.txt").read_text()
+        return found
+
     return seen
 
 
@@ -41,16 +69,17 @@ def of_packages(modules: list[str], *packages: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_torch_run_imports_no_jax(recipe, tmp_path):
-    seen = walk_in(tmp_path, "fit", *recipe(trainer__max_steps=2, data__init_args__packing=True))
+def test_a_torch_run_imports_no_jax(walk):
+    seen = walk("torch", "torch")
     assert of_packages(seen["modules"], "lmmods.torch_engine.tasks.sft", "peft", "bitsandbytes")  # it was QLoRA
     assert not of_packages(seen["modules"], "jax", "jaxlib", "flax", "optax", "orbax", "jax_engine")
     assert seen["enabled"] and seen["frozen"]
 
 
 @pytest.mark.slow
-def test_a_jax_run_imports_no_network_of_torch(recipe, tmp_path):
-    seen = walk_in(tmp_path, "fit", "--engine", "jax", *recipe(trainer__max_steps=2, data__init_args__packing=True))
+@pytest.mark.parametrize("name", ["jax", "jax full"])
+def test_a_jax_run_imports_no_network_of_torch(walk, name):
+    seen = walk("jax", name)
     assert of_packages(seen["modules"], "jax_engine.tasks.sft", "jax_engine.models.quant")
     assert not of_packages(seen["modules"], "peft", "bitsandbytes", "lmmods.torch_engine",
                            "transformers.modeling_utils")
@@ -61,16 +90,16 @@ def test_a_jax_run_imports_no_network_of_torch(recipe, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("merge", "--help"), ("dashboard", "--help"), ("--help",)], ids=" ".join)
-def test_no_command_imports_what_only_runs_need(arguments, tmp_path):
-    seen = walk_in(tmp_path, *arguments)
+@pytest.mark.parametrize("name", ["merge", "dashboard", "all"])
+def test_no_command_imports_what_only_runs_need(walk, name):
+    seen = walk("help", name)
     assert not of_packages(seen["modules"], "jax", "flax", "peft", "bitsandbytes", "wandb", "datasets", "pandas",
                            "lm_eval", "transformers.modeling_utils")
     assert seen["enabled"]
 
 
-def test_a_report_needs_no_library(tmp_path):
-    seen = walk_in(tmp_path, "report", "--help")
+def test_a_report_needs_no_library(walk):
+    seen = walk("report", "report")
     assert not of_packages(seen["modules"], "torch", "lightning", "transformers", "jax", "pandas")
     assert seen["enabled"]
 

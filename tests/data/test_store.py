@@ -1,8 +1,6 @@
 """The cache: found again, made anew when anything that matters changes, safe with two processes at once."""
 
 import json
-import subprocess
-import sys
 
 import datasets
 import numpy as np
@@ -10,15 +8,11 @@ import pytest
 
 from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
+from tests.forks import Fork
 
-BUILD = """
-import sys
-from lmmods.data.sft import SFTData
-data = SFTData(sys.argv[1], tokenizer=sys.argv[2], cache_dir=sys.argv[3], max_length=512)
-data.prepare_data()
-data.setup("fit")
-print(sum(sum(row["input_ids"]) for row in data.rows_for_inspection(10**6)))
-"""
+
+def show_sum(path: str, folder: str, cache: str) -> None:
+    print(sum(sum(row["input_ids"]) for row in build(path, folder, cache_dir=cache).rows_for_inspection(10**6)))
 
 
 def folders(tmp_path):
@@ -84,11 +78,11 @@ def test_failed_build_leaves_nothing(spm_folder, tmp_path):
 
 
 def test_two_processes_at_once(spm_folder, write_jsonl, alpaca_rows, tmp_path):
-    command = [sys.executable, "-c", BUILD, write_jsonl(alpaca_rows * 20), spm_folder, str(tmp_path / "cache")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    results = [run.communicate(timeout=100) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], results
-    assert results[0][0] == results[1][0] and len(folders(tmp_path)) == 1
+    path = write_jsonl(alpaca_rows * 20)
+    runs = [Fork(show_sum, path, spm_folder, str(tmp_path / "cache")) for _ in range(2)]
+    sums = [run.communicate(timeout=100).splitlines()[-1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and int(sums[0]) == int(sums[1])
+    assert len(folders(tmp_path)) == 1
 
 
 def test_worker_processes_give_the_same_store(chat_folder, write_jsonl, alpaca_rows):

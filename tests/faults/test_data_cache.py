@@ -5,8 +5,6 @@ import errno
 import json
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,8 @@ from lmmods.data.sft import SFTData
 from lmmods.data.store import building, cache
 from lmmods.data.store.arrow_store import FILES, MANIFEST, damage
 from tests.data.conftest import alpaca_rows, spm_folder, write_jsonl  # noqa: F401 - fixtures
-from tests.data.test_store import BUILD
+from tests.data.test_store import show_sum
+from tests.forks import Fork
 
 DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
@@ -144,10 +143,9 @@ def test_a_store_that_another_process_takes_away_is_built_again(build, store, mo
 @pytest.mark.slow
 def test_two_processes_mend_at_once(build, store, tmp_path, spm_folder):  # noqa: F811
     flip(store / "encoded.arrow", 500)
-    command = [sys.executable, "-c", BUILD, str(tmp_path / "rows.jsonl"), spm_folder, str(tmp_path / "cache")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    results = [run.communicate(timeout=100) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0] and results[0][0] == results[1][0], results
+    runs = [Fork(show_sum, str(tmp_path / "rows.jsonl"), spm_folder, str(tmp_path / "cache")) for _ in range(2)]
+    sums = [run.communicate(timeout=100).splitlines()[-1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and int(sums[0]) == int(sums[1])
     assert list(store.parent.iterdir()) == [store] and damage(store) is None
 
 

@@ -1,9 +1,5 @@
-"""A kill matrix: SIGKILL at each moment of a run that leaves something on disk; the run goes on and ends the same.
+"""A kill matrix: SIGKILL at each moment of a run that leaves something on disk; the run goes on and ends the same."""
 
-Killed runs are forks of a server that has the libraries loaded, so a case costs its training only.
-"""
-
-import multiprocessing
 import os
 import re
 import shutil
@@ -14,11 +10,8 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.forks import Fork
 from tests.runs import assert_same_run
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lmmods.torch_engine.trainer", "lmmods.commands.engine_cli", "jax_engine.trainer",
-                                "peft", "bitsandbytes"])
 
 # A moment is a call and what its arguments look like: the process is killed right before it, or right after.
 MOMENTS = {
@@ -72,34 +65,17 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
     main(arguments)
 
 
-@pytest.fixture(scope="module")
-def straight(request, tmp_path_factory):
-    """Engine -> a run that nobody disturbed; made once."""
-    made: dict[str, RunFolder] = {}
-
-    def run(engine: str, arguments: list[str], root: Path) -> RunFolder:
-        if engine not in made:
-            assert main(["fit", *arguments]) == 0
-            kept = tmp_path_factory.mktemp("straight") / "run"
-            shutil.move(root, kept)
-            made[engine] = RunFolder(kept)
-        return made[engine]
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_killed_and_gone_on(engine, moment, recipe, straight, tmp_path, capfd):
+def test_killed_and_gone_on(engine, moment, recipe, finished, tmp_path, capfd):
     root = tmp_path / "run"
-    arguments = recipe(engine=engine, trainer__accumulate_grad_batches=2, trainer__default_root_dir=str(root),
-                       checkpoint={"every_n_steps": 2, "keep_last": 1}, trainer__val_check_interval=8)
-    whole = straight(engine, arguments, root)
-    process = CONTEXT.Process(target=killed_run, args=(["fit", *arguments], *MOMENTS[moment]))
-    process.start()
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL, capfd.readouterr().err
+    changes = {"engine": engine, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 8,
+               "checkpoint": {"every_n_steps": 2, "keep_last": 1}}
+    whole, arguments = finished(**changes), recipe(**changes, trainer__default_root_dir=str(root))
+    process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])
+    said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
     run = RunFolder(root)
     assert not run.completed.exists()
     goes_on = ["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"]

@@ -6,30 +6,30 @@ import json
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, AutoTokenizer
-from two_processes import with_two
 
+from jax_engine.evaluation import Evaluation
 from lmmods.cli import main
 from lmmods.core.hf_config import tells_token_types
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.forks import together, train
 
 BERT = {"model_type": "bert", "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 64}
-# Prints what this process has measured in each validation.
-PROGRAM = """
-import json, sys
-from jax_engine.evaluation import Evaluation
-from lmmods.cli import main
 
-evaluate = Evaluation.evaluate
-def told(self, *args, **kwargs):
-    found = evaluate(self, *args, **kwargs)
-    print("measured " + json.dumps(found, sort_keys=True), flush=True)
-    return found
-Evaluation.evaluate = told
-sys.exit(main(sys.argv[1:]))
-"""
+
+def measuring(*arguments: str) -> None:
+    """A run that prints what this process has measured in each validation."""
+    evaluate = Evaluation.evaluate
+
+    def told(self, *args, **kwargs):
+        found = evaluate(self, *args, **kwargs)
+        print("measured " + json.dumps(found, sort_keys=True), flush=True)
+        return found
+
+    Evaluation.evaluate = told
+    train(*arguments)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_two_processes_score_all_windows_and_agree(qa):
                         trainer__callbacks=stopping)
     assert main(["fit", *arguments]) == 0
     two, arguments = qa("two", trainer__val_check_interval=1, trainer__callbacks=stopping)
-    said = with_two(["fit", *arguments], ("-c", PROGRAM))
+    said = together(["fit", *arguments], 2, program=measuring)
     seen = [[json.loads(line[9:]) for line in text.splitlines() if line.startswith("measured ")] for text in said]
     assert len(seen[0]) == 2 and seen[0] == seen[1]
     metrics = [json.loads(run.metrics_json.read_text()) for run in (one, two)]

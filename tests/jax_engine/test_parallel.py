@@ -2,10 +2,8 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,7 @@ from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
+from tests.forks import together
 
 FLAG = "--xla_force_host_platform_device_count"
 B, NUM_STEPS = 2, 20
@@ -157,58 +156,44 @@ def test_wrong_mesh_sizes(sizes):
         ShardedMesh(**sizes)
 
 
-def start(script, *args, **env):
-    """A process that runs a script in which this file and its conftest can be imported."""
-    here = Path(__file__).parent
-    head = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent.parent)!r}]\n"
-    return subprocess.Popen([sys.executable, "-c", head + script, *map(str, args)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
+def train_two_meshes() -> None:
+    train(Toy(), ShardedMesh(data=2, fsdp=4), 1, num_steps=1)
+    train(Toy(), ShardedMesh(data=2, fsdp=2, tensor=2), 2, num_steps=1)
+    print("trained")
 
 
 @pytest.mark.slow
 def test_no_array_is_rebuilt_in_full():
-    """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own."""
-    process = start("""
-from toy import Toy
-from test_parallel import ShardedMesh, train
-train(Toy(), ShardedMesh(data=2, fsdp=4), 1, num_steps=1)
-train(Toy(), ShardedMesh(data=2, fsdp=2, tensor=2), 2, num_steps=1)
-print("trained")
-""", TF_CPP_MIN_LOG_LEVEL="0")
-    out, err = process.communicate(timeout=300)
-    assert "trained" in out, err
-    assert "rematerialization" not in err
+    """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own.
+
+    It says so while it compiles, so the process takes no compiled program from the cache; and not to a library that
+    was loaded with its log turned down, so the process is an interpreter of its own.
+    """
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_parallel; test_parallel.train_two_meshes()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={
+        **os.environ, "TF_CPP_MIN_LOG_LEVEL": "0", "JAX_ENABLE_COMPILATION_CACHE": "0"})
+    assert "trained" in done.stdout, done.stderr
+    assert "rematerialization" not in done.stderr
+
+
+def train_in_two() -> None:
+    jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", 2, int(os.environ["RANK"]))
+    for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
+        losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
+        table = state["trainable"]["embed"]["tokens"]["weight"]
+        sums = way.fetch_sums(way.put_sums({"x": np.float32(2.5)}))
+        print(json.dumps([way.local_ranks, losses, table[:8].tolist(), sums["x"].item()]))
 
 
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(toy):
     """Two processes of two devices each against four devices here; one micro-batch may belong to both processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = """
-import json
-import jax
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
-from toy import Toy
-from test_parallel import ShardedMesh, Replicas, np, train
-for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
-    losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
-    table = state["trainable"]["embed"]["tokens"]["weight"]
-    sums = way.fetch_sums(way.put_sums({"x": np.float32(2.5)}))
-    print(json.dumps([way.local_ranks, losses, table[:8].tolist(), sums["x"].item()]))
-"""
-    processes = [start(script, rank, port, XLA_FLAGS=f"{FLAG}=2") for rank in range(2)]
-    try:  # what they print fits into a pipe, so that neither waits to be read while the other is
-        results = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    said = together([], 2, program=train_in_two, XLA_FLAGS=f"{FLAG}=2")
     wanted_losses, wanted = train(toy, Replicas(jax.devices()[:4]), 1, num_steps=2, per_step=4)
     ranks = [[[0, 1], [0, 1], [0]], [[2, 3], [2, 3], [0]]]
-    for (out, err), own in zip(results, ranks, strict=True):
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
-        assert [line[0] for line in lines] == own, err
+    for text, own in zip(said, ranks, strict=True):
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("[[")]
+        assert [line[0] for line in lines] == own, text
         for _, losses, table, summed in lines:
             assert losses == [pytest.approx(figures, rel=1e-5) for figures in wanted_losses] and summed == 2.5
             assert np.abs(np.array(table) - wanted["trainable"]["embed"]["tokens"]["weight"][:8]).max() <= 1e-4

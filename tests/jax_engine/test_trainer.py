@@ -2,22 +2,22 @@
 
 import json
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.numpy import load_file
-from two_processes import with_two
 
 from jax_engine.loop import Loop
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.forks import Fork, together, train
 from tests.runs import TIMED, assert_same_run, rows
 
 ROOT = Path(__file__).parent.parent.parent
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
+OURS = {"engine": "jax", "trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5}
 
 
 @pytest.fixture
@@ -25,9 +25,7 @@ def jax_recipe(recipe, tmp_path):
     """A function that writes a recipe for this engine into a run folder of its own: QLoRA with dropout on a Llama."""
     def write(folder: str, **changes) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
-        return run, recipe(f"{folder}.yaml", **{
-            "engine": "jax", "trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5,
-            "trainer__default_root_dir": str(run.root), **changes})
+        return run, recipe(f"{folder}.yaml", **{**OURS, "trainer__default_root_dir": str(run.root), **changes})
 
     return write
 
@@ -77,11 +75,10 @@ MESH = "jax_engine.distributed.devices.MeshSharding"
     (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4, FULL),
     (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4, {}),
 ], ids=["ddp4-full", "fsdp4-qlora", "mesh2x2x2-full", "mesh2x2x2-qlora"])
-def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strategy, shares, changes):
+def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, devices, strategy, shares, changes):
     """A window of 4 micro-batches on one device, or spread; dropout on; the epoch ends in a partial round."""
     common = {**changes, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
-    one, arguments = jax_recipe("one", **common, trainer__accumulate_grad_batches=4, trainer__val_check_interval=24)
-    assert main(["fit", *arguments]) == 0
+    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 4, "trainer__val_check_interval": 24})
     many, arguments = jax_recipe("many", **common, trainer__devices=devices, trainer__strategy=strategy,
                                  trainer__accumulate_grad_batches=4 // shares, trainer__val_check_interval=24 // shares)
     assert main(["fit", *arguments]) == 0
@@ -94,14 +91,13 @@ def test_any_number_of_devices_takes_the_same_steps(jax_recipe, devices, strateg
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, strategy):
+def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, finished, strategy):
     common = {"data__init_args__batch_size": 3, "trainer__max_steps": 6, "checkpoint": {"every_n_steps": 3,
               "keep_last": 9}}
-    one, arguments = jax_recipe("one", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=12)
-    assert main(["fit", *arguments]) == 0
+    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 12})
     two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                               trainer__val_check_interval=6, trainer__devices=1)
-    said = with_two(["fit", *for_two])
+    said = together(["fit", *for_two], 2)
     assert sum("Parameters:" in text for text in said) == 1
     untimed = TIMED | {"train/epoch"}
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
@@ -112,7 +108,7 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, str
         assert row == pytest.approx(wanted, rel=1e-4)
     _, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                             trainer__val_check_interval=6, trainer__devices=1)
-    with_two(["fit", *for_two, "--ckpt_path", "3", "--overwrite", "true"])
+    together(["fit", *for_two, "--ckpt_path", "3", "--overwrite", "true"], 2)
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
 
@@ -174,12 +170,12 @@ def test_mistakes_are_one_message(jax_recipe, capfd, changes, message):
 @pytest.mark.slow
 def test_signals_save_and_leave_with_130(jax_recipe):
     run, arguments = jax_recipe("run", trainer__max_steps=100000, trainer__limit_val_batches=0)
-    process = subprocess.Popen([sys.executable, "train.py", "fit", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+    process = Fork(train, "fit", *arguments)
     while not run.metrics_csv.exists():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=60)
     assert process.returncode == 130 and "--ckpt_path last" in said and "Traceback" not in said
     assert run.find("last") is not None
 
@@ -205,19 +201,3 @@ def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
     monkeypatch.setattr(Loop, "train_batch", guarded)
     assert main(["fit", *arguments]) == 0
     assert fetched
-
-
-@pytest.mark.slow
-def test_no_torch_network_is_imported(jax_recipe):
-    _, arguments = jax_recipe("run", **FULL, trainer__max_steps=1)
-    program = """
-import sys
-from lmmods.cli import main
-
-assert main(sys.argv[1:]) == 0
-networks = {name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name}
-assert networks <= {"transformers.models.auto.modeling_auto"}, networks
-assert not {"peft", "bitsandbytes", "lmmods.torch_engine.tasks.base", "lmmods.torch_engine.trainer"} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program, "fit", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,0 +1,16 @@
+"""The server that tests fork processes from."""
+
+import os
+import sys
+
+from tests.forks import PRELOADED, Fork
+
+
+def show() -> None:
+    missing = [name for name in PRELOADED if name not in sys.modules]
+    print(missing, os.environ["SHOWN"])
+
+
+def test_a_fork_finds_the_libraries_loaded_and_has_an_environment_of_its_own():
+    process = Fork(show, SHOWN="here")
+    assert process.communicate() == "[] here\n" and process.returncode == 0
