@@ -1,4 +1,4 @@
-"""The one door: `python train.py fit|validate|test|predict|inspect|merge|evaluate|report|dashboard ...`."""
+"""Entry point: `python train.py fit|validate|test|predict|inspect|merge|evaluate|report|dashboard ...`."""
 
 import gc
 import sys

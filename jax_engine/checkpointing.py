@@ -9,10 +9,10 @@ from jax_engine.run import Run, Training
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
-from lmmods.runs.csv_logger import log_checkpoint
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.progress import read_progress
+from lmmods.runs.wandb import log_checkpoint
 
 
 class Checkpointer:

@@ -1,14 +1,14 @@
-"""The door of this engine: what its recipes are made of."""
+"""Entry point of this engine: the classes that its recipes configure."""
 
 from lmmods.core.engines import import_all
 from lmmods.core.errors import UserError
 
 
 def load() -> tuple[type, type, type, type, type, type]:
-    """Trainer, base class of the tasks, checkpoint rules, samples, questions, and uploads.
+    """The classes of trainer, tasks (their base), checkpoint rules, samples, MMLU evaluation and uploads.
 
     Raises:
-        UserError: jax or flax is not installed, or in versions that do not go together.
+        UserError: jax or flax is not installed, or their versions are incompatible.
     """
     try:
         import flax
@@ -17,15 +17,15 @@ def load() -> tuple[type, type, type, type, type, type]:
         raise UserError(f"engine jax: {error}. Install jax and flax with this project: pip install -e . (with [cuda] "
                         "for NVIDIA GPUs), or use --engine torch.") from error
     except AttributeError as error:  # an older flax on a newer jax
-        raise UserError(f"engine jax: this flax does not go with this jax ({error}). Reinstall both: "
+        raise UserError(f"engine jax: this flax is incompatible with this jax ({error}). Reinstall both: "
                         "pip install -e .") from error
     del flax, jax
     from jax_engine.tasks.base import Task
     from jax_engine.trainer import Trainer
-    from lmmods.evaluation.mmlu import Questionnaire
+    from lmmods.evaluation.mmlu import MMLUEvaluator
     from lmmods.evaluation.samples import SampleWriter
     from lmmods.runs.checkpoint_policy import CheckpointPolicy
     from lmmods.runs.hub_upload import Publisher
 
     import_all("jax_engine.tasks")
-    return Trainer, Task, CheckpointPolicy, SampleWriter, Questionnaire, Publisher
+    return Trainer, Task, CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher

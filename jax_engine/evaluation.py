@@ -6,7 +6,7 @@ from jax_engine.distributed import devices as machines
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.generate import generate
 from jax_engine.run import Run
-from lmmods.evaluation.mmlu import Questionnaire
+from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 
 
@@ -19,7 +19,7 @@ class Evaluation:
         mmlu: Questions to ask.
     """
 
-    def __init__(self, run: Run, samples: SampleWriter, mmlu: Questionnaire):
+    def __init__(self, run: Run, samples: SampleWriter, mmlu: MMLUEvaluator):
         self._run, self.samples, self.mmlu = run, samples, mmlu
 
     def evaluate(self, role: str, limit: int | None = None, keep: bool = True) -> dict[str, float]:
@@ -52,7 +52,7 @@ class Evaluation:
             batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
             groups = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
             logits = machines.gather(run.task.choice_logits(run.steps, run.weights, groups))
-        return self.mmlu.grade(run.progress.step, logits)
+        return self.mmlu.score(run.progress.step, logits)
 
     def sample(self) -> None:
         """Generate from the fixed prompts."""

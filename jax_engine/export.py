@@ -6,10 +6,10 @@ from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import Tree
 from jax_engine.run import Training
 from lmmods.core.console import say
-from lmmods.runs.csv_logger import log_checkpoint
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.loss_plot import draw_curves
 from lmmods.runs.model_card import model_card
+from lmmods.runs.wandb import log_checkpoint
 
 
 class Exporter:

@@ -28,17 +28,17 @@ from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch, peak_flops
-from lmmods.evaluation.mmlu import Questionnaire
+from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.csv_logger import Logger, MetricsCSV, log_recipe
+from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
 from lmmods.runs.step_metrics import StepMetrics
-from lmmods.runs.wandb_runs import log_predictions
+from lmmods.runs.wandb import log_predictions, log_recipe
 
 
 class Trainer:
@@ -118,7 +118,7 @@ class Trainer:
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         self.callbacks = [callbacks] if isinstance(callbacks, EarlyStopping) else callbacks or []
         self.checkpoint, self.samples, self.mmlu, self.publish = (
-            CheckpointPolicy(), SampleWriter(), Questionnaire(), Publisher())
+            CheckpointPolicy(), SampleWriter(), MMLUEvaluator(), Publisher())
         self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []

@@ -20,7 +20,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import choice_scores
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sft import SFTData
-from lmmods.evaluation.mmlu import Questionnaire, choice_tokens
+from lmmods.evaluation.mmlu import MMLUEvaluator, choice_tokens
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.callbacks import mmlu as torch_side
 from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
@@ -67,13 +67,13 @@ def folder(tmp_path) -> RunFolder:
 def asked(monkeypatch) -> list[dict[int, np.ndarray]]:
     """Logits of each letter at each round of questions, by the row's number."""
     found: list[dict[int, np.ndarray]] = []
-    grade = Questionnaire.grade
+    score = MMLUEvaluator.score
 
     def noted(self, step, logits):
         found.append({row: logits[row][self._columns[row]] for row in sorted(logits)})
-        return grade(self, step, logits)
+        return score(self, step, logits)
 
-    monkeypatch.setattr(Questionnaire, "grade", noted)
+    monkeypatch.setattr(MMLUEvaluator, "score", noted)
     return found
 
 
@@ -137,7 +137,7 @@ def test_letters_without_a_token_of_their_own_are_refused(letters, merges):
 
 
 class Model:
-    """What a questionnaire asks of a task."""
+    """What the evaluator asks of a task."""
 
     auto_class = "AutoModelForCausalLM"
 
@@ -155,8 +155,8 @@ def data(llama_folder, instructions) -> SFTData:
     return module
 
 
-def prepared(data, source: str, room: int | None = None, **settings) -> Questionnaire:
-    found = Questionnaire(source, **settings)
+def prepared(data, source: str, room: int | None = None, **settings) -> MMLUEvaluator:
+    found = MMLUEvaluator(source, **settings)
     found.prepare(data, Model(room))
     return found
 
@@ -217,7 +217,7 @@ def test_several_files_and_mapped_columns(tmp_path, data, rows):
 
 def test_without_subjects_there_is_one_accuracy(tmp_path, data):
     found = prepared(data, write(tmp_path / "rows.jsonl", [{"input": "Q:", "output": letter} for letter in "AJ"]))
-    scores = found.grade(3, {row: np.arange(10.0) for row in range(2)})
+    scores = found.score(3, {row: np.arange(10.0) for row in range(2)})
     expected = np.log(np.exp(np.arange(10)).sum()) - 4.5
     assert scores == pytest.approx({"mmlu/eval/accuracy": 0.5, "mmlu/eval/mean_subject_accuracy": 0.5,
                                     "mmlu/eval/loss": expected})
@@ -258,7 +258,7 @@ def test_rows_that_are_no_questions(tmp_path, data, rows, message):
 ])
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(UserError, match=message):
-        Questionnaire(**settings)
+        MMLUEvaluator(**settings)
 
 
 # Against a bare loop -------------------------------------------------------------------------------------------------
@@ -379,13 +379,13 @@ def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, no
 
 @SLOW_ON_JAX
 def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monkeypatch, clock):
-    batches = Questionnaire.batches
+    batches = MMLUEvaluator.batches
 
     def slow(self, *args):
         clock.now += 1000
         return batches(self, *args)
 
-    monkeypatch.setattr(Questionnaire, "batches", slow)
+    monkeypatch.setattr(MMLUEvaluator, "batches", slow)
     assert main(["fit", *recipe(**LORA, engine=engine, mmlu={"source": questions, "every_n_steps": 5})]) == 0
     assert clock.now > 1000 and 0 < max(seconds_of_steps(folder)) < 1
 

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from lmmods.core.errors import UserError, first_line
-from lmmods.runs.wandb_runs import has_wandb_key
+from lmmods.runs.wandb import has_wandb_key
 
 # Section -> its panels: title -> metrics, all runs in one panel.
 CURVES = {

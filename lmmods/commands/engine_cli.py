@@ -22,7 +22,7 @@ from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
 from lmmods.core.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.wandb_runs import known_wandb_id, settle_wandb, wandb_loggers
+from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Size and CRC-32 of files: what a checkpoint and the data cache are held against before anything of them is used."""
+"""Size and CRC-32 of files: checkpoints and the data cache are verified by them before they are used."""
 
 import zlib
 from collections.abc import Iterable
@@ -23,16 +23,16 @@ def stamps(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def first_damaged(folder: Path, manifest: Any, contents: bool = True) -> str | None:
-    """Name of the first file of a folder that is missing, cut short or altered.
+    """Name of the first file of a folder that is missing, truncated or altered.
 
     Args:
-        folder: Where the files lie.
-        manifest: Stamps by name, as they were read from a file.
-        contents: Also read the files; otherwise only their sizes are compared.
+        folder: Folder of the files.
+        manifest: Stamps by file name, as read from disk, so not to be trusted.
+        contents: Also verify contents; otherwise only sizes.
 
     Raises:
-        OSError: A file is there, but cannot be read.
-        ValueError: The manifest is none.
+        OSError: A file exists, but cannot be read.
+        ValueError: The manifest is malformed.
     """
     if not isinstance(manifest, dict) or not manifest:
         raise ValueError("it names no file")

@@ -1,4 +1,4 @@
-"""What the program says to the person in front of it: once, from the first process, without libraries' chatter."""
+"""Console output: printed once, by the first process, with secrets redacted; notes of libraries are silenced."""
 
 import logging
 import sys
@@ -17,18 +17,18 @@ def say(text: str) -> None:
 
 @rank_zero_only
 def warn(text: str) -> None:
-    """Print a line that asks for attention."""
+    """Print a warning."""
     print(redact(f"warning: {text}"), flush=True)
 
 
 @rank_zero_only
 def tell(text: str) -> None:
-    """Print a line beside what the command puts out."""
+    """Print a line to stderr, for commands whose stdout is their result."""
     print(redact(text), file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:
-    """Silence notes of libraries that our users can do nothing about; warnings about their recipe stay."""
+    """Silence notes of libraries that users can do nothing about; warnings about their recipe stay."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # devices, tips, "restored all states"
     # Asks for a package that would fetch kernels from a hub; bitsandbytes' own CPU code is used instead.
@@ -36,4 +36,4 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # raised inside its own calls
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what is logged is the same on every process
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # the loaders tell what they need
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # our loaders need few

@@ -1,4 +1,4 @@
-"""The engines by name, and how their classes become known."""
+"""Names of the engines, and import of all their classes."""
 
 import importlib
 import pkgutil
@@ -7,6 +7,6 @@ ENGINES = ("torch", "jax")
 
 
 def import_all(package: str) -> None:
-    """Import every module of a package, so that the classes in it are known by their short names."""
+    """Import every module of a package: recipes may name only imported classes by their short names."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")

@@ -1,4 +1,4 @@
-"""What is in a file, as a short text that is the same wherever the file lies."""
+"""Fingerprints: hashes of file contents, the same wherever a file is stored."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ BLOCKS, BLOCK_BYTES = 256, 2**14
 
 
 def joined(parts: Iterable[str]) -> str:
-    """One fingerprint (32 hex digits) of several, in their order."""
+    """One fingerprint (32 hex digits) of several parts, in their order."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -25,9 +25,9 @@ def whole_file(path: str | os.PathLike) -> str:
 
 
 def sampled_file(path: str | os.PathLike) -> str:
-    """Hash of the size and of 256 blocks over the whole length: weights and streams are too large to read twice.
+    """Hash of the size and of 256 evenly spaced blocks, as weights and streams are too large to read twice.
 
-    Files of up to 16 MiB are read whole.
+    Files of up to 16 MiB are hashed whole.
 
     Raises:
         UserError: It cannot be read.

@@ -1,11 +1,11 @@
-"""What is known here of transformers' configurations, in both engines."""
+"""transformers' configurations, for both engines: loading, changing and reading them."""
 
 from pathlib import Path
 from typing import Any
 
 from lmmods.core.errors import UserError, first_line, one_line
 
-# Fields of a configuration that the functions below read.
+# Fields of a configuration that the data modules read, by the functions below.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
 # In RoBERTa and its kin the first token's position is the one after the padding token's id.
 COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
@@ -21,7 +21,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         defaults: Fields that a mapping may leave out (`vocabulary_fields`).
 
     Raises:
-        UserError: Nothing there, an unknown type or field, or a value that the type does not take.
+        UserError: Nothing is there, the type or a field is unknown, or the type rejects a value.
     """
     if isinstance(source, dict):
         return _new_config({**(defaults or {}), **source, **(overrides or {})})
@@ -40,7 +40,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
 
 
 def _rope(config: Any, value: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions as transformers 5 spells them; what is not named of them (`rope_theta`) stays the model's."""
+    """Rotary position parameters as transformers 5 spells them; `rope_theta` stays the model's unless it is given."""
     named = {"rope_type" if name == "type" else name: field for name, field in value.items()}
     theta = (config.rope_parameters or {}).get("rope_theta")
     return named if theta is None else {"rope_theta": theta, **named}
@@ -74,7 +74,7 @@ def _new_config(fields: dict[str, Any]) -> Any:
     kind = CONFIG_MAPPING[model_type]
     _check_fields(kind(), fields)
     try:
-        return kind(**fields)  # not set one by one: sizes of heads follow from the others
+        return kind(**fields)  # all at once: head sizes are derived from other fields
     except (StrictDataclassError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"model.config: {kind.__name__} does not take these fields: {one_line(error)}") from error
 
@@ -86,13 +86,13 @@ def _check_fields(config: Any, fields: dict[str, Any]) -> None:
 
 
 def known_fields(config: Any) -> dict[str, Any]:
-    """`FIELDS` of a configuration, as far as it has them."""
+    """Those of `FIELDS` that a configuration has, with their values."""
     text = config.get_text_config()
     return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
 
 
 def position_limit(fields: dict[str, Any]) -> int | None:
-    """Longest row that a configuration of these fields allows, where it says so."""
+    """Longest row that a configuration with these fields allows; None if it sets no limit."""
     positions = fields.get("max_position_embeddings", fields.get("n_positions"))
     if positions and any(kin in fields.get("model_type", "") for kin in COUNT_FROM_PADDING):
         return positions - (1 if fields.get("pad_token_id") is None else fields["pad_token_id"]) - 1
@@ -100,27 +100,27 @@ def position_limit(fields: dict[str, Any]) -> int | None:
 
 
 def tells_token_types(fields: dict[str, Any]) -> bool:
-    """Whether a network of this configuration tells kinds of token apart (`token_type_ids`), question from context say.
+    """Whether a network of this configuration uses `token_type_ids`, for example to tell question from context.
 
-    DistilBERT and decoders do not, whatever their tokenizer offers; RoBERTa knows one kind alone.
+    DistilBERT and decoders do not, whatever their tokenizer returns; RoBERTa has a single type.
 
     Args:
-        fields: `model_type` and what is set; others have the type's default.
+        fields: `model_type` and the fields that are set; the others have the type's defaults.
     """
     from transformers import CONFIG_MAPPING
 
     model_type = fields.get("model_type")
-    if model_type not in CONFIG_MAPPING or model_type == "xlnet":  # code of its own; kinds without a table
+    if model_type not in CONFIG_MAPPING or model_type == "xlnet":  # remote code; types without an embedding table
         return True
-    default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may hold a stray field
+    default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may carry a stray field
     return default is not None and fields.get("type_vocab_size", default) > 1
 
 
 def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
-    """What a configuration says of the tokens that begin, end and pad a text.
+    """A configuration's ids of the tokens that begin, end and pad a text.
 
-    A token that pads a causal model beside another office is not named: torch never trains the row of the embedding
-    that a configuration names as padding.
+    If a causal model pads with a token that has another role too, `pad_token_id` is None: torch would never train the
+    embedding of the padding token, and that other role needs it.
     """
     ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
     if is_causal and ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"], tokenizer.unk_token_id):
@@ -142,12 +142,12 @@ def new_rows_message(num_tokens: int, num_rows: int) -> str:
 
 
 def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
-    """What a configuration says of a tokenizer's tokens."""
+    """A configuration's fields that follow from the tokenizer."""
     return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
 
 
 def saved_quantization(config: Any) -> str | None:
-    """How a folder keeps its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None.
+    """How a folder stores its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None.
 
     Args:
         config: The folder's configuration.
@@ -161,7 +161,7 @@ def saved_quantization(config: Any) -> str | None:
 
 
 def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
-    """A folder that is quantised already stays as it is, and trains only beside an adapter. UserError otherwise."""
+    """UserError unless a folder that is quantised already keeps its quantisation and trains only an adapter."""
     if kind is None:
         return
     if quantize not in (None, kind):

@@ -1,4 +1,4 @@
-"""Early stopping: one rule and one state for both engines. No torch, no jax."""
+"""Early stopping: one rule and one checkpointed state for both engines. No torch, no jax."""
 
 import math
 from enum import IntEnum
@@ -54,7 +54,7 @@ class EarlyStoppingRule:
 
     @property
     def state_key(self) -> str:
-        """Under which the state lies in a checkpoint."""
+        """Key of the state in a checkpoint."""
         return f"EarlyStopping{ {'monitor': self.monitor, 'mode': self.mode} }"
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class EarlyStoppingRule:
                 "stopping_reason_message": self.message}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also that of Lightning's class, whose best score is a tensor, and of this project's older JAX engine."""
+        """Takes the state of Lightning's class too, whose best score is a tensor, and of an older version here."""
         self.wait_count = int(state["wait_count"])
         self.best_score = float(state["best_score"] if "best_score" in state else state["best"])
         self.message = state.get("stopping_reason_message") or ""
@@ -70,7 +70,7 @@ class EarlyStoppingRule:
         self.reason = Reason(state.get("stopping_reason", waited))
 
     def begin(self, validates: bool) -> str:
-        """Start or go on. A run that had stopped stays so, unless `patience` was raised; returns why, else nothing.
+        """Start or resume. Returns why a resumed run stays stopped (unless `patience` was raised), else "".
 
         Args:
             validates: Whether the run has validations.
@@ -86,7 +86,7 @@ class EarlyStoppingRule:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def is_due(self, validated: bool, epoch_ends: bool) -> bool:
-        """Whether to check now, before the checkpoint of this moment is written."""
+        """Whether to check now, before a checkpoint of this step is written."""
         return self.reason is Reason.NOT_STOPPED and (epoch_ends if self.check_on_train_epoch_end else validated)
 
     def check(self, metrics: dict[str, float]) -> bool:

@@ -1,4 +1,4 @@
-"""MMLU while training: multiple-choice questions, answered by the likeliest letter, scored alike by both engines."""
+"""MMLU evaluation during training: multiple-choice questions, answered by the most likely letter; for both engines."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +18,10 @@ from lmmods.data.sources.source_reader import SourceReader
 
 LETTERS = "ABCDEFGHIJ"
 NO_SUBJECT = "all"
-TAIL = 8  # characters at a prompt's end that decide how the letter behind it is tokenised
+TAIL = 8  # characters at a prompt's end that decide how the letter after it is tokenised
 
 
-class Questionnaire:
+class MMLUEvaluator:
     """Ask multiple-choice questions while training; the answer is the likeliest letter, not a generated text.
 
     Rows are `subject, input, output`: the whole prompt, up to and with `Answer:`, and the right letter, from A to J.
@@ -47,8 +47,8 @@ class Questionnaire:
         require(bool(name.strip()) and "/" not in name, "mmlu.name", repr(name), "a word without a slash")
         self.source, self.every_n_steps, self.limit, self.name = source, every_n_steps, limit, name
         self.max_length = max_length
-        self.choice_ids = np.zeros(0, np.int64)  # [K] tokens that are a letter behind some prompt
-        self.latest_step: int | None = None  # that this process has asked at
+        self.choice_ids = np.zeros(0, np.int64)  # [K] tokens that are a letter after some prompt
+        self.latest_step: int | None = None  # last one at which this process asked
 
     @property
     def is_on(self) -> bool:
@@ -61,7 +61,7 @@ class Questionnaire:
         return self.is_on and self.every_n_steps is None
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Whether to ask after optimiser step `step`, with which the run `ends` or not, apart from validations."""
+        """Whether to ask after optimiser step `step`, which `ends` the run or not, apart from validations."""
         by_steps = self.every_n_steps is not None and step % self.every_n_steps == 0
         return self.is_on and step != self.latest_step and (ends or by_steps)
 
@@ -82,7 +82,7 @@ class Questionnaire:
         if model.auto_class != "AutoModelForCausalLM":
             raise UserError(f"mmlu.source: {type(model).__name__} is a task that predicts no next token, so it cannot "
                             "answer questions; set mmlu.source to null.")
-        # weight is for training rows; the key lets as_sources refuse it
+        # as_sources refuses a `weight` under any other key than data.source: it is for training rows
         readers = [SourceReader(source) for source in as_sources(self.source, "mmlu.source")]
         asked = [_question(row) for reader in readers for row in reader]
         num_choices = 1 + max((answer for _, answer, _ in asked), default=0)
@@ -101,18 +101,18 @@ class Questionnaire:
         self._find_choices(prompts, datamodule.tokenizer, text, LETTERS[:num_choices])
 
     def _encode(self, prompts: list[str], text: TextEncoder) -> None:
-        """Token ids of the prompts; the question stands at the end, so what is too long loses its beginning."""
+        """Token ids of the prompts; long ones are truncated on the left, as the question is at the end."""
         begin = [text.bos_id] if text.uses_bos else []
         bodies = text.encode_texts(prompts, [False] * len(prompts))
         room = self.max_length - len(begin)
         self.prompt_ids = [np.array(begin + ids[-room:], np.int64) for ids in bodies]
-        cut = sum(len(ids) > room for ids in bodies)
-        if cut:
-            warn(f"mmlu: {cut} of {len(bodies)} prompts have more than {self.max_length} tokens and lose their "
-                 "beginning.")
+        num_truncated = sum(len(ids) > room for ids in bodies)
+        if num_truncated:
+            warn(f"mmlu: {num_truncated} of {len(bodies)} prompts have more than {self.max_length} tokens and lose "
+                 "their beginning.")
 
     def _find_choices(self, prompts: list[str], tokenizer: Any, text: TextEncoder, letters: str) -> None:
-        """Tokens of the letters behind each prompt, as columns of `choice_ids`."""
+        """Tokens of the letters after each prompt, as columns of `choice_ids`."""
         by_tail: dict[str, list[int]] = {}
         for prompt in prompts:
             if prompt[-TAIL:] not in by_tail:
@@ -124,7 +124,7 @@ class Questionnaire:
     def batches(self, datamodule: Any, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
         """This process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
 
-        All processes get equally many. torch's DataLoader would draw from the random state.
+        All processes get equally many. Not a torch DataLoader, which would consume the random state of training.
         """
         order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
         collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,
@@ -135,11 +135,11 @@ class Questionnaire:
 
     # Answers ---------------------------------------------------------------------------------------------------------
 
-    def grade(self, step: int, logits: dict[int, np.ndarray]) -> dict[str, float]:
-        """Metrics after `step` optimiser steps, by their full names; also said on the console.
+    def score(self, step: int, logits: dict[int, np.ndarray]) -> dict[str, float]:
+        """Metrics after `step` optimiser steps, by their full names; also printed.
 
         Args:
-            logits: [K] of `choice_ids` behind each prompt, by the prompt's index.
+            logits: For each prompt's index, [K] logits of `choice_ids` after it.
         """
         self.latest_step = step
         rows = np.stack([logits[index] for index in range(len(self.prompt_ids))]).astype(np.float64)
@@ -150,7 +150,7 @@ class Questionnaire:
 
 
 def _question(row: Row) -> tuple[str, int, str]:
-    """(prompt, number of the right letter, subject). Spaces at the prompt's end belong to the answer's token."""
+    """(prompt, number of the right letter, subject). Trailing spaces are dropped: they belong to the answer's token."""
     where = f"mmlu.source {row.file}:{row.line}"
     prompt, output, subject = (row.values.get(name) for name in ("input", "output", "subject"))
     if not isinstance(prompt, str) or not prompt.strip():
@@ -167,14 +167,14 @@ def _question(row: Row) -> tuple[str, int, str]:
 
 
 def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) -> list[int]:
-    """The tokens that letters become right behind a prompt: " A" as one token, or "A" (first on a new line).
+    """The tokens that the letters become directly after a prompt: " A" as one token, or "A" (first after a newline).
 
-    Tokens of the prompt may change behind its last visible character, as line breaks do in many tokenizers; its text
-    must not.
+    Appending the letter may change tokens of the prompt after its last visible character, as with line breaks in many
+    tokenizers; it must not change the prompt's text.
 
     Args:
         tokenizer: transformers tokenizer.
-        text: Made of it.
+        text: Its encoder.
 
     Raises:
         UserError: Neither is a token of its own for each letter.

@@ -1,4 +1,4 @@
-"""Samples while training: what the model answers to fixed prompts, step by step, from either engine."""
+"""Samples during training: text generated from fixed prompts every so many steps, for both engines."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from lmmods.core.settings import Generation, require
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples
 
-PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters of a line on the console
+PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters shown on the console
 
 
 class SampleWriter:
@@ -33,7 +33,7 @@ class SampleWriter:
         self.prompts, self.every_n_steps, self.compare_base = prompts, every_n_steps, compare_base
         self.generation = Generation(max_new_tokens=max_new_tokens)
         self.prompt_ids: list[list[int]] = []
-        self.latest_step: int | None = None  # that this process has sampled
+        self.latest_step: int | None = None  # last one at which this process sampled
         self._base: dict[str, str] = {}  # prompt -> answer before training
 
     def prepare(self, datamodule: Any, max_positions: int | None) -> None:
@@ -52,12 +52,12 @@ class SampleWriter:
         room = self.generation.max_new_tokens
         for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True):
             if max_positions is not None and len(ids) + room > max_positions:
-                raise UserError(f"samples.prompts: {_cut(prompt, PROMPT_WIDTH)!r} has {len(ids)} tokens, which with "
+                raise UserError(f"samples.prompts: {_short(prompt, PROMPT_WIDTH)!r} has {len(ids)} tokens, which with "
                                 f"samples.max_new_tokens {room} are more than the {max_positions} positions of this "
                                 "model. Shorten it, or lower samples.max_new_tokens.")
 
     def begin(self, folder: RunFolder, resumed_step: int | None) -> None:
-        """Take the run folder; drop the rows after `resumed_step`, which a resumed run will write again."""
+        """Use this run folder; drop the rows after `resumed_step`, which a resumed run will write again."""
         self._path = folder.samples
         if self.prompts is not None:
             folder.manifest.claim(self._path.name)
@@ -77,11 +77,11 @@ class SampleWriter:
         return self.prompts is not None and self.compare_base
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Whether to sample after optimiser step `step`, with which the run `ends` or not."""
+        """Whether to sample after optimiser step `step`, which `ends` the run or not."""
         return self.prompts is not None and step != self.latest_step and (ends or step % self.every_n_steps == 0)
 
     def write(self, step: int, outputs: list[str], loggers: list[Any]) -> None:
-        """Keep and show the answers after `step` optimiser steps. Called by the first process."""
+        """Write, print and log the answers after `step` optimiser steps. Called by the first process."""
         if step == 0:
             self._base = dict(zip(self.prompts, outputs, strict=True))
         base = self._base if self.compare_base else {}
@@ -89,7 +89,8 @@ class SampleWriter:
                 for prompt, output in zip(self.prompts, outputs, strict=True)]
         self._rewrite([row for row in mended_samples(self._path) if row["step"] < step] + rows)
         for row in rows:
-            say(f"sample at step {step}: {_cut(row['prompt'], PROMPT_WIDTH)} -> {_cut(row['output'], OUTPUT_WIDTH)}")
+            prompt, output = _short(row["prompt"], PROMPT_WIDTH), _short(row["output"], OUTPUT_WIDTH)
+            say(f"sample at step {step}: {prompt} -> {output}")
         for logger in loggers:
             _log(logger, rows, step)
 
@@ -106,11 +107,11 @@ def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
 
 
 def _markdown(row: dict[str, Any]) -> str:
-    """A row with its texts as blocks of code, in which nothing is taken for markup."""
+    """A row with its texts as code blocks, in which nothing is interpreted as markup."""
     return "\n\n".join(f"{name}:\n\n" + "\n".join(f"    {line}" for line in row[name].split("\n"))
                        for name in ("prompt", "base", "output") if row[name] is not None)
 
 
-def _cut(text: str, width: int) -> str:
+def _short(text: str, width: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[:width - 1]}…"

@@ -1,17 +1,13 @@
-"""metrics.csv of the run folder, and checkpoints as artifacts of W&B."""
+"""metrics.csv of the run folder."""
 
 import csv
 import io
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lmmods.core.redaction import redact
 from lmmods.runs.folder import write_text
 from lmmods.runs.repair import mended_table
 
@@ -70,38 +66,3 @@ class MetricsCSV(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The recipe is in config.yaml."""
-
-
-def log_recipe(loggers: Iterable[Logger], recipe: dict[str, Any], report: dict[str, Any]) -> None:
-    """Tell what a run is made of: recipe and data report."""
-    with hidden_arguments():
-        for logger in loggers:
-            logger.log_hyperparams({"recipe": recipe, "data_report": report})
-
-
-@contextmanager
-def hidden_arguments() -> Iterator[None]:
-    """While a logger opens its run: W&B keeps the command line, whose passwords and tokens it is not to see."""
-    arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]
-    try:
-        yield
-    finally:
-        sys.argv = arguments
-
-
-def log_checkpoint(loggers: Iterable[Logger], checkpoint: Path | None, ends: bool = False) -> None:
-    """Keep a checkpoint as an artifact where a WandbLogger asks for it: `log_model: all`, or true for the last.
-
-    Args:
-        checkpoint: Its folder, complete; None where the run writes none.
-        ends: Whether the run is finished.
-    """
-    for logger in loggers:
-        wanted = getattr(logger, "_log_model", False)
-        if checkpoint is not None and (wanted == "all" and not ends or wanted is True and ends):
-            import wandb
-
-            artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model",
-                                      metadata={"checkpoint": checkpoint.name})
-            artifact.add_dir(str(checkpoint))
-            logger.experiment.log_artifact(artifact, aliases=["latest", checkpoint.name.replace("=", "-")])

@@ -8,9 +8,9 @@ import lightning as L
 from lmmods.core.signals import stop
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.csv_logger import log_checkpoint
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.progress import correct_epochs, recount_loops
+from lmmods.runs.wandb import log_checkpoint
 from lmmods.torch_engine.callbacks.publish import Publish
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 

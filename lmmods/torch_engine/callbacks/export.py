@@ -6,9 +6,9 @@ from pathlib import Path
 import lightning as L
 
 from lmmods.core.console import say
-from lmmods.runs.csv_logger import log_checkpoint
 from lmmods.runs.loss_plot import draw_curves
 from lmmods.runs.model_card import model_card
+from lmmods.runs.wandb import log_checkpoint
 
 
 class Export(L.Callback):

@@ -5,13 +5,13 @@ from typing import Any
 import lightning as L
 import torch
 
-from lmmods.evaluation.mmlu import Questionnaire
+from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.torch_engine.callbacks.eval_mode import undisturbed
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.lm_head import choice_logits
 
 
-class MMLU(Questionnaire, L.Callback):
+class MMLU(MMLUEvaluator, L.Callback):
     """Ask at validations or every so many steps, and at the end; training does not feel it.
 
     Stands before Checkpoint in the list: a checkpoint is ranked, and holds the metrics, when its questions are asked.
@@ -40,20 +40,20 @@ class MMLU(Questionnaire, L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Where a callback has stopped the run, no batch was known to be the last."""
         if self.is_due(trainer.global_step, ends=True):
-            found = self._grade(trainer, module)
+            found = self._evaluate(trainer, module)
             trainer.log_evaluation(found)
             if trainer.is_global_zero:
                 trainer.run_folder.merge_metrics(found)
 
     def _ask(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        found = self._grade(trainer, module)
+        found = self._evaluate(trainer, module)
         for name, value in found.items():  # for those who monitor it
             module.log(name, value, logger=False, rank_zero_only=False)
         trainer.log_evaluation(found)
         if trainer.state.fn != "fit" and trainer.is_global_zero:
             trainer.run_folder.merge_metrics(found)
 
-    def _grade(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
+    def _evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
         """All processes must call this: each asks a part, and sharded parameters are gathered from all."""
         logits: dict[int, Any] = {}
         with undisturbed(trainer, module):
@@ -63,4 +63,4 @@ class MMLU(Questionnaire, L.Callback):
                 found = module(choice_logits, module.model, module.head, batch, choices).cpu().numpy()
                 logits |= {index: row for index, row in zip(batch["index"].tolist(), found) if index >= 0}
             logits = gather(logits, trainer.world_size)
-        return self.grade(trainer.global_step, logits)
+        return self.score(trainer.global_step, logits)

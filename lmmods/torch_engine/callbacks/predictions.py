@@ -6,7 +6,7 @@ import lightning as L
 import torch
 
 from lmmods.core.console import say
-from lmmods.runs.wandb_runs import log_predictions
+from lmmods.runs.wandb import log_predictions
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 
 

@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
-from lmmods.runs.csv_logger import log_recipe
+from lmmods.runs.wandb import log_recipe
 from lmmods.torch_engine.nn.summary import available_bytes
 
 

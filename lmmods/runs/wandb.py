@@ -4,12 +4,14 @@ import json
 import netrc
 import os
 import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lmmods.core.recipes import read_recipe
-from lmmods.core.redaction import redacted
-from lmmods.runs.csv_logger import hidden_arguments
+from lmmods.core.redaction import redact, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.recognition import wandb_id
 
@@ -70,3 +72,38 @@ def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
             with hidden_arguments():
                 logger.log_table("predictions", columns=list(rows[0]), data=data)
             logger.finalize("success")
+
+
+def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str, Any]) -> None:
+    """Tell what a run is made of: recipe and data report."""
+    with hidden_arguments():
+        for logger in loggers:
+            logger.log_hyperparams({"recipe": recipe, "data_report": report})
+
+
+@contextmanager
+def hidden_arguments() -> Iterator[None]:
+    """While a logger opens its run: W&B keeps the command line, whose passwords and tokens it is not to see."""
+    arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+
+
+def log_checkpoint(loggers: Iterable[Any], checkpoint: Path | None, ends: bool = False) -> None:
+    """Keep a checkpoint as an artifact where a WandbLogger asks for it: `log_model: all`, or true for the last.
+
+    Args:
+        checkpoint: Its folder, complete; None where the run writes none.
+        ends: Whether the run is finished.
+    """
+    for logger in loggers:
+        wanted = getattr(logger, "_log_model", False)
+        if checkpoint is not None and (wanted == "all" and not ends or wanted is True and ends):
+            import wandb
+
+            artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model",
+                                      metadata={"checkpoint": checkpoint.name})
+            artifact.add_dir(str(checkpoint))
+            logger.experiment.log_artifact(artifact, aliases=["latest", checkpoint.name.replace("=", "-")])
