@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,3 +58,10 @@ def _final_numbers(path: Path) -> dict[str, float]:
 
 def _weights(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def paths(node: object, path: str = "") -> Iterator[str]:
+    """Every key and number in a tree, under those that lead to it."""
+    yield path
+    for key, value in (node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()):
+        yield from paths(value, f"{path}/{key}")

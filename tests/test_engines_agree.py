@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from lmmods.runs.checkpoint_io import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.runs import paths
 
 # A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
 WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
@@ -107,13 +107,6 @@ def same_checkpoint_keys(on_jax: RunFolder, on_torch: RunFolder) -> None:
     for content in (found, wanted):
         content["loops"]["fit_loop"]["state_dict"] = content["identity"]["trainer"] = "of the engine"
     assert set(paths(found)) == set(paths(wanted))
-
-
-def paths(node: object, path: str = "") -> Iterator[str]:
-    """Every key and number in a tree, under those that lead to it."""
-    yield path
-    for key, value in (node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()):
-        yield from paths(value, f"{path}/{key}")
 
 
 LORA = {"rank": 4, "alpha": 16, "targets": "all-linear"}
