@@ -1,4 +1,4 @@
-"""Causal language modelling on plain text: documents, each closed by the end token, cut into blocks."""
+"""Causal language modelling on plain text: documents, each closed by the end token, split into blocks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.text_encoder import TextEncoder
-from lmmods.data.encode.texts import TextRowEncoder
+from lmmods.data.encode.texts import TextRowEncoder, check_text_column
 from lmmods.data.fields import CLMDataFields
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
@@ -36,11 +36,7 @@ class CLMData(CLMDataFields, DataModule):
         return {"text_column": self.text_column, "max_length": self.max_length}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        if self.text_column not in first.values:
-            raise UserError(
-                f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
-                f"{', '.join(first.values)}. Name yours with data.text_column"
-            )
+        check_text_column(first, self.text_column)
         if self.tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
         text = TextEncoder(self.tokenizer)

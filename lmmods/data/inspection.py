@@ -16,10 +16,10 @@ def shown_rows(
     """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists.
 
     Args:
-        items: Rows of batches, a data set with `lengths` and `cut`.
+        items: Rows of batches, a data set with `lengths` and `truncated`.
         rows: The rows that these are made of.
         num_rows: How many.
-        which: `first`, `longest`, `most_cut` (tokens cut off), `most_unknown` (tokens the vocabulary lacks), or places.
+        which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens the vocabulary lacks), or places.
         unknown_id: Id of the unknown token.
 
     Raises:
@@ -39,7 +39,7 @@ def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int
     if which == "most_unknown":
         measure = np.array([(items[place]["input_ids"] == unknown_id).sum() for place in range(len(items))])
     else:
-        measure = items.lengths if which == "longest" else items.cut
+        measure = items.lengths if which == "longest" else items.truncated
     return np.argsort(-measure, kind="stable")[:num_rows].tolist()
 
 

@@ -8,7 +8,7 @@ from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.batches.masking import MaskedSet, Masker, tokens_around, vocabulary_flags
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.text_encoder import TextEncoder
-from lmmods.data.encode.texts import TextRowEncoder
+from lmmods.data.encode.texts import TextRowEncoder, check_text_column
 from lmmods.data.fields import MLMDataFields
 from lmmods.data.scoring.predictions import Predictions
 from lmmods.data.sources.readers import Row
@@ -32,11 +32,7 @@ class MLMData(MLMDataFields, DataModule):
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         if self.tokenizer.mask_token_id is None:
             raise UserError("the tokenizer has no mask token; use one of a masked language model")
-        if self.text_column not in first.values:
-            raise UserError(
-                f"{first.file}:{first.line}: no column {self.text_column!r}; the columns are "
-                f"{', '.join(first.values)}. Name yours with data.text_column"
-            )
+        check_text_column(first, self.text_column)
         separated = self.join and not prompts_only and self.tokenizer.sep_token_id is not None
         between = [self.tokenizer.sep_token_id] if separated else []
         encoder = TextRowEncoder(

@@ -201,7 +201,7 @@ class Windows:
     def __init__(self, rows: RowSet) -> None:
         self.rows = rows
         self.lengths = rows.lengths
-        self.cut = np.zeros(len(rows), np.int64)
+        self.truncated = np.zeros(len(rows), np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)

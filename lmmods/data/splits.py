@@ -18,7 +18,7 @@ from lmmods.data.store.rows import RowSet, split, weighted
 
 Role = Literal["train", "val", "test", "predict"]
 FIRST_BUFFER = 1000  # rows of a stream that the report looks at
-STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is told as it comes"
+STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is reported as it comes"
 STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),

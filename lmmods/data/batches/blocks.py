@@ -1,4 +1,4 @@
-"""Token rows laid end to end and cut into blocks, without copying them."""
+"""Token rows laid end to end and split into blocks, without copying them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class BlockSet(Dataset):
     Args:
         rows: Encoded texts.
         max_length: Tokens per block.
-        joined: Cut the stream of all rows, so that only its last block is short. Otherwise each row is cut by itself.
+        joined: Split all rows as one, so that only the last block is short. Otherwise each row is split by itself.
     """
 
     def __init__(self, rows: RowSet, max_length: int, joined: bool) -> None:
@@ -43,7 +43,7 @@ class BlockSet(Dataset):
         return self._ends - self._starts
 
     @property
-    def cut(self) -> np.ndarray:
+    def truncated(self) -> np.ndarray:
         """Tokens lost from each block: none."""
         return np.zeros(len(self), np.int64)
 

@@ -77,9 +77,9 @@ class MaskedSet(Dataset):
         return self.blocks.lengths + len(self.around[0]) + len(self.around[1])
 
     @property
-    def cut(self) -> np.ndarray:
+    def truncated(self) -> np.ndarray:
         """Tokens lost from each row."""
-        return self.blocks.cut
+        return self.blocks.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         if number < 0:
@@ -94,8 +94,8 @@ class MaskedSet(Dataset):
 def vocabulary_flags(tokenizer) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN001
     """For each id (bool [V]): whether it is special, and whether it continues a word.
 
-    Words are told from the vocabulary: `##` continues one in WordPiece; in byte-level and SentencePiece vocabularies
-    what does not begin with the sign of a space does.
+    Words are recognised by the vocabulary: `##` continues one in WordPiece; in byte-level and SentencePiece
+    vocabularies what does not begin with the sign of a space does.
     """
     size = len(tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(list(range(size)))

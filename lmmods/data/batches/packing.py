@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from lmmods.data.encode.text_encoder import NOT_SCORED
 
-WINDOW = 50_000  # rows considered at a time; bounds memory, and more fill no fuller
+CHUNK = 50_000  # rows considered at a time; bounds memory, and more fill no fuller
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -60,9 +60,9 @@ class PackedSet(Dataset):
         lengths = items.lengths
         order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
         self._packs = [
-            order[start : start + WINDOW][pack]
-            for start in range(0, len(order), WINDOW)
-            for pack in best_fit_decreasing(lengths[order[start : start + WINDOW]], max_length)
+            order[start : start + CHUNK][pack]
+            for start in range(0, len(order), CHUNK)
+            for pack in best_fit_decreasing(lengths[order[start : start + CHUNK]], max_length)
         ]
         self.lengths = np.array([lengths[pack].sum() for pack in self._packs], np.int64)
 
@@ -70,10 +70,10 @@ class PackedSet(Dataset):
         return len(self._packs)
 
     @property
-    def cut(self) -> np.ndarray:
-        """Tokens cut from the rows of each pack."""
-        cut = self.items.cut
-        return np.array([cut[pack].sum() for pack in self._packs], np.int64)
+    def truncated(self) -> np.ndarray:
+        """Tokens removed from the rows of each pack."""
+        truncated = self.items.truncated
+        return np.array([truncated[pack].sum() for pack in self._packs], np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         if number < 0:

@@ -132,7 +132,7 @@ class StreamLoader:
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
         self._shard, self._settings, self._num_proc = shard, settings, num_proc
         self._epoch = self._buffer = self._handed_out = 0
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return ENDLESS
@@ -159,24 +159,24 @@ class StreamLoader:
                 if number < start:
                     continue
                 rows = encode_buffer(self._sources, buffer, tallies, self._num_proc)
-                self._tell_new_reasons(tallies)
+                self._report_new_reasons(tallies)
                 items = self._arrange(rows) if len(rows) else []
                 if len(items):
                     useful = True
                     yield epoch, number, items
             if not useful:
                 raise _useless(self._sources, tallies)
-            self._tell_dropped(epoch, tallies)
+            self._report_dropped(epoch, tallies)
             start = 0
 
-    def _tell_new_reasons(self, tallies: list[Tally]) -> None:
+    def _report_new_reasons(self, tallies: list[Tally]) -> None:
         for source, tally in zip(self._sources, tallies, strict=True):
             for reason, entry in tally.summary()["dropped"].items():
-                if (source.info["path"], reason) not in self._told:
-                    self._told.add((source.info["path"], reason))
+                if (source.info["path"], reason) not in self._reported:
+                    self._reported.add((source.info["path"], reason))
                     say(f"The stream {source.info['path']} drops rows: {reason} (first {entry['first'][0]}).")
 
-    def _tell_dropped(self, epoch: int, tallies: list[Tally]) -> None:
+    def _report_dropped(self, epoch: int, tallies: list[Tally]) -> None:
         for source, tally in zip(self._sources, tallies, strict=True):
             if tally.num_kept < tally.num_rows:
                 say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(tally.summary())}.")

@@ -22,8 +22,8 @@ class Limits:
     on_overflow: str
 
 
-class Cuts(NamedTuple):
-    """Tokens to cut: from the beginning of a prompt, from its end, and from the end of its answer."""
+class Truncation(NamedTuple):
+    """Tokens to remove: from the beginning of a prompt, from its end, and from the end of its answer."""
 
     left: int = 0
     right: int = 0
@@ -64,11 +64,11 @@ class SFTEncoder:
                 places.append(place)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
-        kept, ids, labels, prompts, cuts = [], [], [], [], []
+        kept, ids, labels, prompts, truncated = [], [], [], [], []
         encoded = self.text.encode_rows(runs, self.renderer.apart)
         for place, (row_ids, response) in zip(places, encoded, strict=True):
             try:
-                row_ids, row_labels, prompt, cut = self._fit(row_ids, response, place, counts)
+                row_ids, row_labels, prompt, num_truncated = self._fit(row_ids, response, place, counts)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
                 continue
@@ -76,12 +76,12 @@ class SFTEncoder:
             ids.append(row_ids)
             labels.append(row_labels)
             prompts.append(prompt)
-            cuts.append(cut)
+            truncated.append(num_truncated)
         columns = {
             "input_ids": Ragged.of(ids),
             "labels": Ragged.of(labels),
             "prompt_length": np.array(prompts, np.int64),
-            "cut": np.array(cuts, np.int64),
+            "truncated": np.array(truncated, np.int64),
         }
         self._count(columns, counts)
         return Encoded(columns, np.array(kept, np.int64), dropped, counts)
@@ -112,35 +112,35 @@ class SFTEncoder:
         """Apply the length policy and make the labels of one row. Raises RowProblem when the row is dropped."""
         last = response.max(initial=-1)
         prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
-        cuts = self._cuts(prompt, len(ids) - prompt, place)
-        if any(cuts):
+        removed = self._truncation(prompt, len(ids) - prompt, place)
+        if any(removed):
             counts["rows_cut"] += 1
-            counts["tokens_cut"] += sum(cuts)
-            ids, response = self._shortened(ids, response, prompt, cuts)
+            counts["tokens_cut"] += sum(removed)
+            ids, response = self._shortened(ids, response, prompt, removed)
         scored = response == last if self.train_on_last else response >= 0
         labels = ids if self.train_on_prompt and not self.prompts_only else np.where(scored, ids, NOT_SCORED)
         if not self.prompts_only and not (labels[1:] != NOT_SCORED).any():
             raise RowProblem("nothing left to learn after cutting")
-        counts["responses_complete"] += int(not cuts.answer and not self.prompts_only)
-        return ids, labels, prompt - cuts.left - cuts.right, sum(cuts)
+        counts["responses_complete"] += int(not removed.answer and not self.prompts_only)
+        return ids, labels, prompt - removed.left - removed.right, sum(removed)
 
-    def _shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, cuts: "Cuts"
+    def _shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
                    ) -> tuple[np.ndarray, np.ndarray]:
-        """Without what is cut; the begin token stays."""
-        first, left = int(ids[0] == self.text.bos_id), cuts.left
+        """Without what is truncated; the begin token stays."""
+        first, left = int(ids[0] == self.text.bos_id), removed.left
         if left and response[first + left] == response[first + left - 1]:
             response = np.where(response == response[first + left], -1, response)  # its beginning is gone
-        keep = np.r_[:first, first + left : prompt - cuts.right, prompt : len(ids) - cuts.answer]
+        keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
         return ids[keep], response[keep]
 
-    def _cuts(self, prompt: int, answer: int, place: int) -> "Cuts":
-        """Tokens to cut from a prompt and its answer. Raises RowProblem when the row is dropped."""
+    def _truncation(self, prompt: int, answer: int, place: int) -> "Truncation":
+        """Tokens to remove from a prompt and its answer. Raises RowProblem when the row is dropped."""
         limits = self.limits
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
         total = max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
         if not source + target + total:
-            return Cuts()
+            return Truncation()
         if limits.on_overflow == "error":
             raise RowError(
                 place,
@@ -151,12 +151,13 @@ class SFTEncoder:
         if limits.on_overflow == "skip":
             raise RowProblem("longer than the limits")
         if limits.on_overflow == "truncate_ends":
-            return Cuts(right=source + total) if self.prompts_only else Cuts(right=source, answer=target + total)
+            return Truncation(right=source + (total if self.prompts_only else 0),
+                              answer=0 if self.prompts_only else target + total)
         if limits.on_overflow == "truncate" and not self.prompts_only:
-            return Cuts(left=source, answer=target + total)
+            return Truncation(left=source, answer=target + total)
         if target or source + total >= prompt - 1:
             raise RowProblem("response longer than the limits")
-        return Cuts(left=source + total)
+        return Truncation(left=source + total)
 
     def _count(self, columns: dict[str, Any], counts: Counter) -> None:
         labels = columns["labels"].values

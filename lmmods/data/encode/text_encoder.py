@@ -73,7 +73,7 @@ class TextEncoder:
         return joint[1:] == self._ids(["a"])[0]
 
     def split_control(self, text: str) -> list[str | int]:
-        """Template text cut at its control tokens: texts and ids in order, nothing empty."""
+        """Template text split at its control tokens: texts and ids in order, nothing empty."""
         if text not in self._split:
             if len(self._split) > 10_000:
                 self._split.clear()

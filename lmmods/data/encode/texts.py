@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.core.errors import UserError
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.encode.text_encoder import Run, TextEncoder
 from lmmods.data.sources.formats import RowProblem, as_text, check_unicode
+from lmmods.data.sources.readers import Row
 
 
 def ends_of(row: dict[str, Any]) -> tuple[bool, bool]:
@@ -20,6 +22,13 @@ def ends_of(row: dict[str, Any]) -> tuple[bool, bool]:
     return True, True
 
 
+def check_text_column(first: Row, column: str) -> None:
+    """Raise UserError where the first row of a source lacks the column of its texts."""
+    if column not in first.values:
+        raise UserError(f"{first.file}:{first.line}: no column {column!r}; the columns are {', '.join(first.values)}. "
+                        "Name yours with data.text_column")
+
+
 @dataclass
 class TextRowEncoder:
     """Rows with a text to ids: `begin`, the text, `end`. A piece of a document gets what stands at its ends only.
@@ -29,7 +38,7 @@ class TextRowEncoder:
         text: Encodes it.
         begin: Ids before each document.
         end: Ids behind each document.
-        longest: Longest row, cut from the left; None is no limit.
+        longest: Longest row, truncated on the left; None is no limit.
         gap: Token that is recognised in the text; None is none.
     """
 
@@ -79,7 +88,7 @@ class TextRowEncoder:
         starts, ends = ends_of(row)
         begin = self.begin if starts else []
         end = self.end if ends else []
-        cut = 0 if self.longest is None else max(0, len(begin) + len(ids) + len(end) - self.longest)
-        counts["rows_cut"] += bool(cut)
-        counts["tokens_cut"] += cut
-        return np.array([*begin, *ids[cut:], *end], np.int32)
+        num_truncated = 0 if self.longest is None else max(0, len(begin) + len(ids) + len(end) - self.longest)
+        counts["rows_cut"] += bool(num_truncated)
+        counts["tokens_cut"] += num_truncated
+        return np.array([*begin, *ids[num_truncated:], *end], np.int32)

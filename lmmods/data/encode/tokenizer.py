@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 
-# Known names of each role, tried in order against the vocabulary.
+# Known names of each role, looked up in this order in the vocabulary.
 KNOWN_NAMES = {
     "bos_token": ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"],
     "eos_token": ["</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|im_end|>"],

@@ -1,4 +1,4 @@
-"""The rows that come out of a source, its column names mapped, and what they are told apart by."""
+"""The rows that come out of a source, its column names mapped, and the hash of their contents."""
 
 import hashlib
 import os

@@ -57,7 +57,7 @@ def build_store(
     Raises:
         UserError: A row is broken, or the cache cannot be written.
     """
-    with _told(folder.parent):
+    with _reported(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     frozen_before = gc.get_freeze_count() > 0  # by the command line, for good
@@ -69,15 +69,15 @@ def build_store(
             tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar,
         ):
             for batch, encoded in encode_batches(rows, encoder, num_proc):
-                with _told(folder.parent):
+                with _reported(folder.parent):
                     writer.add(batch, encoded)
                 bar.update(len(batch))
             found = {**(info or {}), **writer.summary()}
             if not found["rows_read"]:
                 raise UserError(f"{found.get('path', 'the source')}: the data set is empty, no row was found")
-            with _told(folder.parent):
+            with _reported(folder.parent):
                 writer.finish(found)
-        with _told(folder.parent):
+        with _reported(folder.parent):
             _commit(temporary, folder)
     finally:
         if not frozen_before:
@@ -95,7 +95,7 @@ def _commit(temporary: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _reported(folder: Path) -> Iterator[None]:
     """What the file system refuses to write, as one message."""
     try:
         yield
@@ -191,7 +191,7 @@ class _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError, pa.ArrowException):  # what is open now is given up, and why has been told
+        with suppress(OSError, pa.ArrowException):  # what is open now is given up, and why has been reported
             self._close()
 
     def _close(self) -> None:

@@ -70,7 +70,7 @@ class Cache:
         """The store, made anew where it is missing or damaged. Other processes may do the same at the same time."""
         wrong: object = None
         for _ in range(ATTEMPTS):
-            with _told(folder):
+            with _reported(folder):
                 if rebuild and folder not in self._checked:
                     _remove(folder)
                 elif os.path.lexists(folder):
@@ -85,7 +85,7 @@ class Cache:
                 rows, encoder, info = prepare()
                 build_store(folder, rows, encoder, self._processes(reader), info=info)
             try:
-                with _told(folder):
+                with _reported(folder):
                     return Store(folder)
             except FileNotFoundError:  # another process found it damaged and took it away
                 rebuild, wrong = False, None
@@ -114,7 +114,7 @@ class Cache:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _reported(folder: Path) -> Iterator[None]:
     """Errors of the file system as one message; a file that is gone is the caller's matter."""
     try:
         yield

@@ -48,9 +48,9 @@ class RowSet(Dataset):
         return self.column("input_ids")
 
     @property
-    def cut(self) -> np.ndarray:
-        """Tokens cut from each row."""
-        return self.column("cut")
+    def truncated(self) -> np.ndarray:
+        """Tokens removed from each row."""
+        return self.column("truncated")
 
     @property
     def index(self) -> np.ndarray:
@@ -85,8 +85,8 @@ class RowSet(Dataset):
 def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSet]:
     """Training and validation rows: disjoint, together complete, the same for the same rows read and seed.
 
-    The draw is over rows as read and passes over those that were dropped, so that settings that drop or cut rows move
-    as few others across as can be.
+    The draw is over rows as read and passes over those that were dropped, so that settings that drop or truncate
+    rows move as few others across as can be.
 
     Args:
         rows: All kept rows. What was made of one row as read (the windows of a question) stays together.
