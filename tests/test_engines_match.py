@@ -1,6 +1,7 @@
 """What a recipe may say is the same on both engines."""
 
 import inspect
+from dataclasses import dataclass
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -13,7 +14,7 @@ from jax_engine.tasks.qa import QA as JaxQA
 from jax_engine.tasks.sft import SFT as JaxSFT
 from jax_engine.trainer import Trainer as JaxTrainer
 from lmmods.core.errors import UserError
-from lmmods.core.task_fields import TaskFields
+from lmmods.core.task_fields import CausalFields, TaskFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.clm import CLM
 from lmmods.torch_engine.tasks.mlm import MLM
@@ -66,6 +67,16 @@ def test_a_task_of_ones_own_adds_a_key(base):
     assert (task.own, task.pretrained, task.generation.top_k, task.optimizer.lr) == (5, "x", 7, 2e-4)
     with pytest.raises(UserError, match="set one of them"):
         Own(own=5)
+
+    @dataclass(kw_only=True, eq=False, repr=False)
+    class OwnFields(CausalFields):
+        own: int = 3
+
+    class OnBoth(OwnFields, base):
+        """A task whose key both engines take."""
+
+    task = OnBoth(own=5, pretrained="x")
+    assert (task.own, task.generation.top_k) == (5, 50) and task.trains_adapter is False
 
 
 def test_every_field_is_documented():

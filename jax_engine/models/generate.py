@@ -48,9 +48,8 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     if min(len(prompt) for prompt in prompts) == 0:
         raise UserError("An empty prompt cannot be continued: give it at least a beginning-of-text token.")
     arch = network.arch
-    if arch.positions != "rope" and longest + settings.max_new_tokens > arch.max_positions:
-        raise UserError(f"generation.max_new_tokens is {settings.max_new_tokens}: with a prompt of {longest} tokens "
-                        f"that is more than the {arch.max_positions} positions of this model.")
+    if arch.positions != "rope":
+        settings.check_positions(longest, arch.max_positions)
     width = -(-longest // BUCKET) * BUCKET
     ids = np.full((len(prompts), width), pad, np.int32)
     mask = np.zeros_like(ids)

@@ -20,7 +20,8 @@ from jax_engine.models import quant
 from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
 from lmmods.core.console import say
-from lmmods.core.errors import UserError, first_line
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import no_model
 from lmmods.core.initializers import init_weight
 from lmmods.core.weights_files import check_weights, reading_weights
 
@@ -242,6 +243,5 @@ def _local(folder: str, revision: str | None) -> Path:
         if not list(path.glob("model*.safetensors")):
             path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"model.pretrained: there is no folder {folder!r}, and as a hub id it cannot be loaded: "
-                        f"{first_line(error)}") from error
+        raise no_model(folder, error) from error
     return path

@@ -8,7 +8,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array
 
 from lmmods.core.errors import UserError
+from lmmods.core.task_fields import Quantize
 
-Quantize = Literal["nf4", "fp4", "int8"]
 BLOCK, NESTED_BLOCK = 64, 256
 # Values of the sixteen codes: appendix E of the QLoRA paper; sign, two bits of exponent and one of mantissa.
 CODEBOOKS = {

@@ -59,8 +59,13 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
         if Path(name).exists():
             raise UserError(f"model.pretrained: {Path(name) / 'config.json'} cannot be used: {one_line(error)}"
                             ) from error
-        raise UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
-                        f"{first_line(error)}") from error
+        raise no_model(name, error) from error
+
+
+def no_model(name: str, error: Exception) -> UserError:
+    """What to raise for a model that is neither a folder nor found on the hub."""
+    return UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
+                     f"{first_line(error)}")
 
 
 def _new_config(fields: dict[str, Any]) -> Any:

@@ -163,6 +163,13 @@ class Generation:
             require(self.do_sample or getattr(self, name) == neutral, f"generation.{name}", getattr(self, name),
                     f"{neutral} while generation.do_sample is false, as only sampling uses it")
 
+    def check_positions(self, prompt_length: int, num_positions: int) -> None:
+        """Raise UserError where prompt and answer together go beyond a model's learned positions."""
+        if prompt_length + self.max_new_tokens > num_positions:
+            raise UserError(f"generation.max_new_tokens is {self.max_new_tokens}: with a prompt of {prompt_length} "
+                            f"tokens that is more than the {num_positions} positions of this model. Lower it, or "
+                            "data.max_length.")
+
 
 def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
     """Raise UserError unless these beams can be searched in these groups."""

@@ -73,22 +73,11 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
         with _sizes_checked(), choosing_attention(fields.attention):
             return auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
                                     trust_remote_code=fields.trust_remote_code)
-    return load_pretrained(
-        auto,
-        fields.pretrained,
-        overrides=fields.config_overrides,
-        revision=fields.revision,
-        trust_remote_code=fields.trust_remote_code,
-        quantize=fields.quantize,
-        double_quant=fields.double_quant,
-        quant_storage=fields.quant_storage,
-        precision=precision,
-        frozen=fields.trains_adapter,
-        attention=fields.attention,
-        device=device,
-        max_memory=fields.max_memory,
-        seed=seed,
-    )
+    return load_pretrained(auto, fields.pretrained, overrides=fields.config_overrides, revision=fields.revision,
+                           trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
+                           double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
+                           frozen=fields.trains_adapter, attention=fields.attention, device=device,
+                           max_memory=fields.max_memory, seed=seed)
 
 
 @contextlib.contextmanager

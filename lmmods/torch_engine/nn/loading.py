@@ -1,7 +1,7 @@
 """From a folder or hub id to a network: dtypes, quantisation, missing weights, rows for new tokens."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,12 +9,12 @@ from torch import nn
 from lmmods.core.console import say, warn
 from lmmods.core.hf_config import check_saved_quantization, load_config, new_rows_message, saved_quantization
 from lmmods.core.initializers import init_weight
+from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
 
-Quantize = Literal["nf4", "fp4", "int8"]
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
                   "16-mixed": torch.float16}
 

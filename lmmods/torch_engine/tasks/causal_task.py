@@ -43,19 +43,13 @@ class CausalModule(CausalFields, TaskModule):
 
         seed_step(base_seed(), batch_idx)
         data = self.trainer.datamodule
+        prompt_length, num_positions = batch["input_ids"].shape[1], self.max_positions()
+        if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
+            self.generation.check_positions(prompt_length, num_positions)
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
-        self._check_room(batch["input_ids"].shape[1] + self.generation.max_new_tokens)
         tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
                       self.device_mesh is not None)
-        return tokens[:, batch["input_ids"].shape[1] :]
-
-    def _check_room(self, length: int) -> None:
-        """Learned positions end; an index beyond them is a crash."""
-        room = self.max_positions()
-        if room and length > room and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
-            raise UserError(f"generation.max_new_tokens is {self.generation.max_new_tokens}: with the longest prompt "
-                            f"that makes {length} tokens, but this model has {room} positions. Lower it, or "
-                            "data.max_length.")
+        return tokens[:, prompt_length:]
 
 
 def generation_config(settings: Generation, tokenizer: Any, stop_token_ids: list[int]) -> Any:
