@@ -11,8 +11,8 @@ along their first dimension are the whole. The folder appears under its name onl
 """
 
 import shutil
-import threading
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,8 @@ class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time, while training goes on."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None) -> None:
         """Start to write `content`, whose arrays nothing changes any more, after the checkpoint before it.
@@ -147,25 +147,20 @@ class BackgroundWriter:
             Exception: What went wrong with the checkpoint before.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(folder, content, then), name="checkpoint")
-        self._thread.start()
+        self._writing = self._thread.submit(self._write, folder, content, then)
+
+    @staticmethod
+    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None]) -> None:
+        write_checkpoint(folder, content)
+        then()
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def check(self) -> None:
         """Raise what went wrong, if anything has by now; waits for nothing."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _run(self, folder: Path, content: CheckpointContent, then: Callable[[], None]) -> None:
-        try:
-            write_checkpoint(folder, content)
-            then()
-        except BaseException as error:
-            self._error = error
+        if self._writing is not None and self._writing.done():
+            self.wait()

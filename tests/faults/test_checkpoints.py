@@ -1,5 +1,6 @@
 """Checkpoints under stress: state that tensors share, a disk that fills up, a death between any two steps."""
 
+import concurrent.futures
 import errno
 import json
 import math
@@ -331,7 +332,7 @@ def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_
     writer = BackgroundWriter()
     small_files(1000)
     writer.save(tmp_path / "checkpoints" / "step=1", {"x": np.zeros(1000)})
-    writer._thread.join()
+    concurrent.futures.wait([writer._writing], timeout=60)
     small_files(resource.RLIM_INFINITY)
     with pytest.raises(UserError, match="There is none before it"):
         writer.check()

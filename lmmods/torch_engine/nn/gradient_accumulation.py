@@ -10,6 +10,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lmmods.runs.checkpoint_content import AccumulatedGradients
 from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.loss import LossSums
@@ -117,7 +118,8 @@ class GradientAccumulation:
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def pack(self, params: dict[str, nn.Parameter], strategy: Any, accumulated: int) -> dict[str, Any]:
+    def pack(self, params: dict[str, nn.Parameter], strategy: Any, accumulated: int
+             ) -> AccumulatedGradients | dict[str, Any]:
         """The step under way on all processes, each of which has summed its own micro-batches; empty between steps.
 
         All processes must call this.
@@ -135,7 +137,7 @@ class GradientAccumulation:
                 "gradients": {name: _summed(param.grad, strategy) for name, param in params.items()
                               if param.grad is not None}}
 
-    def unpack(self, state: dict[str, Any], accumulated: int, is_first: bool) -> None:
+    def unpack(self, state: AccumulatedGradients | dict[str, Any], accumulated: int, is_first: bool) -> None:
         """Go on with a packed step; its gradients wait for `put_gradients`.
 
         Args:
