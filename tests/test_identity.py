@@ -54,7 +54,7 @@ def tree(data: Data | None = Data(), **changes) -> dict:  # noqa: B008 - never c
 
 def compared(was: dict, now: dict, defaults: dict | None = None) -> tuple[list[str], list[str]]:
     found = Comparison(json.loads(json.dumps(was)), now, defaults or {})
-    return [change.key for change in found.refused], [change.key for change in found.told]
+    return [change.key for change in found.refused], [change.key for change in found.reported]
 
 
 # Keys -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fused attention on GPUs: cuDNN's flash kernel, which never holds the scores of all pairs, once it has been tried.
+"""Fused attention on GPUs: cuDNN's flash kernel, which never stores the whole score matrix, after a check at start.
 
 Rows padded on the right need no mask in a causal network, since no real token comes after padding, and only the lengths
 of the keys in an encoder. Everything else (packed rows, other padding) is a mask [B, 1, T, T] that the kernel adds to
@@ -20,12 +20,12 @@ from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
 from lmmods.core.console import say
 
-TRIAL_LENGTH, TRIAL_WINDOW = 130, 16  # not a multiple of any tile; a window off by one shows
+CHECK_LENGTH, CHECK_WINDOW = 130, 16  # not a multiple of any tile; a window off by one shows
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The kernel with all that is fixed when a network is built.
+    """The kernel with the settings that are fixed when a network is built.
 
     Args:
         scale: Factor on query times key.
@@ -47,7 +47,7 @@ class Fused:
     implementation: str = "cudnn"
 
     def over(self, batch: dict[str, Array]) -> Callable[[Array, Array, Array], Array] | None:
-        """What takes the place of `attend` on these rows, (q, k, v) -> [B, T, heads * head_dim]; None: nothing does.
+        """Takes the place of `attend` on these rows, (q, k, v) -> [B, T, heads * head_dim]; None: `attend` stays.
 
         Args:
             batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` that begins with its ones, or neither.
@@ -73,27 +73,27 @@ class Fused:
         return attend_fused
 
 
-def choose(arch: Architecture, dtype: jnp.dtype, head: Head, asked: str | None) -> Fused | None:
-    """The fused kernel for a network, or None where there is none or it fails its trial; says which on a GPU.
+def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None) -> Fused | None:
+    """The fused kernel for a network, or None where there is none or it fails its check; says which on a GPU.
 
     Args:
         dtype: Compute dtype.
-        asked: The recipe's choice of attention; `eager` is the plain one.
+        requested: The recipe's choice of attention; `eager` is the plain one.
     """
     if jax.default_backend() != "gpu":
         return None
-    reason = unfit(arch, dtype, asked)
+    reason = unfit(arch, dtype, requested)
     if reason is not None:
-        return _tell(None, f"Attention: plain, as {reason}.")
+        return _report(None, f"Attention: plain, as {reason}.")
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
     # Rows for extractive QA are padded on the side that the tokenizer names.
-    return tried(fused if head != "qa" else replace(fused, by_length=False))
+    return checked(fused if head != "qa" else replace(fused, by_length=False))
 
 
-def unfit(arch: Architecture, dtype: jnp.dtype, asked: str | None) -> str | None:
-    """Why the fused kernel is not for this network; None if it is."""
-    if asked == "eager":
+def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:
+    """Why this network cannot use the fused kernel; None if it can."""
+    if requested == "eager":
         return "the recipe asks for attention: eager"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the fused kernel computes in 16 bits, not in {dtype}"
@@ -106,39 +106,39 @@ def unfit(arch: Architecture, dtype: jnp.dtype, asked: str | None) -> str | None
     return None
 
 
-def tried(fused: Fused) -> Fused | None:
-    """`fused` with those uses left on that pass their trial; None if none does."""
-    problems = {use: trial(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
+def checked(fused: Fused) -> Fused | None:
+    """`fused` with only those uses switched on that pass their check; None if none does."""
+    problems = {use: mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
     failed = {use: problem for use, problem in problems.items() if problem is not None}
     passed = replace(fused, **dict.fromkeys(failed, False))
     why = "; ".join(f"{_USES[use]}: {problem}" for use, problem in failed.items())
     if len(failed) == len(problems):
-        return _tell(None, f"Attention: plain, as the fused kernel fails its trial ({why}).")
-    return _tell(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with the plain one"
-                 + (f"; it fails its trial with some rows, which take the plain one ({why})." if failed else "."))
+        return _report(None, f"Attention: plain, as the fused kernel fails its check ({why}).")
+    return _report(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with the plain one"
+                 + (f"; it fails its check with some rows, which take the plain one ({why})." if failed else "."))
 
 
 _USES = {"by_length": "padded rows", "by_mask": "packed rows"}
 
 
 @cache
-def _tell(chosen: Fused | None, line: str) -> Fused | None:
+def _report(chosen: Fused | None, line: str) -> Fused | None:
     say(line)
     return chosen
 
 
 @cache
-def trial(fused: Fused, by_mask: bool) -> str | None:
-    """What is wrong with the kernel on two random rows, one of them padded, against `attend` in float32; None: nothing.
+def mismatch(fused: Fused, by_mask: bool) -> str | None:
+    """How the kernel differs from `attend` in float32 on two random rows, one of them padded; None: it agrees.
 
     Compared are the outputs of real tokens and the gradients of queries, keys and values.
     """
     random = np.random.default_rng(0)
-    fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else TRIAL_WINDOW)
-    shapes = [(2, TRIAL_LENGTH, heads, fused.head_dim) for heads in
+    fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else CHECK_WINDOW)
+    shapes = [(2, CHECK_LENGTH, heads, fused.head_dim) for heads in
               (fused.num_heads, fused.num_kv_heads, fused.num_kv_heads, fused.num_heads)]
     q, k, v, weights = (jnp.asarray(random.normal(size=shape), fused.dtype) for shape in shapes)
-    places = np.arange(TRIAL_LENGTH)
+    places = np.arange(CHECK_LENGTH)
     segments = np.stack([1 + (places > 40) + (places > 77), np.where(places < 90, 1 + (places > 50), 0)])
     batch = {"input_ids": jnp.zeros(segments.shape, jnp.int32), "attention_mask": jnp.asarray(segments > 0, jnp.int32)}
     batch |= {"segment_ids": jnp.asarray(segments, jnp.int32)} if by_mask else {}
@@ -158,7 +158,7 @@ def trial(fused: Fused, by_mask: bool) -> str | None:
     exact = run(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
     try:
         found = run(fused.over(batch), q, k, v)
-    except Exception as error:  # noqa: BLE001 - whatever the kernel cannot do, the plain one can
+    except Exception as error:  # noqa: BLE001 - whatever the kernel cannot do, `attend` can
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     if not all(np.isfinite(x).all() for x in found):
         return "not all numbers are finite"
@@ -171,6 +171,6 @@ def trial(fused: Fused, by_mask: bool) -> str | None:
 
 
 def _laid_out(x: Array, num_kv_heads: int) -> Array:
-    """On a mesh: rows over the ranks, heads over `tensor` where they divide; positions and features stay whole."""
+    """On a mesh: rows sharded over the ranks, heads over `tensor` if divisible; positions and features unsharded."""
     tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     return constrain(x, PartitionSpec(DATA_AXES, None, "tensor" if num_kv_heads % tensor == 0 else None))

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: configurations, weights, networks."""
+"""Networks from Hugging Face configurations, and models saved as Hugging Face folders."""
 
 import copy
 import importlib
@@ -102,7 +102,7 @@ def write_shards(tensors: dict[str, np.ndarray], folder: Path, limit: int = SHAR
         if value.nbytes > room and shards[-1]:
             shards.append({})
             room = limit
-        shards[-1][name] = np.ascontiguousarray(value)  # others are written as garbage, without a word
+        shards[-1][name] = np.ascontiguousarray(value)  # safetensors writes other arrays as silent garbage
         room -= value.nbytes
     for old in folder.glob("model*.safetensors*"):
         old.unlink()

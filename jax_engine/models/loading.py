@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders in: every key of the files finds its leaf, and every leaf its key."""
+"""Loading weights of Hugging Face folders, strictly: every key fills one leaf, and every leaf is filled."""
 
 import importlib
 import json
@@ -189,7 +189,7 @@ def _needless(key: str) -> bool:
 
 
 def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """As `_open`; files that cannot be read are told in one message."""
+    """As `_open`; UserError for files that cannot be read."""
     check_weights(folder)
     tensors = _open(folder, revision)
     while True:

@@ -1,4 +1,4 @@
-"""Adapters: which modules carry one, what trains, and PEFT's folders in and out. The maths is in models/linear.py."""
+"""LoRA adapters: their target modules, what trains, loading and saving PEFT folders. The maths is in linear.py."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
 
 
 def save_adapter(network: Network, params: Tree, folder: str | Path, base: str | None = None) -> None:
-    """Write what trains as a PEFT folder.
+    """Save the trainable parameters as a PEFT folder.
 
     Args:
         params: The trainable leaves, or the whole tree.

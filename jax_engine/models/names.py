@@ -1,4 +1,4 @@
-"""The key table at work: every leaf of the tree has one torch name per layer, in torch's order, both ways."""
+"""Torch's parameter names of every leaf of the tree, one per layer and in torch's order, in both directions."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ class Network:
     Args:
         config: Configuration of transformers; written back as it is on saving.
         family: Its family.
-        arch: The configuration in our terms.
+        arch: The configuration in this package's terms.
         head: Which head.
         build: Compute dtype and adapters.
         to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.

@@ -1,4 +1,4 @@
-"""A device or machine without room for a step, told with what to lower."""
+"""Out of memory, on a device or the host: recognised, and answered with what to lower."""
 
 from lmmods.core.errors import UserError
 
@@ -7,7 +7,7 @@ KINDS = ("OutOfMemoryError", "XlaRuntimeError", "JaxRuntimeError", "RuntimeError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch (on a CPU it has no type for it), XLA, numpy or Python itself got no memory."""
+    """Whether torch (which has no exception type for it on CPUs), XLA, numpy or Python itself ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, ValueError):  # of XLA where a compiled program is called again

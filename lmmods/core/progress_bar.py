@@ -26,18 +26,18 @@ class Bar:
         """Begin a phase.
 
         Args:
-            first: What goes on before the first step is done, such as compiling.
+            first: What happens before the first step is done, such as compiling.
         """
         self._started, self._total = (initial, time.perf_counter()), total
         if self._enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=initial, desc=phase, unit=unit, dynamic_ncols=True, postfix=first)
 
     def update(self, count: int | None = None, text: str = "") -> None:
-        """Move on.
+        """Advance the bar.
 
         Args:
-            count: Where it stands; None is one further.
-            text: What is shown beside the bar, and where there is no terminal on a line of its own.
+            count: Steps done; None adds one.
+            text: Shown beside the bar; without a terminal, printed as a line.
         """
         if text and self._enabled:
             text += f"  memory {(self._device_memory() or psutil.Process().memory_info().rss) / 2**30:.1f} GiB"
@@ -61,7 +61,7 @@ class Bar:
 
 
 def describe(metrics: dict[str, float], prefix: str = "train/") -> str:
-    """Metrics of a phase in a line."""
+    """Metrics of a phase on one line."""
     shown = ("loss", "lr", "tokens_per_second") if prefix == "train/" else tuple(
         name.removeprefix(prefix) for name in metrics if name.startswith(prefix))
     label = "" if prefix == "train/" else prefix

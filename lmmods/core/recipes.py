@@ -1,8 +1,8 @@
-"""Recipe files: read within limits, their mistakes told with file and line before anything is made of them.
+"""Recipe files: read within limits; mistakes are reported with file and line before anything is built from them.
 
-PyYAML's safe loader runs no code, but it multiplies aliases without end, follows nesting until the stack is gone, takes
-the second of two equal keys without a word, and fails on some values with exceptions that are not its own. So a text is
-first walked as events, one at a time.
+PyYAML's safe loader runs no code, but it expands aliases without limit, recurses until the stack overflows, silently
+takes the second of two equal keys, and fails on some values with exceptions that are not its own. So a text is first
+checked event by event, without building anything.
 """
 
 import re
@@ -34,7 +34,7 @@ class RecipeLoader(Loader):
 
 
 class BrokenRecipe(yaml.YAMLError):
-    """A text that is no recipe; the message says where and why."""
+    """Not a valid recipe; the message says where and why."""
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def shortened(text: str, limit: int = 100) -> str:
 
 
 def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A YAML loader that walks a text before it reads it."""
+    """A YAML loader that checks a text before it reads it."""
 
     def load_checked(text: str) -> Any:
         check(text)
@@ -126,12 +126,12 @@ def _reason(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}: {text}" if mark else shortened(text, 200)
 
 
-# The walk --------------------------------------------------------------------------------------------------------
+# The check before loading --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Collection:
-    """A mapping or list whose end has not come."""
+    """A mapping or list whose end has not been reached."""
 
     anchor: str | None
     is_mapping: bool
@@ -141,12 +141,12 @@ class _Collection:
 
 
 def check(text: str) -> None:
-    """Walk a YAML text without building anything.
+    """Check a YAML text without building anything.
 
     Raises:
         BrokenRecipe: It is too deep or, with its aliases put in, too large; a mapping has a key twice; a value has a
-            tag, or more digits than a number; or it holds the key that only the command line may.
-        yaml.YAMLError: It is no YAML.
+            tag, or more digits than any number; or it contains the key that is for the command line only.
+        yaml.YAMLError: It is not YAML.
     """
     anchors: dict[str, int] = {}
     open_ones: list[_Collection] = []

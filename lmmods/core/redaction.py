@@ -1,8 +1,8 @@
-"""Passwords and tokens out of what leaves the process: files of the run, the console, error messages, loggers, the hub.
+"""Redaction of passwords and tokens in all output: files of the run, console, error messages, loggers, the hub.
 
-Recipes name data by URL, and URLs hold secrets: `https://user:password@host/rows.jsonl`, `…?X-Amz-Signature=…`. What is
-left of one here is `***`, so that the rest still says where the data came from. Pure functions of text: the same secret
-hidden twice, or another secret in its place, gives the same result, so that runs can be compared by what is left.
+Recipes name data by URL, and URLs hold secrets: `https://user:password@host/rows.jsonl`, `…?X-Amz-Signature=…`. Only a
+secret becomes `***`, so that the rest still says where the data came from. These are pure functions of text: redacting
+twice, or with another secret, gives the same result, so that redacted recipes of two runs can be compared.
 """
 
 import re
@@ -21,7 +21,7 @@ _QUERY = re.compile(rf"([?&;#]{_SECRET_NAME}=)[^&#;\s\"'<>]+", re.IGNORECASE)
 _SCHEME = r"(?:bearer|basic|digest|token|negotiate)\b"
 _HEADER = re.compile(rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+)?(?!{_SCHEME})|\bbearer\s+(?=\S{{8}}))"
                      r"[\w.~+/=-]+", re.IGNORECASE)
-# Tokens that tell themselves by how they begin: Hugging Face, GitHub, GitLab, AWS, Slack.
+# Tokens with a known prefix: Hugging Face, GitHub, GitLab, AWS, Slack.
 _BEGINNINGS = r"(?<![A-Za-z0-9])(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-)"
 _TOKEN = re.compile(rf"{_BEGINNINGS}[A-Za-z0-9_-]{{16,}}")
 _LEFT_OUT = re.compile(rf"://\*\*\*@|[?&;#]{_SECRET_NAME}=\*\*\*|{_BEGINNINGS}\*\*\*", re.IGNORECASE)
@@ -37,7 +37,7 @@ def redact(text: str, *known: str | None) -> str:
     """A text without the passwords and tokens in it.
 
     Args:
-        known: Secrets that are known by themselves, such as the hub's token, whatever they look like.
+        known: Known secrets, such as the hub's token, to redact whatever they look like.
     """
     for secret in known:
         text = text.replace(secret, HIDDEN) if secret else text
@@ -69,7 +69,7 @@ def _is_secret(key: Any, value: Any) -> bool:
 
 
 def left_out(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys of a recipe whose value lacks the password or token that `redacted` has taken out."""
+    """Dotted keys of a recipe whose value lacks a password or token that `redacted` removed."""
     if isinstance(value, str) and (value == HIDDEN and _SECRET_KEY.fullmatch(key.rsplit(".", 1)[-1])
                                    or _LEFT_OUT.search(value)):
         yield key

@@ -20,8 +20,8 @@ def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | f
 
     Args:
         batches_per_epoch: Micro-batches of each device in an epoch.
-        batches_per_step: The same of an optimiser step; the last of an epoch may have fewer.
-        max_epochs: Epochs; of the last the steps count that the fraction reaches into. None or -1: max_steps decides.
+        batches_per_step: Micro-batches of each device in an optimiser step; the last step of an epoch may have fewer.
+        max_epochs: Epochs; a fraction is rounded up to whole steps. None or -1: max_steps decides.
         max_steps: Optimiser steps; -1: max_epochs decides.
 
     Raises:

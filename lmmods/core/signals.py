@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM: a checkpoint is saved and the run ends; a second one ends it at once."""
+"""Ctrl+C and SIGTERM: the first saves a checkpoint and ends the run, a second one ends it at once."""
 
 import signal
 import time
@@ -6,8 +6,8 @@ from typing import Any
 
 from lmmods.core.console import say
 
-# Launchers pass on signals that the process has also had itself; within so many seconds they are the same one.
-PASSED_ON = 2.0
+# A launcher forwards signals that the process received itself too: within so many seconds they count as one.
+FORWARDING_SECONDS = 2.0
 UNSAVED = "Nothing was saved: trainer.enable_checkpointing is false."
 
 
@@ -28,13 +28,13 @@ class Interruption:
         self._when = 0.0
 
     def listen(self) -> None:
-        """From now on the signals are noted here."""
+        """Install the signal handlers."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.requested:
-            if time.monotonic() - self._when < PASSED_ON:
+            if time.monotonic() - self._when < FORWARDING_SECONDS:
                 return
             raise Interrupted("Stopped at once; the last checkpoint is the one to resume from." if self._saves
                               else f"Stopped at once. {UNSAVED}")

@@ -1,4 +1,4 @@
-"""Scores of text against text and of choices; numpy and the standard library, the same code for both engines."""
+"""SQuAD and multiple-choice scores, the same code for both engines; numpy and the standard library only."""
 
 import collections
 import math
@@ -37,7 +37,7 @@ def token_f1(prediction: str, gold: str) -> float:
 
 
 def best_over_golds(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
-    """The best score over several right answers; a question without any is rightly answered by "".
+    """The best score over several right answers; for a question without any, the right answer is "".
 
     SQuAD v2.0's evaluation leaves out golds that normalise to nothing, such as "The".
     """

@@ -1,4 +1,4 @@
-"""Speed of training proper, in both engines: what is counted, against what a device can do."""
+"""Training speed, for both engines: tokens per second of training proper, and the peak FLOP/s of known devices."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 
 
 class Stopwatch:
-    """Seconds of training proper: evaluation and saving are left out."""
+    """Seconds of training proper, without evaluation and saving."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.perf_counter
@@ -25,7 +25,7 @@ class Stopwatch:
         self._since = None
 
     def seconds(self) -> float:
-        """What it shows now."""
+        """Seconds so far."""
         return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
 
     @contextmanager
@@ -53,11 +53,11 @@ class Laps:
         self._end = seconds
 
     def leave_out(self, num_tokens: int) -> None:
-        """Of the step under way so many tokens were computed before the stopwatch started, by an earlier process."""
+        """Do not count this many tokens of the current step: an earlier process computed them, before a resume."""
         self._num_tokens -= num_tokens
 
     def tokens_per_second(self) -> float:
-        """Of the steps counted since this was last asked."""
+        """Speed of the steps counted since the last call."""
         speed = self._num_tokens / (self._end - self._begin)
         self._num_tokens, self._begin = 0, self._end
         return speed

@@ -1,4 +1,4 @@
-"""Files of weights that cannot be read, told in one message by both engines."""
+"""Weights files that cannot be read: one clear message, the same in both engines."""
 
 import pickle
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ POINTER = b"version https://git-lfs"
 
 @contextmanager
 def reading_weights(pretrained: str) -> Iterator[None]:
-    """While the weights of a folder or hub id are read. Raises UserError where they cannot be."""
+    """Wrap the reading of a folder's or hub id's weights. Raises UserError if they cannot be read."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -36,7 +36,7 @@ def reading_weights(pretrained: str) -> Iterator[None]:
 
 
 def check_weights(pretrained: str) -> None:
-    """Refuse files that are no weights at all; libraries say so in words that help nobody. Raises UserError."""
+    """Raise UserError for files that are not weights at all, for which libraries have unhelpful messages."""
     folder = Path(pretrained)
     for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
         with open(file, "rb") as opened:

@@ -1,4 +1,4 @@
-"""Files and folders that a reader finds whole, old or new, whenever their writer is killed."""
+"""Atomic writes: a reader finds the old file or folder or the new one, complete, even if the writer is killed."""
 
 import json
 import os
@@ -11,7 +11,7 @@ REPLACED = ".replaced-"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new, never half of it. Links are followed."""
+    """Replace a file's text atomically. Links are followed."""
     path = path.resolve() if path.is_symlink() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
@@ -21,7 +21,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # the disk is full: no half of it stays
+    except OSError:  # the disk is full: leave no partial file
         temporary.unlink(missing_ok=True)
         raise
 
@@ -39,7 +39,7 @@ def append_json(path: Path, value: Any) -> None:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Paths of all that is no folder, relative to `folder`; none where there is no such folder."""
+    """Paths of all files and links in `folder`, relative to it; none if there is no such folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
@@ -56,7 +56,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def restore(old: Path) -> None:
-    """End what `commit_folder` began: the old folder goes when the new one stands, and comes back where none does."""
+    """Complete an interrupted `commit_folder`: remove the old folder if the new one is there, else put it back."""
     final = old.with_name(old.name.removeprefix(REPLACED))
     if old.is_dir() and final.exists():
         keep_foreign_files(old, final)
@@ -65,7 +65,7 @@ def restore(old: Path) -> None:
 
 
 def commit_files(temporary: Path, final: Path) -> None:
-    """The same file by file, into a folder that must stay itself: a link, a mount, one with other files in it."""
+    """`commit_folder` file by file, for a folder that must not be replaced: a link, a mount, one with other files."""
     sync(temporary)
     for name in sorted(files_in(temporary)):
         (final / name).parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from lmmods.runs.repair import mended_table
 class MetricsCSV(Logger):
     """One row a logged step, on disk as soon as it is logged.
 
-    Lightning's CSVLogger deletes the file of the run that it continues; this one goes on where the checkpoint stands.
+    Lightning's CSVLogger deletes the file of a run that is resumed; this one continues it from the checkpoint's step.
 
     Args:
         path: The file; made with the first row.

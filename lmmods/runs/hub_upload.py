@@ -1,4 +1,4 @@
-"""Upload of the model to a Hugging Face hub repository, at the end or at each checkpoint, from either engine."""
+"""Uploads of the model to a Hugging Face hub repository, at the end or at each checkpoint, for both engines."""
 
 import json
 import os
@@ -22,8 +22,8 @@ from lmmods.runs.model_card import HUB_ID
 class Publisher:
     """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
 
-    Repository, token and right to write are tried before training. An upload that fails while training is told once
-    and training goes on; at the end it is an error (exit status 2) after everything else has been written.
+    Repository, token and write permission are checked before training. An upload that fails during training is reported
+    once and training continues; at the end it is an error (exit status 2) after everything else has been written.
 
     Args:
         repo: Hub repository `user/name`, made if there is none; null uploads nothing.
@@ -42,7 +42,7 @@ class Publisher:
         self._has_warned = False
 
     def problem(self) -> str | None:
-        """Make the repository. What stands in the way of uploading to it, if anything does."""
+        """Create the repository. Returns what prevents uploading to it, if anything does."""
         from huggingface_hub import HfApi, get_token
 
         if get_token() is None:
@@ -52,7 +52,7 @@ class Publisher:
             HfApi().create_repo(self.repo, private=self.private, exist_ok=True)
             is_private = HfApi().repo_info(self.repo).private
         except Exception as error:  # of many kinds: network, rights, name
-            return (f"publish.repo: {self.repo} cannot be made or written ({_told(error)}). Check name, token and "
+            return (f"publish.repo: {self.repo} cannot be made or written ({_shown(error)}). Check name, token and "
                     "network, or set publish.repo to null and upload later.")
         if is_private != self.private:
             return (f"publish.private is {self.private}, but {self.repo} exists and is "
@@ -75,8 +75,8 @@ class Publisher:
             self._send(folder, f"Step {step}")
         except Exception as error:  # training goes on, whatever it was
             if not self._has_warned:
-                warn(f"The upload of step {step} to {self.repo} failed ({_told(error)}). Training goes on; later "
-                     "checkpoints are tried too, without a word if they fail again.")
+                warn(f"The upload of step {step} to {self.repo} failed ({_shown(error)}). Training goes on; uploads "
+                     "of later checkpoints are attempted too, without another warning if they fail.")
             self._has_warned = True
         shutil.rmtree(folder)
 
@@ -87,7 +87,7 @@ class Publisher:
         try:
             self._send(folder, f"Finished at step {step}")
         except Exception as error:
-            raise UserError(f"The run is finished and saved, but its upload to {self.repo} failed ({_told(error)}). "
+            raise UserError(f"The run is finished and saved, but its upload to {self.repo} failed ({_shown(error)}). "
                             f"Upload it by hand: hf upload {self.repo} {folder}") from error
         say(f"Uploaded {folder} to {self.repo}.")
 
@@ -100,7 +100,7 @@ class Publisher:
 
 @contextmanager
 def _publishable(folder: Path) -> Iterator[Path]:
-    """The model folder as others may read it: an adapter does not name a base that only this machine has."""
+    """The model folder in a form to publish: an adapter does not name a base that is only on this machine."""
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if not is_local_path(config.get("base_model_name_or_path") or ""):
@@ -120,7 +120,7 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _told(error: Exception) -> str:
+def _shown(error: Exception) -> str:
     """Kind and first line of an error, without the token that some of them quote."""
     from huggingface_hub import get_token
 

@@ -1,8 +1,7 @@
-"""What a run is: kept in every checkpoint of both engines, and compared before a run goes on from one.
+"""The identity of a run: saved in every checkpoint of both engines, and compared before a run is resumed from one.
 
-The identity is the resolved recipe as config.yaml has it, with what a recipe does not tell put beside the key it
-belongs to: the content of sources and weights, the fields of a model's config.json. What has moved but is the same
-inside is the same.
+The identity is the resolved recipe as in config.yaml, with facts that a recipe does not contain added to their keys:
+fingerprints of sources and weights, the fields of a model's config.json. A file that has moved is the same file.
 """
 
 import copy
@@ -40,12 +39,12 @@ class Comparison:
         was: The one in a checkpoint.
         now: The one of this start.
         defaults: What a key that one of them lacks stands for.
-        trust_places: Take what lies elsewhere for the same, where this process leaves reading to another one.
+        trust_places: Assume that a changed path leads to the same content, as another process compares that.
     """
 
     def __init__(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], trust_places: bool = False):
         self.refused: list[Change] = []
-        self.told: list[Change] = []
+        self.reported: list[Change] = []
         self.unknown: list[str] = []  # facts that only one of them has
         self._trusts = trust_places
         self._walk(was, now, defaults, "")
@@ -57,12 +56,12 @@ class Comparison:
             for number, (old, new) in enumerate(zip(was, now, strict=True)):
                 self._walk(old, new, None, f"{key}[{number}]" if len(was) > 1 else key)
         elif not (_same(key, _plain(was), _plain(now)) or is_among(key, NOT_COMPARED)):
-            told = moved or is_among(key, REPORTED)
-            (self.told if told else self.refused).append(Change(key, was, now))
+            is_reported = moved or is_among(key, REPORTED)
+            (self.reported if is_reported else self.refused).append(Change(key, was, now))
 
     def _walk_block(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], key: str) -> None:
         facts = {*FACTS, *(["config"] if "path" in now else [])}
-        # An adapter's or a network's configuration alone does not tell whose weights they are.
+        # The configuration of an adapter or a network alone does not identify its weights.
         known = any(None not in (was.get(fact), now.get(fact)) for fact in (facts if key == "model.config" else FACTS))
         for name in {**was, **now}:
             old, new = (side.get(name, defaults.get(name)) for side in (was, now))
@@ -74,7 +73,7 @@ class Comparison:
 
 
 class RunIdentity:
-    """The identity of a run, and what has changed in it since the checkpoint that it goes on from.
+    """The identity of a run, and what has changed since the checkpoint that it is resumed from.
 
     Args:
         recipe: As config.yaml has it; without one nothing is kept and nothing compared.
@@ -83,11 +82,11 @@ class RunIdentity:
 
     def __init__(self, recipe: dict[str, Any] | None = None, defaults: dict[str, Any] | None = None):
         self._recipe, self._defaults = recipe or {}, defaults or {}
-        self._told: list[Change] = []
+        self._reported: list[Change] = []
         self.tree: dict[str, Any] = {}
 
     def settle(self, data: Any, checkpoint: Path | None) -> list[str]:
-        """Find out what this run is, and whether it is the rest of the one that wrote `checkpoint`.
+        """Compute this run's identity, and check that it continues the run that wrote `checkpoint`.
 
         Args:
             data: DataModule; None on a process that leaves reading to the first one.
@@ -110,12 +109,13 @@ class RunIdentity:
             lines.append(f"{checkpoint} does not tell which recipe wrote it, so nothing could be compared.")
         else:
             found = Comparison(was, self.tree, self._defaults, trust_places=data is None)
-            self._told = found.told
-            lines += [self._judged(checkpoint, found.refused, found.told), _uncompared(found.unknown if data else [])]
+            self._reported = found.reported
+            lines.append(self._judged(checkpoint, found.refused, found.reported))
+            lines.append(_uncompared(found.unknown if data else []))
         return [line for line in lines if line]
 
     def check_evaluation(self, checkpoint: Path | None) -> list[str]:
-        """Whether `checkpoint` is of the model that is to be evaluated, or asked. Data and precision may be any.
+        """Check that `checkpoint` is of the model to evaluate. Data and precision may differ.
 
         Returns:
             What to say.
@@ -129,7 +129,7 @@ class RunIdentity:
         model = {key: value for key, value in identity_tree(self._recipe, None, reads_model=True)["model"].items()
                  if key in was["model"] and key != "optimizer"}
         found = Comparison({"model": {key: was["model"][key] for key in model}}, {"model": model}, self._defaults)
-        changes = [*found.refused, *found.told]
+        changes = [*found.refused, *found.reported]
         refused = [change for change in found.refused if is_among(change.key, WEIGHTS_DEFINING)]
         line = self._judged(checkpoint, refused, [change for change in changes if change not in refused])
         return [line] if line else []
@@ -139,21 +139,21 @@ class RunIdentity:
         folder.manifest.claim(folder.resumes.name)
         append_json(folder.resumes, {
             "step": step, "checkpoint": checkpoint.name, "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "changed": {_spelt(change.key): [change.was, change.now] for change in self._told}})
+            "changed": {_spelt(change.key): [change.was, change.now] for change in self._reported}})
 
     @staticmethod
-    def _judged(checkpoint: Path, refused: list[Change], told: list[Change]) -> str:
-        """A table of what is told. Raises UserError where something is refused."""
+    def _judged(checkpoint: Path, refused: list[Change], reported: list[Change]) -> str:
+        """A table of what is reported. Raises UserError if something is refused."""
         if refused:
             raise UserError(
                 f"{checkpoint} is of another run. These keys are not as they were, and with them the rest would be "
                 "something else:\n" + _table(refused) + "\nPut them back (config.yaml in the folder of that run has "
                 "them), or start a new run in another trainer.default_root_dir.")
-        return "Changed since that checkpoint:\n" + _table(told) if told else ""
+        return "Changed since that checkpoint:\n" + _table(reported) if reported else ""
 
 
 def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) -> dict[str, Any]:
-    """A recipe by meaning instead of spelling, facts put beside the keys they belong to.
+    """A recipe in normal form, so that different spellings of one meaning are equal, with facts added to their keys.
 
     Args:
         recipe: As config.yaml has it.
@@ -181,7 +181,7 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
 
 
 def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Settle what the keys of `data` leave to others, and note what its sources hold."""
+    """Resolve keys of `data` that default to other keys, and add the fingerprints of its sources."""
     data = tree["data"]
     columns = data.pop("columns", None)
     for key in ("source", "val_source", "test_source", "predict_source"):
@@ -251,7 +251,7 @@ def _plain(value: Any) -> Any:
 
 
 def _same(key: str, was: Any, now: Any) -> bool:
-    """Equal, and where a fraction is a share, 1.0 is not 1."""
+    """Equal; for keys in `FRACTIONS`, 1.0 (all) is not 1 (one)."""
     return was == now and (key not in FRACTIONS or was != 1 or type(was) is type(now))
 
 

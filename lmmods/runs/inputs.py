@@ -1,4 +1,4 @@
-"""What a recipe reads must not be what its run writes over."""
+"""Check that a run does not overwrite its own inputs."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> No
 
 
 def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Keys and what they name; a pattern stands for the folder it begins in."""
+    """Keys and the paths they name; of a glob pattern, the folder before its first wildcard."""
     for block in ("model", "data"):
         options = (recipe.get(block) or {}).get("init_args") or {}
         for key in KEYS:

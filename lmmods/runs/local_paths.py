@@ -1,4 +1,4 @@
-"""Paths of this machine in what others read: relative to the run folder, or their last part."""
+"""Local paths as published: relative to the run folder, or only their last part."""
 
 import os
 import re
@@ -14,7 +14,7 @@ def is_local_path(text: str) -> bool:
 
 
 def shown_path(text: str, root: Path) -> str:
-    """A path as others may read it; other texts stay.
+    """A path as it may be published; other texts stay as they are.
 
     Args:
         root: The run folder.

@@ -1,4 +1,4 @@
-"""One run folder, one process: a lock that the system releases when its holder dies, however it dies."""
+"""One run folder, one process: a lock that the system releases when its holder exits, even if killed."""
 
 import errno
 import fcntl
@@ -13,17 +13,17 @@ from typing import Any
 from lmmods.core.errors import UserError
 
 FILE = ".run-lock"
-# What flock says on file systems that have no locks.
+# Error numbers of flock on file systems without locks.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-# Mounts whose locks are seen by this machine only.
+# Mount options and types whose locks are visible on this machine only.
 LOCAL_ONLY = re.compile(r"\b(nolock|local_lock=(all|flock)|localflock|nobrl)\b| - fuse\.(?!fuse-overlayfs)")
 
 
 class FolderLock:
     """flock on a file in the run folder that says who holds it: host, process, command, start.
 
-    The file is there while a process holds the lock; what one that was killed has left stops nobody. Where the lock
-    is not seen by other machines the file's words decide, and a file that another host wrote must be deleted by hand.
+    The file exists while a process holds the lock; one left by a killed process blocks nobody. Where other machines
+    cannot see the lock, the file's content decides, and a file written by another host must be deleted by hand.
 
     Args:
         folder: The run folder; it is made, and removed again where nothing has been written into it.
@@ -35,7 +35,7 @@ class FolderLock:
         self._made: list[Path] = []
 
     def take(self, command: str) -> None:
-        """Hold the lock from now on.
+        """Acquire the lock.
 
         Raises:
             UserError: Another process holds it, or may hold it.
@@ -50,14 +50,14 @@ class FolderLock:
         _HELD.add(self)
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock if it is held."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)  # first, so that who has opened it meanwhile begins anew
+            self.path.unlink(missing_ok=True)  # before unlocking: those who wait must see that it is gone
             self.let_go()
         self._remove_folders()
 
     def let_go(self) -> None:
-        """Close the file and leave it where it is."""
+        """Close the file without deleting it."""
         _HELD.discard(self)
         if self._file is not None:
             os.close(self._file)
@@ -108,7 +108,7 @@ class FolderLock:
         return True
 
     def _is_still(self, file: int) -> bool:
-        """Whether the locked file is the one that others find."""
+        """Whether the locked file is still the one at this path."""
         try:
             return os.path.samestat(os.fstat(file), os.stat(self.path))
         except FileNotFoundError:
@@ -146,7 +146,7 @@ def _let_go_of_all() -> None:
         lock.let_go()
 
 
-# A child that outlives this process must not hold its locks; those that are executed anew have them closed anyway.
+# A forked child that outlives this process must not keep its locks; an exec closes them anyway (O_CLOEXEC).
 os.register_at_fork(after_in_child=_let_go_of_all)
 
 
@@ -161,7 +161,7 @@ def mount_of(path: Path) -> str:
 
 
 def _read(file: int) -> dict[str, Any]:
-    """Who wrote the file; nobody where it is not written yet."""
+    """The record in the lock file; {} if it is not written yet."""
     try:
         record = json.loads(os.pread(file, 4096, 0))
     except ValueError:
@@ -171,7 +171,7 @@ def _read(file: int) -> dict[str, Any]:
 
 
 def _is_dead(record: dict[str, Any]) -> bool:
-    """Whether the process that wrote a record is known to be gone; of other hosts nothing is known."""
+    """Whether the process that wrote a record is known to have exited; unknown (False) on other hosts."""
     if record["host"] != socket.gethostname():
         return False
     try:

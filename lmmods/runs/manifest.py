@@ -1,4 +1,4 @@
-"""What runs have written into a folder, listed in the folder itself: this alone is ever deleted or written over."""
+"""The list, kept in a run folder, of what runs wrote there: nothing else is ever deleted or overwritten."""
 
 import json
 import os
@@ -16,13 +16,13 @@ LIST = ".run-files.json"
 # All that commands write at the top of a run folder. Of model and wandb the list also holds what is inside.
 NAMES = (*FILES, *ANSWERS, "checkpoints", "model", "wandb", ".model", ".publish")
 FOLDERS = ("checkpoints", "model", "wandb")
-UNDER_WAY = (".model", ".publish", "model/.new")  # half-written folders in which nobody puts anything
+UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, which hold nothing of the user's
 
 
 class Manifest:
-    """The list of one run folder: paths relative to it, noted before they are made.
+    """The list of one run folder: paths relative to it, each noted before it is created.
 
-    A folder of an earlier version, which has no list, is taken for what its recipe and checkpoints say it is.
+    A folder of an earlier version has no list; its run's files are recognised by its recipe and checkpoints.
 
     Args:
         root: The run folder.
@@ -60,7 +60,7 @@ class Manifest:
             self._write(known | set(paths))
 
     def foreign_names(self) -> list[str]:
-        """Names that runs need and that something else has."""
+        """Names that runs need and that are taken by files of others."""
         known = self.entries()
         return [name for name in NAMES if name not in known and _is_taken(self.root / name)]
 
@@ -107,7 +107,7 @@ class Manifest:
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether anything is there that could be lost; an empty folder, or a link to one, is room to write into."""
+    """Whether anything that could be lost is there; an empty folder, or a link to one, may be written into."""
     return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
 
 

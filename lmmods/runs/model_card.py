@@ -1,4 +1,4 @@
-"""The README.md beside an exported model: what the Hugging Face hub reads of it, and what a person does."""
+"""The README.md of an exported model: metadata for the Hugging Face hub, and a description for people."""
 
 import json
 import math

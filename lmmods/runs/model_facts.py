@@ -1,4 +1,4 @@
-"""What is in a folder or hub repository of a model: its configuration, and a fingerprint of its weights."""
+"""Facts that identify a model folder or hub repository: its configuration, and a fingerprint of its weights."""
 
 import json
 from pathlib import Path

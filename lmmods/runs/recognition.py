@@ -1,4 +1,4 @@
-"""What in a run folder of an earlier version is the run's: such a folder has no list of its own."""
+"""Files of a run in a folder of an earlier version, which has no manifest: recognised by name and content."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ EXPORTED = re.compile(
 
 
 def recognised(root: Path) -> set[str]:
-    """Paths of a run that left no list, told by its recipe and its checkpoints; none where there is no run."""
+    """Paths of a run without a manifest, recognised by its recipe and checkpoints; none if there is no run."""
     recipe = _recipe(root)
     has_checkpoint = holds_checkpoint(root / "checkpoints")
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:

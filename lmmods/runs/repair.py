@@ -1,4 +1,4 @@
-"""Files of a run read back: what cannot be read is left out, kept aside and said; never a traceback, never silence."""
+"""Reading a run's own files back: unreadable lines are skipped with a warning, and the damaged file is kept aside."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """What of metrics.csv can be read; nothing where there is none."""
+    """The readable rows of metrics.csv; an empty table if there is no file."""
     lines, torn = _lines(path)
     if not lines:
         return Table(damaged=torn)
@@ -38,14 +38,14 @@ def read_table(path: Path) -> Table:
 
 
 def mended_table(path: Path) -> Table:
-    """`read_table`; lines that cannot be read are said, and the file as it was is kept beside."""
+    """`read_table` with a warning about unreadable lines; the file as it was is kept beside it."""
     table = read_table(path)
     _tell(path, table.damaged)
     return table
 
 
 def mended_samples(path: Path) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl; lines that are none are said, and the file as it was is kept beside."""
+    """Rows of samples.jsonl, with a warning about unreadable lines; the file as it was is kept beside it."""
     lines, damaged = _lines(path)
     rows = []
     for number, line in enumerate(lines, 1):

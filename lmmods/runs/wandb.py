@@ -1,4 +1,4 @@
-"""Runs at Weights & Biases: where they are kept, under which id they go on, whether there is an account."""
+"""Weights & Biases: ids and folders of runs, the account, and what is logged besides metrics."""
 
 import json
 import netrc
@@ -75,7 +75,7 @@ def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
 
 
 def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str, Any]) -> None:
-    """Tell what a run is made of: recipe and data report."""
+    """Log recipe and data report as hyperparameters."""
     with hidden_arguments():
         for logger in loggers:
             logger.log_hyperparams({"recipe": recipe, "data_report": report})
@@ -83,7 +83,7 @@ def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str,
 
 @contextmanager
 def hidden_arguments() -> Iterator[None]:
-    """While a logger opens its run: W&B keeps the command line, whose passwords and tokens it is not to see."""
+    """Redact sys.argv while a logger opens its run: W&B stores the command line."""
     arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]
     try:
         yield

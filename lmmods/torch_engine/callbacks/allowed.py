@@ -45,4 +45,4 @@ def reason_against(class_path: str) -> str | None:
         return None
     if class_path.startswith("lmmods."):
         return "Every run has it already."
-    return REFUSED.get(name, "It has not been tried here, and a resumed run could be another one.")
+    return REFUSED.get(name, "It is not supported: a resumed run could differ.")

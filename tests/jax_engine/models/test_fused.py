@@ -1,6 +1,6 @@
-"""The fused kernel's calls against plain attention, with XLA's implementation in its place, and the trial of it.
+"""The fused kernel's calls against plain attention, with XLA's implementation in its place, and its check.
 
-cuDNN's kernel itself runs on GPUs only; there the trial compares it each time a network is built.
+cuDNN's kernel itself runs on GPUs only; there a check compares it each time a network is built.
 """
 
 import re
@@ -16,7 +16,7 @@ from hf_reference import VOCAB
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
-from jax_engine.models.fused import Fused, choose, trial, tried, unfit
+from jax_engine.models.fused import Fused, checked, choose, mismatch, unfit
 from lmmods.core.hf_config import load_config
 
 RANDOM = np.random.default_rng(0)
@@ -151,10 +151,10 @@ def gpu(ref, monkeypatch):
         ref(name, head)  # whose own networks are built, and spoken of, before
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
-    for cached in (fused.trial, fused._tell):
+    for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
     yield
-    for cached in (fused.trial, fused._tell):
+    for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
 
 
@@ -162,7 +162,7 @@ def arch_of(ref, name: str, head: str = "causal", **changes):
     return replace(ref(name, head).net.arch, **{"head_dim": 8, **changes})
 
 
-def test_a_kernel_that_agrees_is_chosen_and_told_once(ref, gpu, capsys):
+def test_a_kernel_that_agrees_is_chosen_and_reported_once(ref, gpu, capsys):
     arch = arch_of(ref, "mistral")
     chosen = choose(arch, jnp.dtype("bfloat16"), "causal", None)
     assert chosen == choose(arch, jnp.dtype("bfloat16"), "causal", "sdpa")
@@ -171,7 +171,7 @@ def test_a_kernel_that_agrees_is_chosen_and_told_once(ref, gpu, capsys):
     assert not choose(arch_of(ref, "bert", "qa", attention_dropout=0.0), jnp.dtype("bfloat16"), "qa", None).by_length
 
 
-@pytest.mark.parametrize(("changes", "dtype", "asked", "why"), [
+@pytest.mark.parametrize(("changes", "dtype", "requested", "why"), [
     ({}, "bfloat16", "eager", "attention: eager"),
     ({}, "float32", None, "not in float32"),
     ({"head_dim": 10}, "bfloat16", None, "not 10"),
@@ -180,10 +180,10 @@ def test_a_kernel_that_agrees_is_chosen_and_told_once(ref, gpu, capsys):
     ({"windows": (None, 3, 3)}, "float16", None, "window or scale"),
     ({"attention_scales": (1.0, 0.5, 0.3)}, "float16", None, "window or scale"),
 ])
-def test_plain_attention_is_chosen_with_its_reason(ref, gpu, capsys, changes, dtype, asked, why):
+def test_plain_attention_is_chosen_with_its_reason(ref, gpu, capsys, changes, dtype, requested, why):
     arch = arch_of(ref, "llama", **changes)
-    assert why in unfit(arch, jnp.dtype(dtype), asked)
-    assert choose(arch, jnp.dtype(dtype), "causal", asked) is None
+    assert why in unfit(arch, jnp.dtype(dtype), requested)
+    assert choose(arch, jnp.dtype(dtype), "causal", requested) is None
     assert why in capsys.readouterr().out
 
 
@@ -230,30 +230,30 @@ def not_a_number(q, k, v, **options):
     (not_a_number, HALF, False, "not all numbers are finite"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_trial_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem):
-    fused.trial.cache_clear()
-    assert trial(kernel, by_mask) is None
-    fused.trial.cache_clear()
+    fused.mismatch.cache_clear()
+    assert mismatch(kernel, by_mask) is None
+    fused.mismatch.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", wrong)
-    found = trial(kernel, by_mask)
-    fused.trial.cache_clear()
+    found = mismatch(kernel, by_mask)
+    fused.mismatch.cache_clear()
     assert found.startswith(problem) and "\n" not in found
 
 
-def test_lengths_of_an_encoder_are_tried():
-    fused.trial.cache_clear()
-    assert trial(replace(HALF, causal=False), by_mask=False) is None
+def test_lengths_of_an_encoder_are_checked():
+    fused.mismatch.cache_clear()
+    assert mismatch(replace(HALF, causal=False), by_mask=False) is None
 
 
 def test_rows_that_fail_take_the_plain_one_and_the_others_do_not(monkeypatch, capsys):
-    for cached in (fused.trial, fused._tell):
+    for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", leaking)
-    chosen = tried(HALF)
+    chosen = checked(HALF)
     assert chosen == replace(HALF, by_mask=False)
     assert "packed rows: output differs by" in capsys.readouterr().out
-    fused.trial.cache_clear()
+    fused.mismatch.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", raising)
-    assert tried(HALF) is None
-    assert "Attention: plain, as the fused kernel fails its trial" in capsys.readouterr().out
-    for cached in (fused.trial, fused._tell):
+    assert checked(HALF) is None
+    assert "Attention: plain, as the fused kernel fails its check" in capsys.readouterr().out
+    for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
