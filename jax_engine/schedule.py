@@ -65,7 +65,7 @@ class Schedule:
 
 
 def limited(num_batches: int, limit: int | float | None, role: str) -> int:
-    """Global micro-batches of a pass over a set, cut by `trainer.limit_<role>_batches`: a number of them or a share.
+    """Global micro-batches of a pass over a set, limited by `trainer.limit_<role>_batches`: a number or a share.
 
     Raises:
         UserError: Nothing is left to train on.

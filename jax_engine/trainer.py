@@ -157,9 +157,9 @@ class Trainer:
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
         run.should_stop = any(stopped)
         if resumed and run.is_done:
-            told, was_complete = self.run_folder.nothing_left(run.progress.step, self.max_steps, self.max_epochs,
-                                                              stopped)
-            say(told)
+            message, was_complete = self.run_folder.nothing_left(
+                run.progress.step, self.max_steps, self.max_epochs, stopped)
+            say(message)
             if was_complete:
                 return
         if not resumed and self.num_sanity_val_steps:

@@ -1,4 +1,4 @@
-"""The devices of a run: which, how many processes, and what these do together."""
+"""The devices and processes of a run: their choice and start, and collective calls on the host."""
 
 import ctypes
 import os
@@ -20,12 +20,12 @@ from jax_engine.distributed.replicas import Replicas
 from lmmods.core.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-FAKED = "xla_force_host_platform_device_count"
+VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 
 
 @dataclass
 class MeshSharding:
-    """A mesh of devices over which parameters, optimiser state and batches are cut.
+    """A mesh of devices over which parameters, optimiser state and batches are sharded.
 
     Args:
         data: Copies of the parameters.
@@ -40,7 +40,7 @@ class MeshSharding:
 
 def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool
           ) -> Parallel:
-    """Join the other processes, if any, and lay the run out over the devices.
+    """Connect to the other processes, if any, and choose the devices and how the run is spread over them.
 
     Several processes are started by SLURM, torchrun or by hand (docs/cluster.md).
 
@@ -50,7 +50,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
     on_cpu = jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins")
-    if FAKED not in os.environ.get("XLA_FLAGS", ""):
+    if VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         if devices not in ("auto", -1, 1):
             with suppress(RuntimeError):  # devices are there already; below their number is checked
                 jax.config.update("jax_num_cpu_devices", int(devices))
@@ -76,12 +76,12 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
 
 
 def keep_freed_memory() -> None:
-    """Let glibc hand freed memory out again instead of returning it to the system after each step.
+    """Let glibc reuse freed memory instead of returning it to the system after each step.
 
-    XLA on CPUs allocates the room for a step's activations anew in each step, and the system clears each page of it: a
-    third of the time of a small model. Steps then run in the thread that calls them, as only its heap can grow so far:
-    for one device in a process; several would run in threads of their own. Does nothing with another C library, or
-    where the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
+    XLA on CPUs allocates a step's activations anew in each step, and the system clears every page of them: a third of
+    the time of a small model. Dispatch becomes synchronous, as only the calling thread's heap can grow that large; so
+    this is for one device in a process, since several would run in threads of their own. Does nothing with another C
+    library, or if the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -102,7 +102,7 @@ def choose_precision() -> tuple[str, str]:
 
 
 def peak_memory() -> int | None:
-    """Most bytes that were in use on the first device; None where it does not tell, as on CPUs."""
+    """Peak bytes in use on the first device; None if it does not report them, as on CPUs."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
@@ -122,7 +122,7 @@ def _join(num_nodes: int) -> None:
 
 
 def _keep_compiled() -> None:
-    """Compiled programs outlive the process, beside the data cache."""
+    """Keep compiled programs on disk, beside the data cache."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         root = os.environ.get("LMMODS_CACHE", os.path.expanduser("~/.cache/lmmods"))
         jax.config.update("jax_compilation_cache_dir", os.path.join(root, "xla"))
@@ -135,14 +135,14 @@ def barrier(name: str) -> None:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether any process says so. All processes must call this at the same place."""
+    """Whether `flag` is true on any process. A collective call: all processes must make it."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def on_first(function: Callable[[], Any]) -> Any:
-    """What `function` returns on the first process, on every process; so too its UserError."""
+    """Call `function` on the first process only, and return its result, or raise its UserError, on every process."""
     if jax.process_count() == 1:
         return function()
     outcome: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def on_first(function: Callable[[], Any]) -> Any:
 
 
 def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
-    """The parts of all processes in one mapping, on every process."""
+    """The union of all processes' mappings, on every process (all-gather)."""
     if jax.process_count() == 1:
         return parts
     own = np.frombuffer(pickle.dumps(parts), np.uint8)

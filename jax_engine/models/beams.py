@@ -19,7 +19,7 @@ LOST = -1e9  # Score of a beam that is out of the running; sums with it stay fin
 def beam_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
     """The program (params, ids [B, width], mask [B, width], key) -> the best new tokens [B, max_new_tokens].
 
-    What lies behind an end token is to be cut. With `do_sample` candidates are drawn instead of taken by their scores.
+    The caller truncates after an end token. With `do_sample` candidates are drawn instead of taken by their scores.
     """
     num_groups, new = settings.num_beam_groups, settings.max_new_tokens
     size, total = settings.num_beams // num_groups, width + new

@@ -115,7 +115,7 @@ def checked(fused: Fused) -> Fused | None:
     if len(failed) == len(problems):
         return _report(None, f"Attention: plain, as the fused kernel fails its check ({why}).")
     return _report(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with the plain one"
-                 + (f"; it fails its check with some rows, which take the plain one ({why})." if failed else "."))
+                   + (f"; it fails its check with some rows, which take the plain one ({why})." if failed else "."))
 
 
 _USES = {"by_length": "padded rows", "by_mask": "packed rows"}

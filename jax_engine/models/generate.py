@@ -108,7 +108,7 @@ def single_search(network: Network, width: int, settings: Generation, ends: Arra
             return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "ended": ended}
 
         final = jax.lax.while_loop(lambda s: (s["place"] < total) & ~s["ended"].all(), step, state)
-        # A row that ended went on beside the others; what lies behind its first end is cut by the caller.
+        # A row that ended went on beside the others; the caller truncates it after its first end token.
         return final["tokens"][:, width:]
 
     return program

@@ -1,4 +1,4 @@
-"""The run folder: its names, atomic writes, and the rules by which runs start, resume and are kept apart.
+"""The run folder: its files, and the checks before a run starts or resumes in it.
 
 Both engines write the same folder. No torch, no jax.
 """
@@ -47,7 +47,7 @@ class RunFolder:
         self.model = self.root / "model"
         self.completed = self.root / "completed"
         self.manifest, self._lock = Manifest(self.root), FolderLock(self.root)
-        self.problem: UserError | None = None  # that the first process has not told yet
+        self.problem: UserError | None = None  # of the first process, to be raised on all
 
     # Whose it is -----------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class RunFolder:
             self._lock.release()
 
     def check_fit(self, ckpt_path: str | None, overwrite: bool, recipe: dict[str, Any]) -> None:
-        """Refuse to train where another run, or something that no run wrote, would be lost."""
+        """UserError if training would overwrite another run or files that no run wrote."""
         check_inputs(self.root, NAMES, recipe)
         checkpoint = self.resolve(ckpt_path) if ckpt_path else None
         if checkpoint:
@@ -88,13 +88,13 @@ class RunFolder:
             self.check_can_start(overwrite)
 
     def check_results(self, recipe: dict[str, Any]) -> None:
-        """Refuse to predict where the answers would replace the questions."""
+        """UserError if predict would overwrite its own inputs."""
         check_inputs(self.root, ("predictions.jsonl", *ANSWERS), recipe)
 
     # Starting --------------------------------------------------------------------------------------------------------
 
     def check_can_start(self, overwrite: bool) -> None:
-        """Refuse to start a fresh run over another one, or over what no run wrote. Writes nothing that stays."""
+        """UserError if a new run would overwrite another one or files that no run wrote. Writes nothing that stays."""
         self._check_writable()
         if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.manifest.entries():
             self._refuse()
@@ -118,7 +118,7 @@ class RunFolder:
                             "trainer.default_root_dir.")
 
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
-        """Refuse to resume over another run, or behind later checkpoints of the same run, unless they may go."""
+        """UserError if a resumed run would overwrite another one, or its own later checkpoints without `overwrite`."""
         if not self._owns(checkpoint):
             return self.check_can_start(overwrite)
         self._check_writable()

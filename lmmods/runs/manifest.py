@@ -43,7 +43,7 @@ class Manifest:
             return paths
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{self.path} is damaged, so what runs wrote into this folder is not known. Delete it; the "
-                            "run is then told by its config.yaml and checkpoints.") from error
+                            "run is then recognised by its config.yaml and checkpoints.") from error
 
     def claim(self, *paths: str) -> None:
         """Note paths that are about to be written.
