@@ -23,13 +23,12 @@ class Checkpointer:
         policy: Which checkpoints are written and kept.
         callbacks: Their state is saved too.
         identity: What the run is, noted in each checkpoint.
-        enabled: `trainer.enable_checkpointing`.
     """
 
-    def __init__(self, run: Training, policy: CheckpointPolicy, callbacks: list[EarlyStopping], identity: RunIdentity,
-                 enabled: bool):
-        self._run, self.policy, self.enabled = run, policy, enabled
+    def __init__(self, run: Training, policy: CheckpointPolicy, callbacks: list[EarlyStopping], identity: RunIdentity):
+        self._run, self._policy = run, policy
         self._callbacks, self._identity = callbacks, identity
+        self._latest: Path | None = None  # restored or saved
         self._writer = BackgroundWriter()
 
     # Restoring -------------------------------------------------------------------------------------------------------
@@ -48,40 +47,41 @@ class Checkpointer:
             run.metrics.laps.leave_out(int(accumulation["sums"]["num_tokens"]))
             run.accumulation = parallel.put_sums(accumulation)
         run.metrics.load_state_dict(content["callbacks"]["Metrics"])
-        self.policy.load_state_dict(content["callbacks"]["Checkpoint"])
+        self._policy.load_state_dict(content["callbacks"]["Checkpoint"])
         for callback in self._callbacks:
             if callback.state_key in content["callbacks"]:
                 callback.load_state_dict(content["callbacks"][callback.state_key])
         run.data.load_state_dict(content[key])
+        self._latest = self.path
 
     def go_on_from(self, checkpoint: Path) -> None:
         """Finish what a run that died after writing `checkpoint` left undone. Called by the first process."""
-        if self.enabled:
-            self.policy.resume(self._run.folder, checkpoint)
+        self._policy.resume(self._run.folder, checkpoint)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     @property
-    def _path(self) -> Path:
+    def path(self) -> Path:
+        """Of a checkpoint of this very moment."""
         return self._run.folder.checkpoint(checkpoint_name(self._run.progress.step, self._run.num_accumulated))
+
+    def is_saved(self) -> bool:
+        """Whether this very moment was restored from a checkpoint or saved as one."""
+        return self._latest == self.path
 
     def rank(self, metrics: dict[str, float]) -> None:
         """Note the checkpoint about to be written among the best, if it is."""
-        self.policy.rank(metrics, self._path.name)
+        self._policy.rank(metrics, self.path.name)
 
-    def save(self) -> Path | None:
-        """Start to write a checkpoint of this very moment; none where checkpoints are off. All processes call this."""
-        run = self._run
-        run.metrics.fetch()
-        if not self.enabled:
-            return None
-        path = self._path
+    def save(self) -> None:
+        """Start to write a checkpoint of this very moment. All processes must call this."""
+        run, self._latest = self._run, self.path
+        path = self.path
         with run.stopwatch.paused():
             content = self._content()
-            kept = self.policy.decide(path.name)
+            kept = self._policy.decide(path.name)
             if run.is_first:
                 self._writer.save(path, content, lambda: self._settle(path, kept))
-        return path
 
     def _settle(self, path: Path, kept: KeptCheckpoints) -> None:
         """Called when a checkpoint stands, by the thread that wrote it."""
@@ -111,7 +111,7 @@ class Checkpointer:
             **pack(state, run.task.optimizer, progress.step, run.schedule.num_steps, network.to_torch),
             "callbacks": {
                 "Metrics": run.metrics.state_dict(),
-                "Checkpoint": self.policy.state_dict(),
+                "Checkpoint": self._policy.state_dict(),
                 **{callback.state_key: callback.state_dict() for callback in self._callbacks},
             },
             "window": accumulation,

@@ -23,24 +23,20 @@ class Exporter:
     def __init__(self, run: Training, publish: Publisher):
         self._run, self._publish = run, publish
 
-    def checkpoint_saved(self) -> None:
-        """Upload the model in the background, where each checkpoint's is wanted."""
-        if self._publish.repo is not None and self._publish.when == "save":
-            with self._run.stopwatch.paused():
-                self._publish_aside()
-
-    def _publish_aside(self) -> None:
+    def upload(self) -> None:
+        """Upload the model of this moment in the background, unless the upload before it is under way."""
         run, publish, step = self._run, self._publish, self._run.progress.step
         if machines.any_of(publish.is_busy):
             return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
-        trainable = run.parallel.fetch_state(run.state["trainable"])
-        if run.is_first:
-            folder = run.folder.room_for_upload()
-            self._write(trainable, folder)
-            publish.upload_aside(folder, step)
+        with run.stopwatch.paused():
+            trainable = run.parallel.fetch_state(run.state["trainable"])
+            if run.is_first:
+                folder = run.folder.room_for_upload()
+                self._write(trainable, folder)
+                publish.upload_aside(folder, step)
 
     def finish(self) -> None:
-        """Write model/ and loss.png, mark the run completed, and upload it."""
+        """Write model/ and loss.png and mark the run completed."""
         run, folder, step = self._run, self._run.folder, self._run.progress.step
         trainable = run.parallel.fetch_state(run.state["trainable"])
         if run.is_first:
@@ -53,9 +49,13 @@ class Exporter:
             say(f"Wrote {folder.model}.")
         for logger in run.loggers[1:]:
             logger.finalize("success")
-        if run.is_first and self._publish.repo is not None:
-            self._publish.finish(folder.model, step)
         machines.barrier("export")
+
+    def publish(self) -> None:
+        """Upload model/."""
+        if self._run.is_first:
+            self._publish.finish(self._run.folder.model, self._run.progress.step)
+        machines.barrier("publish")
 
     def _write(self, trainable: Tree, path: Path) -> None:
         run, task = self._run, self._run.task

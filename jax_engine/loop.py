@@ -1,5 +1,6 @@
-"""The training loop: epochs, micro-batches, gradient accumulation, and what follows a step."""
+"""The training loop: epochs, micro-batches, gradient accumulation, and the events that follow."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax_engine.export import Exporter
 from jax_engine.run import Training
 from lmmods.core.progress_bar import describe
 from lmmods.core.signals import Interruption, stop
+from lmmods.runs.events import Event, Events, Moment
 
 
 class Loop:
@@ -21,22 +23,40 @@ class Loop:
     Args:
         run: Changed by each step.
         accumulate: Micro-batches of each rank that make an optimiser step; the last of an epoch may have fewer.
-        evaluation: Validates, asks and samples on the way.
+        events: What is due and when.
+        evaluation: Validates, asks and samples.
         checkpointer: Saves.
-        exporter: Uploads the model of a checkpoint.
+        exporter: Exports the model and uploads it.
         callbacks: Watch the metrics.
         interruption: Whether the user has asked to stop.
     """
 
-    def __init__(self, run: Training, accumulate: int, evaluation: Evaluation, checkpointer: Checkpointer,
-                 exporter: Exporter, callbacks: list[EarlyStopping], interruption: Interruption):
+    def __init__(self, run: Training, accumulate: int, events: Events, evaluation: Evaluation,
+                 checkpointer: Checkpointer, exporter: Exporter, callbacks: list[EarlyStopping],
+                 interruption: Interruption):
         self.run, self.interruption = run, interruption
-        self._accumulate, self._callbacks = accumulate, callbacks
+        self._accumulate, self._events, self._callbacks = accumulate, events, callbacks
         self._evaluation, self._checkpointer, self._exporter = evaluation, checkpointer, exporter
+        self._figures: Any = None  # of the last step
+        self._performers: dict[Event, Callable[[], Any]] = {
+            Event.LOG: lambda: run.note_step(self._figures),
+            Event.CHECK_EPOCH: lambda: self._check(validated=False),
+            Event.SAMPLE: evaluation.sample,
+            Event.ASK: self._ask,
+            Event.VALIDATE: self._validate,
+            Event.CHECK_VALIDATION: lambda: self._check(validated=True),
+            Event.RANK: lambda: checkpointer.rank(run.metrics.latest),
+            Event.SAVE: checkpointer.save,
+            Event.STOP: self._stop,
+            Event.UPLOAD: exporter.upload,
+            Event.FINISH: self._finish,
+            Event.PUBLISH: exporter.publish,
+        }
 
-    def train(self, loader: Any) -> None:
+    def train(self, loader: Any, resumed: bool) -> None:
         """Train to the end of the run."""
         run, progress = self.run, self.run.progress
+        self._perform(self._events.at_start(resumed))
         run.bar.open("train", run.schedule.num_steps, progress.step, unit="step", first="compiling")
         run.data_position = run.data.state_dict()
         run.stopwatch.start()
@@ -49,7 +69,6 @@ class Loop:
                 self.train_batch(group)
                 if run.is_done:
                     break
-        run.metrics.fetch()
 
     def train_batch(self, group: Group) -> None:
         """One micro-batch on each rank, the step that it may complete, and what follows."""
@@ -58,11 +77,10 @@ class Loop:
         progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
         run.data_position = group.position
         step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
-        figures = self._step(group, step_done)
-        if step_done:
-            progress.step += 1
-            run.note_step(figures)
-        self._after_batch(step_done)
+        self._figures = self._step(group, step_done)
+        progress.step += step_done
+        self._checkpointer.check()
+        self._perform(self._events.after_batch(self._moment(step_done)))
 
     def _step(self, group: Group, completes: bool) -> Any:
         """Accumulate; where the micro-batch `completes` the step, take it and return its figures."""
@@ -80,68 +98,49 @@ class Loop:
         run.replace_state(state)
         return figures
 
-    def _after_batch(self, step_done: bool) -> None:
-        """Sample, ask, validate and save when it is time."""
-        self._checkpointer.check()
-        run, step, evaluation = self.run, self.run.progress.step, self._evaluation
-        validates = run.schedule.validates_after(run.progress)
-        if run.ends_epoch and not validates:
-            self._check_stopping(validated=False)
-        ends = run.is_done
-        validates = validates or ends and run.schedule.num_val_batches
-        if step_done and evaluation.samples.is_due(step, ends):
-            run.metrics.fetch()
-            evaluation.sample()
-        if step_done and not (validates and evaluation.mmlu.at_validation) and evaluation.mmlu.is_due(step, ends):
-            run.metrics.fetch()
-            run.metrics.log(evaluation.ask(), step)
-        if validates:
-            return self._validate()
-        due = step_done and self._checkpointer.policy.is_due(step)
-        # Several processes agree on an interruption once a step: asking each other makes them wait.
-        inside = jax.process_count() == 1 and self._checkpointer.enabled  # what is not saved ends with a whole step
-        may_stop = (step_done or inside) and machines.any_of(self.interruption.requested)
-        if due or ends or may_stop:
-            self._save()
+    def finish(self) -> None:
+        """Do what is due at the end of the run, and return when all of it is on disk."""
+        self._perform(self._events.at_end(self._moment(step_done=True)))
+
+    # Events ----------------------------------------------------------------------------------------------------------
+
+    def _moment(self, step_done: bool) -> Moment:
+        run = self.run
+        return Moment(
+            run.progress.step, step_done, run.ends_epoch,
+            stops_inside_step=jax.process_count() == 1,
+            validates=lambda: run.schedule.num_val_batches > 0 and (
+                run.is_done or run.schedule.validates_after(run.progress)),
+            run_ends=lambda: run.is_done,
+            is_interrupted=lambda: machines.any_of(self.interruption.requested),
+            is_saved=self._checkpointer.is_saved)
+
+    def _perform(self, events: Iterator[Event]) -> None:
+        for event in events:
+            if event is not Event.LOG:  # all else wants the figures of the steps so far, and waits for the device
+                self.run.metrics.fetch()
+            self._performers[event]()
+
+    def _ask(self) -> None:
+        self.run.metrics.log(self._evaluation.ask(), self.run.progress.step)
 
     def _validate(self) -> None:
-        """Evaluate, and save what has been evaluated."""
-        run, evaluation = self.run, self._evaluation
-        run.metrics.fetch()
+        run = self.run
         with run.stopwatch.paused():
-            metrics = evaluation.evaluate("val")
-        if evaluation.mmlu.at_validation:
-            metrics |= evaluation.ask()
+            metrics = self._evaluation.evaluate("val")
         run.metrics.log(metrics, run.progress.step)
         run.bar.say(describe(metrics, "val/"))
-        self._check_stopping(validated=True)
-        self._checkpointer.rank(run.metrics.latest)
-        self._save()
 
-    def finish(self) -> None:
-        """Sample and ask at the last step, where early stopping has made it that, and export the model."""
-        run, step, evaluation = self.run, self.run.progress.step, self._evaluation
-        if evaluation.samples.is_due(step, ends=True):
-            evaluation.sample()
-        if evaluation.mmlu.is_due(step, ends=True):
-            run.metrics.log(evaluation.ask(), step)
+    def _check(self, validated: bool) -> None:
+        for callback in self._callbacks:
+            if callback.is_due(validated, self.run.ends_epoch) and callback.check(self.run.metrics.latest):
+                self.run.should_stop = True
+
+    def _stop(self) -> None:
+        self._checkpointer.wait()
+        machines.barrier("checkpoint")
+        stop(self.run.progress.step, self._checkpointer.path if self._events.checkpoint is not None else None)
+
+    def _finish(self) -> None:
         self._checkpointer.wait()
         self._exporter.finish()
-
-    def _check_stopping(self, validated: bool) -> None:
-        """Let early stopping look at the metrics."""
-        run = self.run
-        if self._callbacks:
-            run.metrics.fetch()
-        for callback in self._callbacks:
-            if callback.is_due(validated, run.ends_epoch) and callback.check(run.metrics.latest):
-                run.should_stop = True
-
-    def _save(self) -> None:
-        """Write a checkpoint in the background; stop where that has been asked for, else upload what is to be."""
-        path = self._checkpointer.save()
-        if machines.any_of(self.interruption.requested):
-            self._checkpointer.wait()
-            machines.barrier("checkpoint")
-            stop(self.run.progress.step, path)
-        self._exporter.checkpoint_saved()

@@ -33,6 +33,7 @@ from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
+from lmmods.runs.events import Events
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
@@ -149,9 +150,11 @@ class Trainer:
             raise UserError(problem)
         run, loader = self._training_run(model, datamodule, resumed)
         evaluation = Evaluation(run, self.samples, self.mmlu)
-        checkpointer = Checkpointer(run, self.checkpoint, self.callbacks, self.identity, self.enable_checkpointing)
-        exporter = Exporter(run, self.publish)
-        loop = Loop(run, self.accumulate, evaluation, checkpointer, exporter, self.callbacks, self.interruption)
+        checkpointer = Checkpointer(run, self.checkpoint, self.callbacks, self.identity)
+        events = Events(self.checkpoint if self.enable_checkpointing else None, self.samples, self.mmlu, self.publish,
+                        may_stop_early=bool(self.callbacks))
+        loop = Loop(run, self.accumulate, events, evaluation, checkpointer, Exporter(run, self.publish), self.callbacks,
+                    self.interruption)
         if resumed:
             checkpointer.restore(resumed)
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
@@ -166,9 +169,7 @@ class Trainer:
             evaluation.evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(run, checkpointer, resumed)
         try:
-            if self.samples.wants_base and not resumed:
-                evaluation.sample()
-            loop.train(loader)
+            loop.train(loader, resumed is not None)
             loop.finish()
         finally:
             run.bar.close()
@@ -340,7 +341,7 @@ class Trainer:
             if resumed:
                 self.identity.note_resume(self.run_folder, resumed, step)
             self.samples.begin(self.run_folder, step if resumed else None)
-            if resumed:
+            if resumed and self.enable_checkpointing:
                 checkpointer.go_on_from(resumed)
         machines.barrier("run folder")
         run.loggers = self.run_loggers if run.is_first else []

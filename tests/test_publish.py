@@ -54,14 +54,14 @@ def hub(monkeypatch):
 @pytest.fixture
 def wait_for_uploads(monkeypatch):
     """Each upload ends before training goes on, so that none is left out."""
-    saved = Publish.on_checkpoint_saved
+    begin = Publish.upload
 
-    def on_checkpoint_saved(self, *args):
-        saved(self, *args)
+    def upload(self, *args):
+        begin(self, *args)
         if self._upload is not None:
             self._upload.join()
 
-    monkeypatch.setattr(Publish, "on_checkpoint_saved", on_checkpoint_saved)
+    monkeypatch.setattr(Publish, "upload", upload)
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ def pace_torch(rounds: Rounds, check: dict) -> None:
     """Report from within Lightning's loop."""
     import torch
 
-    from lmmods.torch_engine.callbacks.metrics import Metrics
+    from lmmods.torch_engine.callbacks.run_events import RunEvents
 
-    begin, end = Metrics.on_train_start, Metrics.on_train_batch_end
+    begin, end = RunEvents.on_train_start, RunEvents.on_train_batch_end
 
     def on_train_start(self, trainer, module):  # noqa: ANN001, ANN202
         batch = {name: torch.tensor(value) for name, value in check.items()}
@@ -25,7 +25,7 @@ def pace_torch(rounds: Rounds, check: dict) -> None:
         end(self, trainer, module, outputs, batch, batch_idx)
         rounds.step(int(batch["attention_mask"].sum()))
 
-    Metrics.on_train_start, Metrics.on_train_batch_end = on_train_start, on_train_batch_end
+    RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
 
 
 def pace_jax(rounds: Rounds, check: dict) -> None:
@@ -37,13 +37,13 @@ def pace_jax(rounds: Rounds, check: dict) -> None:
 
     begin, train_batch = Loop.train, Loop.train_batch
 
-    def train(self, loader):  # noqa: ANN001, ANN202
+    def train(self, loader, resumed):  # noqa: ANN001, ANN202
         batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
         run = self.run
         batch = run.parallel.put_batch({**batch, "place": np.zeros((1, 2), np.int32)})
         figures = run.steps.eval_step(run.weights.trainable, run.weights.frozen, batch)
         rounds.start_loss(float(figures["total"]) / float(figures["weight"]))
-        begin(self, loader)
+        begin(self, loader, resumed)
 
     def counted(self, group):  # noqa: ANN001, ANN202
         train_batch(self, group)

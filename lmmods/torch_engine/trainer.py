@@ -26,12 +26,11 @@ from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
-from lmmods.torch_engine.callbacks.export import Export
 from lmmods.torch_engine.callbacks.metrics import Metrics
 from lmmods.torch_engine.callbacks.predictions import PredictionWriter
 from lmmods.torch_engine.callbacks.progress import Progress
+from lmmods.torch_engine.callbacks.run_events import RunEvents
 from lmmods.torch_engine.callbacks.startup_report import StartReport
-from lmmods.torch_engine.callbacks.unsaved import StopUnsaved
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import decide_skip, end_after, epoch_ends, validation_follows
 from lmmods.torch_engine.fit_loop import is_skipped
@@ -80,16 +79,12 @@ class Trainer(L.Trainer):
             say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         check_length(max_epochs, max_steps)
-        if not any(isinstance(callback, Checkpoint) for callback in callbacks):
-            callbacks.append(Checkpoint())
-        if not enable_checkpointing:
-            callbacks = [*(callback for callback in callbacks if not isinstance(callback, Checkpoint)), StopUnsaved()]
-        # Before Checkpoint stores a step, Metrics counts it, Samples writes its samples and MMLU asks its questions; a
-        # run is complete when its last one is stored.
+        checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+        callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks if callback not in checkpoints]
+        if enable_checkpointing:
+            callbacks += checkpoints or [Checkpoint()]
         self._metrics = metrics = Metrics()
-        callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
-        callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks]
-        callbacks = [StartReport(), metrics, *callbacks, PredictionWriter(), Export()]
+        callbacks = [StartReport(), metrics, *callbacks, RunEvents(metrics, callbacks), PredictionWriter()]
         callbacks += [Progress()] if enable_progress_bar else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():

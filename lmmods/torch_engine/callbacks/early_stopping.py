@@ -1,4 +1,4 @@
-"""Lightning's moments of early stopping."""
+"""Early stopping on Lightning."""
 
 from typing import Any
 
@@ -13,10 +13,7 @@ _FIELDS = ("monitor", "patience", "verbose", "mode", "strict", "check_finite", "
 
 
 class SharedEarlyStopping(L.Callback):
-    """Both engines' early stopping in the place of Lightning's, whose checks and state are its own.
-
-    Stands before Checkpoint in the list: the count is part of the checkpoint of the same moment.
-    """
+    """Both engines' early stopping in the place of Lightning's, whose checks and state are its own."""
 
     def __init__(self, rule: EarlyStoppingRule) -> None:
         self.rule = rule
@@ -45,15 +42,8 @@ class SharedEarlyStopping(L.Callback):
         if self.rule.begin(trainer.validates):
             trainer.should_stop = True
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if not trainer.validation_is_due():
-            self._check(trainer, validated=False)
-
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._check(trainer, validated=True)
-
-    def _check(self, trainer: L.Trainer, validated: bool) -> None:
+    def check(self, trainer: L.Trainer, validated: bool) -> None:
+        """Look at the metrics if it is time, after a validation or at the end of an epoch without one."""
         if self.rule.is_due(validated, epoch_ends(trainer)) and not trainer.fast_dev_run:
             found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop

@@ -11,18 +11,16 @@ from lmmods.runs.model_card import model_card
 from lmmods.runs.wandb import log_checkpoint
 
 
-class Export(L.Callback):
-    """Write model/ and loss.png at the end of training and mark the run completed."""
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        folder = trainer.run_folder
-        exported = write_model(trainer, module, folder.room_for_model)
-        if trainer.is_global_zero:
-            folder.put_model(exported)
-            log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
-            folder.complete()
-            say(f"Wrote {folder.model}.")
-        trainer.strategy.barrier("export")
+def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Write model/ and loss.png and mark the run completed. All processes must call this."""
+    folder = trainer.run_folder
+    exported = write_model(trainer, module, folder.room_for_model)
+    if trainer.is_global_zero:
+        folder.put_model(exported)
+        log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
+        folder.complete()
+        say(f"Wrote {folder.model}.")
+    trainer.strategy.barrier("export")
 
 
 def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callable[[], Path]) -> Path:

@@ -40,13 +40,9 @@ class Metrics(L.Callback):
             self.steps.laps.leave_out(int(module.accumulation.sums()[2]))
         self.stopwatch.start()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any,
-                           batch_idx: int) -> None:
-        if trainer.is_last_batch_of_run():
-            trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
-        if module.accumulation.is_open:
-            return
-        epoch = trainer.current_epoch + (batch_idx + 1) / trainer.num_training_batches
+    def log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Note the step just done, and log it if it is its turn."""
+        epoch = trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
         self.steps.add(trainer.global_step, epoch, module.accumulation.last.figures)
         if trainer.global_step % self.steps.every == 0:
             self._put(module, self.steps.fetch())
@@ -91,7 +87,8 @@ class Metrics(L.Callback):
         for name, value in metrics.items():
             module.log(name, value, logger=False, rank_zero_only=False)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def finish(self, trainer: L.Trainer) -> None:
+        """Write the final numbers to metrics.json."""
         self.steps.fetch()
         if trainer.is_global_zero:
             trainer.run_folder.merge_metrics(self.steps.final(trainer.global_step))

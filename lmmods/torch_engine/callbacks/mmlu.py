@@ -1,4 +1,4 @@
-"""Lightning's moments of asking multiple-choice questions."""
+"""Multiple-choice questions, asked on Lightning."""
 
 from typing import Any
 
@@ -12,46 +12,37 @@ from lmmods.torch_engine.nn.lm_head import choice_logits
 
 
 class MMLU(MMLUEvaluator, L.Callback):
-    """Ask at validations or every so many steps, and at the end; training does not feel it.
-
-    Stands before Checkpoint in the list: a checkpoint is ranked, and holds the metrics, when its questions are asked.
-    """
+    """Ask without side effects on training."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if stage in ("fit", "validate", "test"):
             self.prepare(trainer.datamodule, module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if module.accumulation.is_open or self.at_validation and trainer.validation_is_due():
-            return
-        if self.is_due(trainer.global_step, trainer.is_last_batch_of_run()):
-            self._ask(trainer, module)
-
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Later, Lightning lets no callback log what others may monitor."""
-        wanted = self.at_validation if trainer.state.fn == "fit" else self.is_on
-        if wanted and not trainer.sanity_checking:
-            self._ask(trainer, module)
+        if self.is_on and trainer.state.fn == "validate":
+            self._ask_and_keep(trainer, module)
 
     def on_test_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.is_on:
-            self._ask(trainer, module)
+            self._ask_and_keep(trainer, module)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Where a callback has stopped the run, no batch was known to be the last."""
-        if self.is_due(trainer.global_step, ends=True):
-            found = self._evaluate(trainer, module)
-            trainer.log_evaluation(found)
-            if trainer.is_global_zero:
-                trainer.run_folder.merge_metrics(found)
-
-    def _ask(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        found = self._evaluate(trainer, module)
-        for name, value in found.items():  # for those who monitor it
-            module.log(name, value, logger=False, rank_zero_only=False)
-        trainer.log_evaluation(found)
-        if trainer.state.fn != "fit" and trainer.is_global_zero:
+    def _ask_and_keep(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        found = self.ask(trainer, module)
+        if trainer.is_global_zero:
             trainer.run_folder.merge_metrics(found)
+
+    def ask(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
+        """Ask, and log what others may monitor."""
+        found = self.ask_at_end(trainer, module)
+        for name, value in found.items():
+            module.log(name, value, logger=False, rank_zero_only=False)
+        return found
+
+    def ask_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
+        """Ask where Lightning lets no callback log any more."""
+        found = self._evaluate(trainer, module)
+        trainer.log_evaluation(found)
+        return found
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
         """All processes must call this: each asks a part, and sharded parameters are gathered from all."""

@@ -1,4 +1,4 @@
-"""Lightning's moments of an upload to the hub."""
+"""Uploads to the hub on Lightning."""
 
 import lightning as L
 
@@ -18,17 +18,16 @@ class Publish(Publisher, L.Callback):
         if problem:
             raise UserError(problem)
 
-    def on_checkpoint_saved(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Called on every process after a checkpoint is complete."""
-        if self.repo is None or self.when != "save":
-            return
+    def upload(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Upload the model of this moment, unless the upload before it is under way. All processes must call this."""
         if trainer.strategy.broadcast(self.is_busy):
             return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
-        folder = write_model(trainer, module, trainer.run_folder.room_for_upload)
-        if trainer.is_global_zero:
-            self.upload_aside(folder, trainer.global_step)
+        with trainer.stopwatch.paused():
+            folder = write_model(trainer, module, trainer.run_folder.room_for_upload)
+            if trainer.is_global_zero:
+                self.upload_aside(folder, trainer.global_step)
 
-    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """After Export has written model/."""
-        if self.repo is not None and trainer.is_global_zero and not trainer.was_complete:
+    def publish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Upload model/."""
+        if trainer.is_global_zero:
             self.finish(trainer.run_folder.model, trainer.global_step)

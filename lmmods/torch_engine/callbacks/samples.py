@@ -1,7 +1,4 @@
-"""Lightning's moments of sampling."""
-
-from typing import Any
-
+"""Samples, generated on Lightning."""
 import lightning as L
 import torch
 from torch import Tensor
@@ -13,10 +10,7 @@ from lmmods.torch_engine.tasks.causal_task import generation_config
 
 
 class Samples(SampleWriter, L.Callback):
-    """Sample before the first step, every so many steps and at the end; training does not feel it.
-
-    Stands before Checkpoint in the list: a checkpoint of a step is written when its samples are.
-    """
+    """Sample without side effects on training."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -26,19 +20,8 @@ class Samples(SampleWriter, L.Callback):
         """After StartReport has made the run folder ready."""
         if trainer.is_global_zero:
             self.begin(trainer.run_folder, trainer.global_step if trainer.resumed_from else None)
-        if self.wants_base and not trainer.resumed_from:
-            self._sample(trainer, module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if not module.accumulation.is_open and self.is_due(trainer.global_step, trainer.is_last_batch_of_run()):
-            self._sample(trainer, module)
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Where a callback has stopped the run, no batch was known to be the last."""
-        if self.is_due(trainer.global_step, ends=True):
-            self._sample(trainer, module)
-
-    def _sample(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def sample(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """All processes must call this: sharded parameters are gathered from all."""
         step, data = trainer.global_step, trainer.datamodule
         with undisturbed(trainer, module):

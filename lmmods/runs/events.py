@@ -1,0 +1,149 @@
+"""What follows a micro-batch and the end of a run, and in which order: decided here, performed by each engine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
+from lmmods.runs.hub_upload import Publisher
+
+
+class Event(StrEnum):
+    LOG = "log"  # the figures of the optimiser step
+    CHECK_EPOCH = "check epoch"  # early stopping looks at an epoch that ends without a validation
+    SAMPLE = "sample"
+    ASK = "ask"  # multiple-choice questions
+    VALIDATE = "validate"
+    CHECK_VALIDATION = "check validation"  # early stopping looks at a validation
+    RANK = "rank"  # the checkpoint about to be written, by what was measured
+    SAVE = "save"
+    STOP = "stop"  # as the user has asked
+    UPLOAD = "upload"  # the model of this checkpoint, in the background
+    FINISH = "finish"  # metrics.json, model/, the mark of a completed run
+    PUBLISH = "publish"  # the finished model
+
+
+class Samples(Protocol):
+    """When samples are due."""
+
+    @property
+    def wants_base(self) -> bool: ...
+
+    def is_due(self, step: int, ends: bool = False) -> bool: ...
+
+
+class Questions(Protocol):
+    """When questions are due."""
+
+    @property
+    def at_validation(self) -> bool: ...
+
+    def is_due(self, step: int, ends: bool = False) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands. What the events before may change is asked anew: early stopping may end the run.
+
+    Args:
+        step: Optimiser steps done.
+        step_done: Whether the micro-batch completed one.
+        epoch_ends: Whether it was the last of its epoch.
+        stops_inside_step: Whether an interruption is looked for after every micro-batch. Several processes agree on
+            one once a step: asking each other makes them wait.
+        validates: Whether a validation follows, by its interval or because the run ends.
+        run_ends: Whether the run is known to end here.
+        is_interrupted: Whether any process has been asked to stop. All processes ask at the same place.
+        is_saved: Whether a checkpoint of this very moment stands.
+    """
+
+    step: int
+    step_done: bool
+    epoch_ends: bool
+    stops_inside_step: bool
+    validates: Callable[[], bool]
+    run_ends: Callable[[], bool]
+    is_interrupted: Callable[[], bool]
+    is_saved: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Events:
+    """The rules of a run. An event is performed before the next one is asked for.
+
+    Args:
+        checkpoint: When checkpoints are written; None where none are.
+        samples: When to sample.
+        mmlu: When to ask.
+        publish: When to upload.
+        may_stop_early: Whether anything watches the metrics.
+    """
+
+    checkpoint: CheckpointPolicy | None
+    samples: Samples
+    mmlu: Questions
+    publish: Publisher
+    may_stop_early: bool
+
+    def at_start(self, resumed: bool) -> Iterator[Event]:
+        """Before the first micro-batch of a run, or of what is left of a resumed one."""
+        if self.samples.wants_base and not resumed:
+            yield Event.SAMPLE
+
+    def after_batch(self, now: Moment) -> Iterator[Event]:
+        """After a micro-batch."""
+        if now.step_done:
+            yield Event.LOG
+        if self.may_stop_early and now.epoch_ends and not now.validates():
+            yield Event.CHECK_EPOCH
+        if now.step_done and self.samples.is_due(now.step, now.run_ends()):
+            yield Event.SAMPLE
+        asked_later = now.validates() and self.mmlu.at_validation
+        if now.step_done and not asked_later and self.mmlu.is_due(now.step, now.run_ends()):
+            yield Event.ASK
+        if now.validates():
+            yield Event.VALIDATE
+            yield from self.in_validation()
+            yield from self.after_validation(now)
+        elif self._saves(now):
+            yield from self._save(now)
+
+    def in_validation(self) -> Iterator[Event]:
+        """When the validation set has been evaluated; what this measures belongs to the validation."""
+        if self.mmlu.at_validation:
+            yield Event.ASK
+
+    def after_validation(self, now: Moment) -> Iterator[Event]:
+        """Saved after it, not before: a run resumed from before would skip the validation."""
+        if self.may_stop_early:
+            yield Event.CHECK_VALIDATION
+        if self.checkpoint is not None:
+            yield Event.RANK
+        yield from self._save(now)
+
+    def at_end(self, now: Moment) -> Iterator[Event]:
+        """After the last micro-batch, which was not known to be the last where a callback has ended the run."""
+        if self.samples.is_due(now.step, ends=True):
+            yield Event.SAMPLE
+        if self.mmlu.is_due(now.step, ends=True):
+            yield Event.ASK
+        if self.checkpoint is not None and not now.is_saved():
+            yield from self._save(now)
+        yield Event.FINISH
+        if self.publish.repo is not None:
+            yield Event.PUBLISH
+
+    def _saves(self, now: Moment) -> bool:
+        by_rule = self.checkpoint is not None and now.step_done and self.checkpoint.is_due(now.step)
+        # What is not saved ends with a whole step.
+        may_stop = now.step_done or now.stops_inside_step and self.checkpoint is not None
+        return by_rule or now.run_ends() or may_stop and now.is_interrupted()
+
+    def _save(self, now: Moment) -> Iterator[Event]:
+        if self.checkpoint is not None:
+            yield Event.SAVE
+        if now.is_interrupted():
+            yield Event.STOP
+        elif self.checkpoint is not None and self.publish.repo is not None and self.publish.when == "save":
+            yield Event.UPLOAD

@@ -1,0 +1,108 @@
+"""Lightning's hooks of the run's events: in each, what lmmods/runs/events.py says is due is performed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+
+from lmmods.core.signals import stop
+from lmmods.runs.events import Event, Events, Moment
+from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
+from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
+from lmmods.torch_engine.callbacks.export import export_run
+from lmmods.torch_engine.callbacks.metrics import Metrics
+from lmmods.torch_engine.callbacks.mmlu import MMLU
+from lmmods.torch_engine.callbacks.publish import Publish
+from lmmods.torch_engine.callbacks.samples import Samples
+from lmmods.torch_engine.compat.lightning import epoch_ends
+from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
+
+
+class RunEvents(L.Callback):
+    """Stands behind all callbacks whose state is part of a checkpoint of the same moment.
+
+    Args:
+        metrics: Logs.
+        callbacks: Of the run; those of this project's kinds perform the other events.
+    """
+
+    def __init__(self, metrics: Metrics, callbacks: list[L.Callback]):
+        def one(kind: type, default: Any) -> Any:
+            return next((callback for callback in callbacks if isinstance(callback, kind)), default)
+
+        samples, self._mmlu, publish = one(Samples, Samples()), one(MMLU, MMLU()), one(Publish, Publish())
+        self._metrics, self._checkpoint = metrics, one(Checkpoint, None)
+        self._early_stopping = [callback for callback in callbacks if isinstance(callback, SharedEarlyStopping)]
+        self._events = Events(self._checkpoint, samples, self._mmlu, publish, bool(self._early_stopping))
+        self._performers: dict[Event, Callable[[L.Trainer, L.LightningModule], None]] = {
+            Event.LOG: metrics.log_step,
+            Event.CHECK_EPOCH: self._check_epoch,
+            Event.SAMPLE: samples.sample,
+            Event.ASK: self._mmlu.ask,
+            Event.CHECK_VALIDATION: self._check_validation,
+            Event.STOP: self._stop,
+            Event.UPLOAD: publish.upload,
+            Event.FINISH: self._finish,
+            Event.PUBLISH: publish.publish,
+        }
+        if self._checkpoint is not None:
+            self._performers |= {Event.RANK: self._checkpoint.rank_now, Event.SAVE: self._checkpoint.save}
+
+    # Hooks -----------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._perform(self._events.at_start(trainer.resumed_from is not None), trainer, module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if trainer.is_last_batch_of_run():
+            trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
+        self._perform(self._events.after_batch(self._moment(trainer, module)), trainer, module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Later, Lightning lets no callback log what others may monitor."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._perform(self._events.in_validation(), trainer, module)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._perform(self._events.after_validation(self._moment(trainer, module)), trainer, module)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._performers[Event.ASK] = self._mmlu.ask_at_end
+        if self._checkpoint is not None:
+            self._performers[Event.SAVE] = self._checkpoint.save_at_end
+        self._perform(self._events.at_end(self._moment(trainer, module)), trainer, module)
+
+    # Events ----------------------------------------------------------------------------------------------------------
+
+    def _moment(self, trainer: L.Trainer, module: L.LightningModule) -> Moment:
+        return Moment(
+            trainer.global_step,
+            step_done=not module.accumulation.is_open,
+            epoch_ends=epoch_ends(trainer),
+            stops_inside_step=trainer.world_size == 1 and not isinstance(trainer.strategy, DeepSpeed),
+            validates=trainer.validation_is_due,
+            run_ends=trainer.is_last_batch_of_run,
+            is_interrupted=trainer.interrupt_requested,
+            is_saved=lambda: self._checkpoint.path(trainer).is_dir())
+
+    def _perform(self, events: Iterator[Event], trainer: L.Trainer, module: L.LightningModule) -> None:
+        for event in events:
+            if event is Event.VALIDATE:
+                return  # Lightning does, and calls the hooks of it
+            self._performers[event](trainer, module)
+
+    def _check_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in self._early_stopping:
+            callback.check(trainer, validated=False)
+
+    def _check_validation(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in self._early_stopping:
+            callback.check(trainer, validated=True)
+
+    def _stop(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        stop(trainer.global_step, None if self._checkpoint is None else self._checkpoint.path(trainer))
+
+    def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._metrics.finish(trainer)
+        export_run(trainer, module)

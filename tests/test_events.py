@@ -1,0 +1,127 @@
+"""What follows a micro-batch, and in which order: as a table, and as both engines perform it."""
+
+import pytest
+
+from lmmods.cli import main
+from lmmods.evaluation.mmlu import MMLUEvaluator
+from lmmods.evaluation.samples import SampleWriter
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
+from lmmods.runs.events import Event, Events, Moment
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.hub_upload import Publisher
+
+# Of a run that samples, asks and saves every two steps, uploads each checkpoint, and may stop early.
+RULES = {"checkpoint": CheckpointPolicy(every_n_steps=2), "samples": SampleWriter(["Why?"], every_n_steps=2),
+         "mmlu": MMLUEvaluator("questions.csv", every_n_steps=2), "publish": Publisher("me/model", when="save"),
+         "may_stop_early": True}
+AT_VALIDATION = {"mmlu": MMLUEvaluator("questions.csv")}
+UNSAVED = {"checkpoint": None}
+QUIET = {"samples": SampleWriter(), "mmlu": MMLUEvaluator(), "publish": Publisher(), "may_stop_early": False}
+# What differs from the middle of an epoch, after a micro-batch that completed no step.
+STEP, EPOCH, VALIDATES = {"step_done": True}, {"epoch_ends": True}, {"validates": True}
+ENDS, INTERRUPTED = {"run_ends": True}, {"is_interrupted": True}
+
+
+def moment(step: int, **facts: bool) -> Moment:
+    names = ("validates", "run_ends", "is_interrupted", "is_saved")
+    return Moment(step, facts.get("step_done", False), facts.get("epoch_ends", False),
+                  facts.get("stops_inside_step", True), *(lambda name=name: facts.get(name, False) for name in names))
+
+
+def words(events) -> str:
+    return ", ".join(events)
+
+
+@pytest.mark.parametrize(("rules", "step", "facts", "due"), [
+    ({}, 1, {}, ""),
+    ({}, 2, {}, ""),  # still inside step 3
+    ({}, 1, STEP, "log"),
+    ({}, 2, STEP, "log, sample, ask, save, upload"),
+    (QUIET, 2, STEP, "log, save"),
+    ({}, 1, STEP | EPOCH, "log, check epoch"),
+    (QUIET, 1, STEP | EPOCH, "log"),
+    ({}, 1, STEP | EPOCH | VALIDATES, "log, validate, check validation, rank, save, upload"),
+    ({}, 2, STEP | VALIDATES, "log, sample, ask, validate, check validation, rank, save, upload"),
+    (AT_VALIDATION, 2, STEP | VALIDATES, "log, sample, validate, ask, check validation, rank, save, upload"),
+    (AT_VALIDATION, 2, STEP, "log, sample, save, upload"),
+    (QUIET, 1, VALIDATES, "validate, rank, save"),
+    ({}, 1, STEP | ENDS, "log, sample, ask, save, upload"),
+    (AT_VALIDATION, 1, STEP | ENDS, "log, sample, ask, save, upload"),
+    (AT_VALIDATION, 1, STEP | ENDS | VALIDATES, "log, sample, validate, ask, check validation, rank, save, upload"),
+    ({}, 1, STEP | INTERRUPTED, "log, save, stop"),
+    ({}, 1, INTERRUPTED, "save, stop"),
+    ({}, 1, INTERRUPTED | {"stops_inside_step": False}, ""),
+    ({}, 2, STEP | INTERRUPTED | VALIDATES, "log, sample, ask, validate, check validation, rank, save, stop"),
+    (UNSAVED, 2, STEP, "log, sample, ask"),
+    (UNSAVED, 2, STEP | VALIDATES, "log, sample, ask, validate, check validation"),
+    (UNSAVED, 1, INTERRUPTED, ""),
+    (UNSAVED, 1, STEP | INTERRUPTED, "log, stop"),
+])
+def test_after_a_micro_batch(rules, step, facts, due):
+    assert words(Events(**RULES | rules).after_batch(moment(step, **facts))) == due
+
+
+@pytest.mark.parametrize(("rules", "facts", "due"), [
+    ({}, {"is_saved": True}, "sample, ask, finish, publish"),
+    ({}, {}, "sample, ask, save, upload, finish, publish"),
+    ({}, INTERRUPTED, "sample, ask, save, stop, finish, publish"),  # stop raises
+    (UNSAVED, INTERRUPTED, "sample, ask, finish, publish"),
+    (QUIET, {"is_saved": True}, "finish"),
+])
+def test_at_the_end(rules, facts, due):
+    assert words(Events(**RULES | rules).at_end(moment(3, **STEP, **facts))) == due
+
+
+def test_before_the_first_step():
+    assert words(Events(**RULES).at_start(resumed=False)) == "sample"
+    assert not [*Events(**RULES).at_start(resumed=True), *Events(**RULES | QUIET).at_start(resumed=False)]
+
+
+def test_each_event_may_change_what_follows():
+    """Early stopping ends the run at the end of an epoch: the run is sampled, validated and saved there."""
+    ended = []
+    now = Moment(3, True, True, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
+                 is_interrupted=lambda: False, is_saved=lambda: False)
+    performed = []
+    for event in Events(**RULES).after_batch(now):
+        performed.append(event)
+        if event is Event.CHECK_EPOCH:
+            ended.append(True)
+    assert words(performed) == "log, check epoch, sample, ask, validate, check validation, rank, save, upload"
+
+
+@pytest.fixture
+def performed(monkeypatch) -> list[str]:
+    """What either engine does, by what it calls in the code that both share."""
+    from lmmods.evaluation.early_stopping import EarlyStoppingRule
+    from lmmods.runs import step_metrics
+
+    seen: list[str] = []
+
+    def watch(owner: object, name: str, event: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (seen.append(event), call(*args, **kwargs))[1])
+
+    watch(step_metrics.StepMetrics, "add", "log")
+    watch(SampleWriter, "write", "sample")
+    watch(MMLUEvaluator, "score", "ask")
+    watch(EarlyStoppingRule, "check", "check validation")
+    watch(CheckpointPolicy, "rank", "rank")
+    watch(CheckpointPolicy, "decide", "save")
+    watch(RunFolder, "write_files", "validate")
+    watch(RunFolder, "complete", "finish")
+    return seen
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_both_engines_perform_them_in_this_order(recipe, tmp_path, instructions, engine, performed):
+    questions = tmp_path / "questions.csv"
+    questions.write_text("subject,input,output\nsums,Is it A? Answer:,A\nsums,Is it B? Answer:,B\n")
+    arguments = recipe(
+        engine=engine, trainer__max_steps=3, trainer__val_check_interval=2, model__init_args__quantize=None,
+        trainer__callbacks=[{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss"}}],
+        samples={"prompts": ["Add 1 and 2."], "every_n_steps": 2, "max_new_tokens": 2},
+        mmlu={"source": str(questions), "every_n_steps": 2, "max_length": 64})
+    assert main(["fit", *arguments]) == 0
+    validation = "validate, check validation, rank, save"
+    assert words(performed) == f"sample, log, log, sample, ask, {validation}, log, sample, ask, {validation}, finish"
