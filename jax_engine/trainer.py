@@ -38,8 +38,9 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
+from lmmods.runs.start import RunStart
 from lmmods.runs.step_metrics import StepMetrics
-from lmmods.runs.wandb import log_predictions, log_recipe
+from lmmods.runs.wandb import log_predictions
 
 
 class Trainer:
@@ -159,12 +160,9 @@ class Trainer:
             checkpointer.restore(resumed)
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
         run.should_stop = any(stopped)
-        if resumed and run.is_done:
-            message, was_complete = self.run_folder.nothing_left(
-                run.progress.step, self.max_steps, self.max_epochs, stopped)
-            say(message)
-            if was_complete:
-                return
+        if resumed and run.is_done and self.run_folder.was_complete(run.progress.step, self.max_steps, self.max_epochs,
+                                                                    stopped):
+            return
         if not resumed and self.num_sanity_val_steps:
             evaluation.evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(run, checkpointer, resumed)
@@ -332,23 +330,18 @@ class Trainer:
         return data.contents
 
     def _start(self, run: Training, checkpointer: Checkpointer, resumed: Path | None) -> None:
-        """Say what will happen, then make the run folder ready. A failed start leaves no trace."""
+        """Make the run folder ready and say what will happen."""
         self.interruption.listen()
-        step, report = run.progress.step, run.data.report
+        step = run.progress.step
+        start = RunStart(run.folder, self.identity, self.recipe, run.data.report, resumed, step)
         if run.is_first:
-            self.run_folder.begin(resumed)
-            self.run_folder.write_start(self.recipe, report)
-            if resumed:
-                self.identity.note_resume(self.run_folder, resumed, step)
+            start.make_folder_ready()
             self.samples.begin(self.run_folder, step if resumed else None)
             if resumed and self.enable_checkpointing:
                 checkpointer.go_on_from(resumed)
         machines.barrier("run folder")
         run.loggers = self.run_loggers if run.is_first else []
-        if resumed and run.loggers:
-            run.loggers[0].rewind(step)
-        log_recipe(run.loggers[1:], self.recipe, report)
+        start.begin_logging(run.loggers)
         say(run.data.report_table())
         say(run.description)
-        if resumed:
-            say(f"Resumed at step {step} from {resumed}.")
+        start.say_resumed()

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.runs.atomic import REPLACED, commit_files, commit_folder, files_in, restore, write_json, write_text
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
@@ -260,9 +261,8 @@ class RunFolder:
             shutil.copyfile(self.model / "loss.png", self.loss_png)
         self.completed.touch()
 
-    def nothing_left(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str]
-                     ) -> tuple[str, bool]:
-        """What to say of a run resumed at a step where nothing is left to train, and whether it was complete.
+    def was_complete(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str]) -> bool:
+        """Whether a run resumed at a step where nothing is left to train was complete; also says so.
 
         Args:
             stopped: Why callbacks had stopped it; empty texts of those that had not.
@@ -273,9 +273,10 @@ class RunFolder:
             why = f"trainer.max_steps is {max_steps}. Raise that to go on"
         else:
             why = f"trainer.max_epochs is {max_epochs}. Raise that to go on"
-        if self.completed.exists():
-            return f"{self.root} holds a complete run, which ended at step {step}: {why}; nothing was changed.", True
-        return f"{self.root} holds a run at step {step} without its end, which is written now: {why}.", False
+        complete = self.completed.exists()
+        say(f"{self.root} holds a complete run, which ended at step {step}: {why}; nothing was changed." if complete
+            else f"{self.root} holds a run at step {step} without its end, which is written now: {why}.")
+        return complete
 
     def write_files(self, files: dict[str, Any]) -> None:
         """Write results under their names as JSON."""

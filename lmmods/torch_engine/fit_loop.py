@@ -1,6 +1,5 @@
 """What a resumed run does that has nothing left to train."""
 
-from lmmods.core.console import say
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 
 
@@ -20,6 +19,4 @@ def is_skipped(trainer, skips: bool) -> bool:
                if isinstance(callback, SharedEarlyStopping)]
     if not skips and not any(stopped):
         return False
-    told, trainer.was_complete = trainer.run_folder.nothing_left(trainer.global_step, *trainer.length, stopped)
-    say(told)
-    return trainer.was_complete
+    return trainer.run_folder.was_complete(trainer.global_step, *trainer.length, stopped)

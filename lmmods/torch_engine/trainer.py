@@ -116,7 +116,6 @@ class Trainer(L.Trainer):
         self._epochs = max_epochs
         decide_skip(self, functools.partial(is_skipped, self))
         self.length = (max_steps, max_epochs)  # as the recipe says it
-        self.was_complete = False  # when it was resumed
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
