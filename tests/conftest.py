@@ -12,9 +12,10 @@ from importlib.metadata import version
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
                   TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # outlives the session; one for all workers and what they start
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(root, "lmmods", "tests", f"xla-{version('jax')}")
+# Compiled programs outlive the session; one folder for all workers and what they start.
+COMPILED = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmmods", "tests",
+                        f"xla-{version('jax')}")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED)
 os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
 
 from pathlib import Path  # noqa: E402
@@ -30,6 +31,14 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
 
 
 looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of the compiled programs kept by tests, those go that none has used for a month."""
+    if not hasattr(config, "workerinput"):
+        for path in Path(COMPILED).glob("*-cache"):
+            if time.time() - path.stat().st_atime > 30 * 24 * 3600:
+                path.unlink(missing_ok=True)
 
 
 def pytest_collection_finish() -> None:

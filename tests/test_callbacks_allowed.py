@@ -84,7 +84,7 @@ def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch):
     assert 0 < metrics["trainer/global_step"] < 5 and (tmp_path / "run" / "completed").exists()
 
 
-@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_one_callback_needs_no_list(recipe, tmp_path, engine):
     stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss"}}
     assert main(["fit", *recipe(trainer__callbacks=stopping, trainer__max_steps=4), "--engine", engine]) == 0

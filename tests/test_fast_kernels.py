@@ -7,7 +7,7 @@ import pytest
 from lmmods.cli import main
 
 
-@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["sft", "mlm"])
 def test_a_run_says_the_same_without_them(recipe, engine, task, tmp_path, llama_folder, instructions):
     changes = {"engine": engine, "trainer__max_steps": 3}

@@ -101,7 +101,7 @@ def complete(file) -> list:
     return found
 
 
-@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_an_offline_run_holds_what_metrics_csv_holds(recipe, tmp_path, clean_wandb, engine):
     import wandb
 

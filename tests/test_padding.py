@@ -17,6 +17,7 @@ from tests.conftest import TEXTS
 from tests.runs import assert_same_checkpoint
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
+SLOW_ON_JAX = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 END = "<|endoftext|>"
 
 
@@ -62,7 +63,7 @@ def losses(run: RunFolder) -> list[float]:
         return [float(row["train/loss"]) for row in csv.DictReader(file)]
 
 
-@ENGINES
+@SLOW_ON_JAX
 def test_the_first_loss_is_that_of_transformers(clm, gpt2_folder, data_of, tmp_path, engine):
     assert main(["fit", *clm(engine)]) == 0
     data = CLMData(**data_of, tokenizer=str(gpt2_folder), seed=7)
@@ -97,7 +98,7 @@ def test_prompts_of_a_batch_are_answered_as_if_alone(clm, tmp_path, engine):
     assert found[0] == found[1] and any(found[0])
 
 
-@ENGINES
+@SLOW_ON_JAX
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
 def test_a_run_that_began_with_a_row_for_padding_keeps_it(clm, tmp_path, monkeypatch, stop_at, engine, lora):
     """Checkpoints of before padding was noted, by either engine: they resume, twice, and end with the same bits."""

@@ -19,10 +19,10 @@ EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val
 
 
 @pytest.mark.parametrize("changes", [
-    pytest.param(EVERYWHERE, id="qlora"),
+    pytest.param(EVERYWHERE, id="qlora", marks=pytest.mark.slow),
     pytest.param({**EVERYWHERE, "data__init_args__group_by_length": True, "trainer__val_check_interval": 1.0,
                   "trainer__max_epochs": 2, "trainer__max_steps": -1, "model__init_args__quantize": None,
-                  "model__init_args__lora": None}, id="full_epochs_grouped"),
+                  "model__init_args__lora": None}, id="full_epochs_grouped", marks=pytest.mark.slow),
     pytest.param({**EVERYWHERE, "model__init_args__optimizer": {"name": "adamw_8bit", "lr": 0.01},
                   "data__init_args__num_workers": 1, "trainer__limit_val_batches": 0}, id="8bit_workers",
                  marks=pytest.mark.slow),

@@ -10,6 +10,7 @@ from lmmods.runs.atomic import files_in
 from lmmods.runs.folder import RunFolder
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
+SLOW_ON_JAX = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 4}
 BY_EPOCHS = {**PLAIN, "trainer__max_steps": -1, "trainer__max_epochs": 1}
 TIMED = "train/tokens_per_second"
@@ -34,7 +35,7 @@ def content(run: RunFolder) -> dict[str, object]:
     return found
 
 
-@ENGINES
+@SLOW_ON_JAX
 @pytest.mark.parametrize("changes", [PLAIN, pytest.param(BY_EPOCHS, marks=pytest.mark.slow)], ids=["steps", "epochs"])
 def test_an_export_cut_off_is_made_good(recipe, tmp_path, monkeypatch, engine, changes):
     changes = {**changes, "engine": engine, "samples": {"prompts": ["Add 1 and 2."], "every_n_steps": 3,
@@ -92,7 +93,7 @@ def test_a_full_disk_at_the_end_is_one_message_and_goes_on(recipe, tmp_path, mon
     assert run.completed.exists()
 
 
-@ENGINES
+@SLOW_ON_JAX
 def test_without_checkpoints_the_first_signal_ends_the_run(recipe, tmp_path, engine, capfd, monkeypatch):
     """The signal comes inside a window of two micro-batches; the run ends with its step and says what it kept."""
     from lmmods.core.signals import Interruption

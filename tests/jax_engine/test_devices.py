@@ -24,6 +24,7 @@ print(*faults)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
 @pytest.mark.parametrize("asked", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["kept", "left alone"])
 def test_a_step_finds_its_memory_again(asked):

@@ -156,6 +156,7 @@ def test_remat_and_unroll_change_no_gradient(ref, name):
             assert jnp.abs(leaf - flatten(other)[path]).max() <= 1e-5 * scale, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), [("gpt2", "causal"), ("bert", "masked"), ("distilbert", "qa")])
 def test_a_rows_dropout_does_not_depend_on_its_batch(ref, name, head):
     ref = ref(name, head)
