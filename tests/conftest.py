@@ -41,12 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
                 path.unlink(missing_ok=True)
 
 
-def pytest_collection_finish() -> None:
-    """The garbage collector need not look through the libraries, which are all loaded now."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def few_memory_maps():
     """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).
