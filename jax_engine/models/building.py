@@ -41,10 +41,10 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     is_causal, compute = head == "causal", COMPUTE_DTYPES[precision]
     config = load_config(fields.pretrained or fields.config, fields.config_overrides, fields.revision,
                          defaults=vocabulary_fields(data.tokenizer, is_causal))
-    config._attn_implementation = fields.attention if fields.fast_kernels else "eager"
     check_saved_quantization(saved_quantization(config), fields.pretrained, fields.quantize, fields.trains_adapter)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
-    options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels}
+    options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels,
+                               "attention": fields.attention if fields.fast_kernels else "eager"}
     network = hub.network(config, head, **options)
     stored = compute if fields.trains_adapter or precision == "bf16-true" else "float32"
     if fields.pretrained:

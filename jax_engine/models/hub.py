@@ -46,7 +46,7 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
             remat: Literal["none", "minimal", "full"] = "none", unroll: int | None = None,
-            fast_kernels: bool = True) -> Network:
+            fast_kernels: bool = True, attention: str | None = None) -> Network:
     """The network of a configuration; makes no arrays.
 
     Args:
@@ -55,6 +55,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         remat: See Network.
         unroll: See Network; without adapters.
         fast_kernels: Take the forms that are fast on the device at hand.
+        attention: The recipe's choice; `eager` is the plain one.
 
     Raises:
         UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
@@ -67,8 +68,8 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
     cpu_forms = fast_kernels and jax.default_backend() == "cpu"
-    build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms,
-                  blocked=cpu_forms and config._attn_implementation != "eager")
+    build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
+                  blocked=cpu_forms and attention != "eager")
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare

@@ -59,6 +59,7 @@ class Build:
         adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
         cpu_forms: Take the forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
         blocked: Compute attention in blocks, which is fast on CPUs.
+        attention: The recipe's choice; `eager` is the plain one.
     """
 
     dtype: jnp.dtype
@@ -66,6 +67,7 @@ class Build:
     adapted: frozenset[str] = frozenset()
     cpu_forms: bool = False
     blocked: bool = False
+    attention: str | None = None
 
 
 class Linear(nnx.Module):

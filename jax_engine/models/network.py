@@ -52,7 +52,7 @@ class Network:
         self.lora = build.lora
         unrolls = build.cpu_forms and remat == "none" and self.lora is None
         self.unroll = unroll or (UNROLL_CPU if unrolls else 1)
-        self.fused = fused.choose(arch, build.dtype, head, config._attn_implementation)
+        self.fused = fused.choose(arch, build.dtype, head, build.attention)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
         shapes: Tree = {}

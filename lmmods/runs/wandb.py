@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lmmods.core.compat import logged_checkpoints
 from lmmods.core.recipes import read_recipe
 from lmmods.core.redaction import redact, redacted
 from lmmods.runs.folder import RunFolder
@@ -99,7 +100,7 @@ def log_checkpoint(loggers: Iterable[Any], checkpoint: Path | None, ends: bool =
         ends: Whether the run is finished.
     """
     for logger in loggers:
-        wanted = getattr(logger, "_log_model", False)
+        wanted = logged_checkpoints(logger)
         if checkpoint is not None and (wanted == "all" and not ends or wanted is True and ends):
             import wandb
 

@@ -6,6 +6,8 @@ on each of its starts.
 
 import torch
 
+from lmmods.torch_engine.compat.torch import cpu_multiplies_bfloat16
+
 
 def choose_precision(accelerator: str) -> tuple[str, str]:
     """Precision and the reason for it.
@@ -19,6 +21,6 @@ def choose_precision(accelerator: str) -> tuple[str, str]:
         return "32-true", "this GPU does not multiply bfloat16"
     if torch.backends.mps.is_available() and accelerator != "cpu":
         return "32-true", "on Apple GPUs bfloat16 saves little"
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if cpu_multiplies_bfloat16():
         return "bf16-mixed", "this CPU multiplies bfloat16"
     return "32-true", "this CPU does not multiply bfloat16"

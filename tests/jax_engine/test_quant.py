@@ -20,7 +20,7 @@ from jax_engine.models import lora as adapters
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
-from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 
 # Rows of whole blocks; rows that begin inside a block; a last block of a few; an odd number of elements.
 SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]
@@ -28,7 +28,7 @@ SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]
 
 @pytest.fixture(autouse=True, scope="module")
 def exact_kernels():
-    work_around_cpu_kernels(torch.nn.ModuleList([bnb.nn.Linear4bit(64, 64)]))
+    mend_cpu_kernels(torch.nn.ModuleList([bnb.nn.Linear4bit(64, 64)]))
 
 
 def weight(shape, dtype=torch.float32) -> torch.Tensor:
@@ -90,7 +90,7 @@ def quantised_torch(folder, head, kind, **options):
                                               bnb_4bit_compute_dtype=torch.float32, **options))
     model = getattr(transformers, AUTO[head]).from_pretrained(folder, quantization_config=config, device_map="cpu",
                                                               dtype=torch.float32)
-    work_around_cpu_kernels(model)
+    mend_cpu_kernels(model)
     return model
 
 

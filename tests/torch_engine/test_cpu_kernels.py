@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 
 
 def by_hand(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
@@ -21,7 +21,7 @@ def by_hand(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_dequantised_weights(shape, kind):
     layer = bnb.nn.Linear4bit(shape[1], shape[0], quant_type=kind)
-    work_around_cpu_kernels(nn.ModuleList([layer]))
+    mend_cpu_kernels(nn.ModuleList([layer]))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for storage in (torch.uint8, torch.bfloat16) if shape != (7, 13) else (torch.uint8,):  # 46 bytes, 2 or 1 each
         packed, state = F.quantize_4bit(weight, quant_type=kind, quant_storage=storage)

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 from lmmods.torch_engine.nn import fused_lora
-from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 
 
@@ -31,7 +31,7 @@ def adapted(quantised: bool = False, **fields) -> nn.Module:
     torch.manual_seed(0)
     model = get_peft_model(Network(quantised).to("cpu"), LoraConfig(
         r=4, lora_alpha=12, target_modules=["up", "down"], init_lora_weights=False, **fields))
-    work_around_cpu_kernels(model)
+    mend_cpu_kernels(model)
     return model.train()
 
 

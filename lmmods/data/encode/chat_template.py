@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from lmmods.core.compat import chat_template_environment, namespace_values
 from lmmods.core.errors import UserError
 from lmmods.data.sources.formats import Message, RowProblem
 
@@ -97,7 +98,8 @@ _left = _Left()
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Template:
-    return CountingSandbox().from_string(source)
+    sandbox = CountingSandbox()
+    return sandbox.from_string(_CountingNodes().visit(sandbox.parse(source)))
 
 
 class CountingSandbox(ImmutableSandboxedEnvironment):
@@ -106,9 +108,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        theirs = _compile_jinja_template("").environment
+        theirs = chat_template_environment()
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False,
                          extensions=[type(extension) for extension in theirs.extensions.values()])
         self.globals |= theirs.globals
@@ -116,9 +116,6 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: _counted(name, function) for name, function in theirs.filters.items()}
         self.filters |= {" step": _step, " weigh": _weighed}  # names that no template can write
         self.finalize = pass_environment(lambda _, value: _weighed(value))
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _CountingNodes().visit(super()._parse(source, name, filename))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805 - Jinja's
         _spend(steps=1)
@@ -213,7 +210,7 @@ def _size(value: Any, known: dict[int, int]) -> int:
         known[id(value)] = 1  # a list in itself is written as "[...]"
         parts: Iterable[Any] = value
         if isinstance(value, Namespace):
-            parts = value._Namespace__attrs.items()  # noqa: SLF001 - no template can read them otherwise
+            parts = namespace_values(value).items()
         elif isinstance(value, dict):
             parts = [*value, *value.values()]
         found = known[id(value)] = 1 + sum(_size(part, known) for part in parts)

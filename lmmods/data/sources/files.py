@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
@@ -133,7 +132,7 @@ def _local_path(url: str) -> str | None:
         return None
     if not rest:
         raise UserError(f"{url}: this URL names no file")
-    return LocalFileSystem._strip_protocol(url)
+    return fsspec.url_to_fs(url)[1]
 
 
 def _find_remote(url: str) -> list[str]:

@@ -10,6 +10,7 @@ from functools import cached_property
 import fsspec
 
 from lmmods.core import fingerprints
+from lmmods.core.compat import rows_fingerprint
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.sources.files import did_you_mean, find_files
@@ -124,7 +125,7 @@ class SourceReader:
 
     def _content_by(self, hashed: Callable[[str], str]) -> str | None:
         if self._hub_rows is not None:
-            return getattr(self._hub_rows, "_fingerprint", None)  # what streams from the hub has none
+            return rows_fingerprint(self._hub_rows)  # what streams from the hub has none
         return fingerprints.joined(_remote_key(path) if "://" in path else hashed(path) for path in self.files)
 
 

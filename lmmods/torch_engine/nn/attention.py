@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, one_line
+from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
 
 VARLEN, FLOAT32 = "varlen", "sdpa_float32"
 # Forward and backward pass of torch 2.13 with 6 heads of 64 on two Zen 4 cores: float32 takes a third to a half of the
@@ -47,7 +48,7 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
         kernel: In place of torch.nn.attention.varlen.varlen_attn, which is for CUDA.
     """
     cuda = model.get_input_embeddings().weight.device.type == "cuda"
-    if model.config._attn_implementation != "sdpa" or not (cuda or kernel):
+    if attention_of(model) != "sdpa" or not (cuda or kernel):
         return
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -67,7 +68,7 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
 
 def prefer_float32(model: nn.Module) -> None:
     """Switch `model` from sdpa to attention that computes short rows in float32, whatever the rest is computed in."""
-    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+    if attention_of(model) != "sdpa" or not can_change_attention(model):
         return
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

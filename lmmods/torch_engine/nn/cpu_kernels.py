@@ -1,28 +1,11 @@
-"""What CPUs need: two silent faults of bitsandbytes' 4-bit kernels (0.50.2) worked around, faster kernels preferred."""
+"""What is faster or smaller on CPUs: float32 products by oneDNN, and fewer of them kept compiled."""
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from math import prod
 
 import torch
-from torch import Tensor, nn
-
-
-def work_around_cpu_kernels(model: nn.Module) -> None:
-    """Make 4-bit layers of `model` exact on CPUs.
-
-    - After one forward pass in eval mode a weight is repacked, and gives wrong gradients to later training steps
-      (issue 2078 of bitsandbytes-foundation/bitsandbytes is of the same family): repacking is switched off.
-    - A matrix [out, in] where `in` is a multiple of 16 but not of 64 is dequantised wrongly from its second row on:
-      its blocks do not begin with its rows. It is handed to the kernel as rows of one block each.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-            _dequantize_by_blocks()
 
 
 def bound_onednn_cache() -> None:
@@ -66,23 +49,3 @@ def stays_float32() -> bool:
         worst = max(worst, ((a @ b - exact).abs().max() / exact.abs().max()).item())
     torch.set_float32_matmul_precision(before)
     return worst < 1e-5  # bfloat16 would be off by 1e-3
-
-
-@cache
-def _dequantize_by_blocks() -> torch.library.Library:
-    import bitsandbytes  # noqa: F401  registers the kernel
-
-    kernel = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
-
-    def dequantize(keys: torch.DispatchKeySet, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
-                   shape: list[int], dtype: torch.dtype) -> Tensor:
-        packed, num_blocks = packed.view(torch.uint8).reshape(-1), absmax.numel()
-        if packed.numel() < num_blocks * blocksize // 2:
-            packed = nn.functional.pad(packed, (0, num_blocks * blocksize // 2 - packed.numel()))
-        values = kernel.call_boxed(keys, packed, absmax, blocksize, quant_type, [num_blocks, blocksize], dtype)
-        return values.reshape(-1)[:prod(shape)].reshape(shape)
-
-    library = torch.library.Library("bitsandbytes", "IMPL")
-    with warnings.catch_warnings(action="ignore"):  # that another kernel was there before
-        library.impl("dequantize_4bit", dequantize, "CPU", with_keyset=True, allow_override=True)
-    return library  # an implementation lives as long as its library

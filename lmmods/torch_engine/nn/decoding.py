@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import check_beam_groups
+from lmmods.torch_engine.compat.transformers import after_step
 
 UNUSED = -1  # Marks cells behind finished beams until the longest is known; no token has this id.
 LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.
@@ -87,8 +88,9 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
     rows = torch.arange(len(input_ids), device=input_ids.device)
     origin, finished = rows.repeat_interleave(k), torch.zeros_like(rows, dtype=torch.bool)
     # From here on masks and positions have a row for each candidate; the cache gets them as it is reordered.
-    _, model_kwargs = model._expand_inputs_for_generation(expand_size=k, **model_kwargs)
-    while model._has_unfinished_sequences(bool(finished.all()), synced, input_ids.device):
+    model_kwargs |= {name: value.repeat_interleave(k, 0) for name, value in model_kwargs.items()
+                     if torch.is_tensor(value)}
+    while _goes_on(bool(finished.all()), synced, input_ids.device):
         probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)
         candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)
         model_kwargs["past_key_values"].reorder_cache(origin)
@@ -120,7 +122,7 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
     config, prompt_length = generation_config, input_ids.shape[1]
     ids = input_ids.unflatten(0, (-1, num_beam_groups, config.num_beams // num_beam_groups))
     groups = [_Group(part, config) for part in ids.unbind(1)]
-    while model._has_unfinished_sequences(not any(group.open.any() for group in groups), synced, input_ids.device):
+    while _goes_on(not any(group.open.any() for group in groups), synced, input_ids.device):
         ids = torch.stack([group.ids for group in groups], 1)
         outputs, model_kwargs = _forward(model, ids.flatten(0, 2), model_kwargs, ids.shape[-1] == prompt_length)
         log_probs = outputs.logits[:, -1].float().log_softmax(-1).unflatten(0, ids.shape[:3])
@@ -146,7 +148,7 @@ class _Group:
 
     def __init__(self, ids: Tensor, config: GenerationConfig):
         self.config, (self.size, self.prompt_length) = config, ids.shape[1:]
-        self.eos = ids.new_empty(0) if config._eos_token_tensor is None else config._eos_token_tensor
+        self.eos = ids.new_tensor(_end_tokens(config))
         # Running beams, and the sums of their log-probabilities [B, S]: as all start alike, only one may go on.
         self.ids, self.scores = ids, torch.full(ids.shape[:2], LOST, device=ids.device)
         self.scores[:, 0] = 0.0
@@ -195,9 +197,23 @@ def _forward(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool
     length = 1 if kwargs["use_cache"] and not prompt else None
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, is_first_iteration=prompt, **kwargs)
     outputs = model(**inputs, return_dict=True)
-    return outputs, model._update_model_kwargs_for_generation(outputs, kwargs)
+    return outputs, after_step(model, outputs, kwargs)
 
 
 def _pad_token(config: GenerationConfig) -> int:
     """Transformers falls back to the end token; without that too, all rows are equally long and nothing is padded."""
-    return 0 if config._pad_token_tensor is None else config._pad_token_tensor.item()
+    return next(token for token in (config.pad_token_id, *_end_tokens(config), 0) if token is not None)
+
+
+def _end_tokens(config: GenerationConfig) -> list[int]:
+    tokens = config.eos_token_id
+    return [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
+
+
+def _goes_on(is_done: bool, synced: bool, device: torch.device) -> bool:
+    """Whether another step is needed: by this process, or where all must run together, by any."""
+    if not synced:
+        return not is_done
+    waiting = torch.tensor(float(not is_done), device=device)
+    torch.distributed.all_reduce(waiting)
+    return waiting.item() > 0

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-KINDS = ("Linear", "Linear4bit")
+from lmmods.torch_engine.compat.bitsandbytes import matrix_of
+from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear
+from lmmods.torch_engine.compat.torch import has_forward_hooks
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -22,11 +24,8 @@ def fuse_adapters(model: nn.Module) -> None:
     A layer goes PEFT's way where there is more to do (DoRA, several adapters or none, a merged one, hooks of a
     strategy, bases other than plain and 4-bit linear layers), and in decoding, for which bitsandbytes has kernels.
     """
-    from peft.tuners.lora import LoraLayer
-
     for module in model.modules():
-        # By name: Linear4bit is there only with bitsandbytes, and other layers of PEFT wrap linear ones too.
-        if isinstance(module, LoraLayer) and type(module).__name__ in KINDS and _is_linear(module.base_layer):
+        if is_lora_of_linear(module) and _is_linear(module.base_layer):
             module.forward = partial(_forward, module)
 
 
@@ -46,7 +45,7 @@ def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    if layer.disable_adapters or layer.merged or layer.lora_variant or len(layer.active_adapters) != 1:
+    if layer.disable_adapters or layer.merged or has_variant(layer) or len(layer.active_adapters) != 1:
         return False
     name, base = layer.active_adapters[0], layer.base_layer
     if name not in layer.lora_A or layer.lora_B[name].bias is not None or base.weight.requires_grad:
@@ -54,7 +53,7 @@ def _is_plain(layer: nn.Module) -> bool:
     if base.bias is not None and base.bias.requires_grad:
         return False
     parts = (base, layer.lora_A[name], layer.lora_B[name])
-    return not any(part._forward_pre_hooks or part._forward_hooks for part in parts)
+    return not any(map(has_forward_hooks, parts))
 
 
 def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
@@ -70,11 +69,7 @@ def _matrix(base: nn.Module, dtype: torch.dtype) -> Tensor:
     """The base's weights [out, in]."""
     if type(base) is nn.Linear:
         return base.weight.detach().to(dtype)
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
-
-    fix_4bit_weight_quant_state_from_module(base)
-    return dequantize_4bit(base.weight.data.view(-1, 1), base.weight.quant_state).to(dtype)
+    return matrix_of(base).to(dtype)
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lmmods.runs.checkpoint_content import AccumulatedGradients
 from lmmods.runs.step_metrics import check_finite
+from lmmods.torch_engine.compat.torch import scale_all
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.loss import LossSums
 from lmmods.torch_engine.nn.optim import total_norm
@@ -93,7 +94,7 @@ class GradientAccumulation:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         factor = self.divisor(accumulated) * strategy.world_size / sums[1].clamp(min=1)
         for device in {grad.device for grad in grads}:  # several where the model is spread
-            torch._foreach_mul_([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
+            scale_all([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
         norm = total_norm(grads)
         self.finish(sums, norm, optimizer.param_groups[0]["lr"])
         return norm

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lmmods.core.console import say
+from lmmods.torch_engine.compat.torch import has_forward_hooks
 from lmmods.torch_engine.nn.loss import LossSums, shift_labels, token_loss
 
 
@@ -41,7 +42,7 @@ class LMHead:
         """The output layer, if the head is nothing else: no bias, adapter, scale, cut or hook of a strategy."""
         layer = self.layer
         alone = (type(layer) is nn.Linear and layer.bias is None and self.scale == 1 and self.softcap is None
-                 and type(layer.weight.data) is Tensor and not layer._forward_pre_hooks and not layer._forward_hooks)
+                 and type(layer.weight.data) is Tensor and not has_forward_hooks(layer))
         return layer if alone else None
 
     def params(self) -> list[Tensor]:

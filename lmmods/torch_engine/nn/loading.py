@@ -11,8 +11,8 @@ from lmmods.core.hf_config import check_saved_quantization, load_config, new_row
 from lmmods.core.initializers import init_weight
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 from lmmods.torch_engine.nn.attention import choosing_attention
-from lmmods.torch_engine.nn.cpu_kernels import work_around_cpu_kernels
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -81,7 +81,7 @@ def load_pretrained(
                 raise no_room(max_memory) from error
             raise
     _start_missing(model, info["missing_keys"], seed)
-    work_around_cpu_kernels(model)
+    mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
     if saved:  # what a quantised folder stores beside its packed weights keeps the type it was saved in

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmmods.torch_engine.compat.torch import add_to_all
 from lmmods.torch_engine.nn.cpu_kernels import onednn_products
 
 IGNORED = -100
@@ -136,7 +137,7 @@ class _AnyHead:
         grad, *rest = torch.autograd.grad(self._logits, [self._piece, *self._params],
                                           grad_logits.to(self._logits.dtype))
         if self._sums:
-            torch._foreach_add_(self._sums, [new.float() for new in rest])
+            add_to_all(self._sums, [new.float() for new in rest])
         else:
             self._sums = [new.float() for new in rest]
         return grad

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lmmods.core.errors import UserError
+from lmmods.torch_engine.compat.torch import never_move
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
 
@@ -47,7 +48,7 @@ def keep_in_place(model: nn.Module, max_memory: str | dict[int | str, str]) -> N
     if left:
         raise no_room(max_memory, left[0])
     if places:
-        model._apply = lambda *_, **__: model
+        never_move(model)
 
 
 def no_room(max_memory: str | dict[int | str, str], part: str = "some of its layers") -> UserError:

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
+from lmmods.torch_engine.compat.deepspeed import divide_gradients, flat_vectors, link_states, shard_size
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
 from lmmods.torch_engine.nn.sharding import outside_blocks
 
@@ -133,9 +134,9 @@ class DeepSpeed(DDPStrategy):
         sums = self.reduce(module.accumulation.sums(), reduce_op="sum")
         divided = GradientAccumulation.divisor(module.trainer.accumulate_grad_batches) * self.world_size
         lr = zero.param_groups[0]["lr"]
-        zero.override_loss_scale(max(sums[1].item(), 1) / divided)
+        divide_gradients(zero, max(sums[1].item(), 1) / divided)
         self.model.step()
-        zero.override_loss_scale(1.0)  # else it would scale the losses of the next step too
+        divide_gradients(zero, 1.0)  # else it would scale the losses of the next step too
         module.accumulation.finish(sums, torch.as_tensor(self.model.get_global_grad_norm()), lr)
         module.accumulation.check_finite(module.trainer.global_step + 1, module.trainer.current_epoch)
 
@@ -154,28 +155,17 @@ class DeepSpeed(DDPStrategy):
         """A whole tensor on the process that writes the checkpoint."""
         return full.cpu() if self.is_global_zero else full.new_empty(0)
 
-    def _flat_vectors(self) -> list[Tensor]:
-        """This process's flat float32 vectors of parameters, which torch's optimiser updates."""
-        zero = self.model.optimizer
-        return zero.single_partition_of_fp32_groups if self.stage == 2 else zero.fp32_partitioned_groups_flat
-
-    def _link_states(self) -> None:
-        """Link each parameter to its part of the flat optimiser states.
-
-        deepspeed does so only once, after it has stepped the first parameter group, when the others have no state yet.
-        """
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
+    def _link_states(self, zero: Any) -> None:
         if self.stage == 2:
-            for params, vector in zip(self._groups, self._flat_vectors(), strict=True):
-                lazy_init_hp_params_optimizer_state(params, vector, self.model.optimizer.optimizer.state)
+            link_states(zero, self._groups)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The `state_dict()` that torch's optimiser would have if it held the parameters themselves."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        self._link_states()
-        zero, vector = self.model.optimizer, self._flat_vectors()[0]
+        zero = self.model.optimizer
+        self._link_states(zero)
+        vector = flat_vectors(zero, self.stage)[0]
         values = zero.optimizer.state[vector]
         sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.shape == vector.shape]
         rest = {key: value for key, value in values.items() if key not in sharded}
@@ -198,10 +188,10 @@ class DeepSpeed(DDPStrategy):
         saved, = checkpoint["optimizer_states"]
         zero, values = self.model.optimizer, saved["state"][0]
         sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.ndim]
-        for vector in self._flat_vectors():
+        for vector in flat_vectors(zero, self.stage):
             rest = {key: copy.deepcopy(value) for key, value in values.items() if key not in sharded}
             zero.optimizer.state[vector] = rest | {key: torch.zeros_like(vector) for key in sharded}
-        self._link_states()
+        self._link_states(zero)
         names = {param: name for name, param in self.lightning_module.trainable().items()}
         for index, param in enumerate(sum(self._groups, [])):
             self._set(param, checkpoint["state_dict"][names[param]], None)
@@ -212,10 +202,17 @@ class DeepSpeed(DDPStrategy):
 
     def _set(self, param: Tensor, full: Tensor, key: str | None) -> None:
         """Set the float32 copy of a parameter, or `key` of its optimiser state, from the whole tensor."""
+        from deepspeed import utils
+
         full = full.to(self.root_device, torch.float32)
         if self.stage == 2:
-            param.set_full_hp_param(full, key)
-            return
-        size = param.ds_tensor.numel()  # shards are of one size: the last is padded
-        full = nn.functional.pad(full.flatten(), (0, size * self.world_size - full.numel()))
-        param._z3_optimizer.set_local_hp_param(full.narrow(0, size * self.global_rank, size), param, key)
+            setters = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+        else:
+            setters = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+            size = shard_size(param)
+            full = nn.functional.pad(full.flatten(), (0, size * self.world_size - full.numel()))
+            full = full.narrow(0, size * self.global_rank, size)
+        if key is None:
+            setters[0](param, full)
+        else:
+            setters[1](param, full, key)

@@ -58,10 +58,9 @@ def test_bfloat16_stays_and_scores_are_float32():
 def test_the_recipe_switches_it_off(monkeypatch, asked, fast_kernels, blocked):
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                          vocab_size=11)
-    config._attn_implementation = asked
     used = []
     monkeypatch.setattr(attention, "attend_blocked", lambda *args: used.append(True) or attend_blocked(*args))
-    network = hub.network(config, "causal", fast_kernels=fast_kernels)
+    network = hub.network(config, "causal", fast_kernels=fast_kernels, attention=asked)
     network.hidden(network.init(jax.random.key(0)), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
     assert bool(used) == blocked
     assert (network.build.cpu_forms, network.unroll) == ((True, 8) if fast_kernels else (False, 1))

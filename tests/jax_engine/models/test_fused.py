@@ -187,13 +187,11 @@ def test_plain_attention_is_chosen_with_its_reason(ref, gpu, capsys, changes, dt
     assert why in capsys.readouterr().out
 
 
-def test_a_network_takes_the_choice_of_its_configuration(gpu):
+def test_a_network_takes_the_choice_of_the_recipe(gpu):
     config = load_config({"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24,
                               "num_hidden_layers": 2, "num_attention_heads": 4})
     assert hub.network(config, "causal", compute_dtype="bfloat16").fused.head_dim == 8
-    config._attn_implementation = "eager"
-    assert hub.network(config, "causal", compute_dtype="bfloat16").fused is None
-    assert "eager" not in config.to_json_string()
+    assert hub.network(config, "causal", compute_dtype="bfloat16", attention="eager").fused is None
 
 
 def test_no_gpu_no_kernel_and_no_word(ref, capsys):

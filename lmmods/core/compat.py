@@ -1,0 +1,40 @@
+"""What both engines need of libraries that has no public name; the torch engine's own are in torch_engine/compat.
+
+Each use is held by tests/compat/test_core.py.
+"""
+
+from typing import Any
+
+
+def chat_template_environment() -> Any:
+    """The Jinja environment in which transformers renders chat templates: of `_compile_jinja_template`.
+
+    Read in transformers 5.23. The public `render_jinja_template` renders, but hands out neither filters nor tests.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template("").environment
+
+
+def namespace_values(namespace: Any) -> dict[str, Any]:
+    """What a template has put into a `namespace()`: its private dictionary, which no template can name.
+
+    Read in jinja2 3.1, whose Namespace gives out single values only.
+    """
+    return namespace._Namespace__attrs
+
+
+def rows_fingerprint(rows: Any) -> str | None:
+    """What tells the contents of a data set of the hub apart from others: `Dataset._fingerprint`.
+
+    Read in datasets 5.2. None for one that streams. It is part of the identity of runs, so nothing else can replace it.
+    """
+    return getattr(rows, "_fingerprint", None)
+
+
+def logged_checkpoints(logger: Any) -> bool | str:
+    """The argument `log_model` of Lightning's WandbLogger, which it keeps in `_log_model` alone; False for others.
+
+    Read in lightning 2.6.
+    """
+    return getattr(logger, "_log_model", False)

@@ -1,0 +1,27 @@
+"""What the torch engine needs of PEFT's layers beyond their documentation. Read in peft 0.21.
+
+Held by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`, `lora_dropout`, `scaling`,
+`base_layer`, `active_adapters`, `merged`, `disable_adapters`) are those that PEFT documents for custom layers.
+"""
+
+from torch import nn
+
+KINDS = ("Linear", "Linear4bit")
+
+
+def is_lora_of_linear(module: nn.Module) -> bool:
+    """Whether a module is LoRA on a linear layer: the names of classes in `peft.tuners.lora`.
+
+    By name: Linear4bit is there only with bitsandbytes, and other layers of PEFT wrap linear ones too.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer) and type(module).__name__ in KINDS
+
+
+def has_variant(layer: nn.Module) -> bool:
+    """Whether a LoRA layer computes something else than W x + scaling B A x, as DoRA does: `lora_variant`.
+
+    A dictionary with an entry for each adapter that does.
+    """
+    return bool(layer.lora_variant)

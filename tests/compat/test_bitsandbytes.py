@@ -1,0 +1,42 @@
+"""What lmmods/torch_engine/compat/bitsandbytes.py needs of bitsandbytes. That the numbers are right then:
+tests/torch_engine/test_cpu_kernels.py."""
+
+import bitsandbytes as bnb
+import torch
+
+from lmmods.torch_engine.compat import bitsandbytes as compat
+from lmmods.torch_engine.nn.summary import num_elements
+from tests.compat.contract import mend
+
+
+def packed(columns=64):
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(columns, 8, bias=False, quant_type="nf4")
+    weight = layer.weight.data.clone()
+    return layer.to("cpu"), weight
+
+
+def test_repacking_has_a_switch():
+    layer, _ = packed()
+    assert hasattr(layer, "support_avx512bf16_for_cpu"), mend("bitsandbytes", compat.mend_cpu_kernels)
+    compat.mend_cpu_kernels(layer)
+    assert layer.support_avx512bf16_for_cpu is False
+
+
+def test_the_operator_takes_these_arguments():
+    found = torch.ops.bitsandbytes.dequantize_4bit.default._schema
+    names = ["A", "absmax", "blocksize", "quant_type", "shape", "dtype"]
+    assert [argument.name for argument in found.arguments] == names, mend("bitsandbytes", compat.dequantize_by_blocks)
+    assert torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU") is not None
+
+
+def test_a_packed_layer_gives_its_matrix():
+    layer, weight = packed()
+    state = layer.weight.quant_state
+    assert (tuple(state.shape), state.quant_type, num_elements(layer.weight)) == ((8, 64), "nf4", 512), mend(
+        "bitsandbytes", num_elements)
+    assert compat.matrix_of(layer).shape == weight.shape, mend("bitsandbytes", compat.matrix_of)
+    assert (compat.matrix_of(layer) - weight).abs().max() < 0.2 * weight.abs().max()
+    layer.weight.quant_state = None  # as FSDP leaves it
+    assert (compat.matrix_of(layer) - weight).abs().max() < 0.2 * weight.abs().max(), mend(
+        "bitsandbytes", compat.matrix_of)

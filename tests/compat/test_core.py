@@ -1,0 +1,39 @@
+"""What lmmods/core/compat.py needs of transformers, jinja2, datasets and Lightning."""
+
+import datasets
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+from lmmods.core import compat
+from tests.compat.contract import mend
+
+
+def test_the_environment_of_chat_templates():
+    found = compat.chat_template_environment()
+    assert isinstance(found, ImmutableSandboxedEnvironment) and {"raise_exception", "strftime_now"} <= set(
+        found.globals) and found.filters["tojson"]({"ä": 1}) == '{"ä": 1}', mend(
+        "transformers", compat.chat_template_environment)
+
+
+def test_the_values_of_a_namespace():
+    namespace = Namespace(one=1)
+    namespace["two"] = [2]
+    assert compat.namespace_values(namespace) == {"one": 1, "two": [2]}, mend("jinja2", compat.namespace_values)
+
+
+def test_rows_have_a_fingerprint():
+    first, second = (datasets.Dataset.from_list([{"text": text}]) for text in "ab")
+    found = compat.rows_fingerprint(first)
+    assert isinstance(found, str) and found, mend("datasets", compat.rows_fingerprint)
+    assert found != compat.rows_fingerprint(second) and found == compat.rows_fingerprint(
+        datasets.Dataset.from_list([{"text": "a"}])), mend("datasets", compat.rows_fingerprint)
+    assert compat.rows_fingerprint(iter([])) is None
+
+
+@pytest.mark.parametrize("value", [False, True, "all"])
+def test_which_checkpoints_a_logger_keeps(value, tmp_path):
+    logger = WandbLogger(log_model=value, save_dir=str(tmp_path))
+    assert compat.logged_checkpoints(logger) == value, mend("lightning", compat.logged_checkpoints)
+    assert compat.logged_checkpoints(CSVLogger(str(tmp_path))) is False

@@ -1,0 +1,39 @@
+"""What lmmods/torch_engine/compat/peft.py and nn/fused_lora.py need of PEFT."""
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from lmmods.torch_engine.compat import peft as compat
+from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from tests.compat.contract import mend
+
+
+def adapted(layer=None, **options):
+    base = nn.Sequential(layer or nn.Linear(4, 4))
+    return get_peft_model(base, LoraConfig(r=2, lora_alpha=6, target_modules=["0"], **options)).base_model.model[0]
+
+
+def test_layers_are_known_by_their_class():
+    assert compat.is_lora_of_linear(adapted()), mend("peft", compat.is_lora_of_linear)
+    assert not compat.is_lora_of_linear(adapted(nn.Embedding(4, 4)))
+    assert not compat.is_lora_of_linear(nn.Linear(4, 4))
+
+
+def test_four_bit_layers_are_known_by_their_class():
+    bnb = pytest.importorskip("bitsandbytes")
+    assert compat.is_lora_of_linear(adapted(bnb.nn.Linear4bit(64, 64))), mend("peft", compat.is_lora_of_linear)
+
+
+def test_variants_are_known():
+    assert compat.has_variant(adapted(use_dora=True)), mend("peft", compat.has_variant)
+    assert not compat.has_variant(adapted()), mend("peft", compat.has_variant)
+
+
+def test_parts_of_a_layer():
+    layer = adapted()
+    assert (layer.active_adapters, layer.disable_adapters, layer.merged, layer.scaling["default"]) == (
+        ["default"], False, False, 3.0), mend("peft", fuse_adapters)
+    assert type(layer.base_layer) is nn.Linear and isinstance(layer.lora_dropout["default"], nn.Identity)
+    shapes = [tuple(part["default"].weight.shape) for part in (layer.lora_A, layer.lora_B)]
+    assert shapes == [(2, 4), (4, 2)] and layer.lora_B["default"].bias is None, mend("peft", fuse_adapters)

@@ -1,0 +1,45 @@
+"""What lmmods/torch_engine/compat/torch.py needs of torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lmmods.torch_engine.compat import torch as compat
+from tests.compat.contract import mend
+
+
+def test_instructions_of_the_cpu():
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        pytest.skip("only Linux lists them")
+    flags = set(next((line for line in info.read_text().splitlines() if line.startswith("flags")), "").split())
+    assert compat.cpu_multiplies_bfloat16() == bool(flags & {"avx512_bf16", "amx_tile"}), mend(
+        "torch", compat.cpu_multiplies_bfloat16)
+
+
+def test_lists_of_tensors_change_in_place():
+    tensors = [torch.ones(2), torch.ones(3, 2)]
+    compat.scale_all(tensors, torch.tensor(3.0))
+    assert all((tensor == 3).all() for tensor in tensors), mend("torch", compat.scale_all)
+    compat.add_to_all(tensors, [torch.ones(2), torch.ones(3, 2)])
+    assert all((tensor == 4).all() for tensor in tensors), mend("torch", compat.add_to_all)
+
+
+def test_hooks_are_seen():
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        layer = nn.Linear(2, 2)
+        assert not compat.has_forward_hooks(layer)
+        handle = getattr(layer, register)(lambda *_: None)
+        assert compat.has_forward_hooks(layer), mend("torch", compat.has_forward_hooks)
+        handle.remove()
+        assert not compat.has_forward_hooks(layer)
+
+
+def test_a_model_stays_where_it_is():
+    layer = nn.Linear(2, 2)
+    compat.never_move(layer)
+    for move in (lambda: layer.to("meta"), lambda: layer.double(), lambda: layer.to(torch.bfloat16)):
+        assert move() is layer and layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu", mend(
+            "torch", compat.never_move)
