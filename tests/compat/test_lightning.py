@@ -1,18 +1,16 @@
-"""What lmmods/torch_engine/compat/lightning.py and the checkpoint format need of Lightning."""
+"""What lmmods/torch_engine/compat/lightning.py needs of Lightning. The state of its loops: tests/test_progress.py."""
 
 import inspect
 
 import lightning as L
 import pytest
 import torch
-from jax_engine.progress import Progress
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lmmods.commands.lightning_compat import CLI
-from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.compat import lightning as compat
 from tests.compat.contract import mend
 
@@ -82,20 +80,6 @@ def test_all_processes_share_one_copy_of_the_parameters(monkeypatch):
     used = inspect.getsource(ModelParallelStrategy.setup_environment)
     assert strategy._data_parallel_size == 3 and "self._data_parallel_size, self._tensor_parallel_size" in used, mend(
         "lightning", compat.shard_over_all)
-
-
-def test_the_state_of_loops_is_that_of_checkpoints():
-    """The JAX engine writes it as Lightning does, and callbacks/checkpoint.py changes counts in it."""
-    trainer = L.Trainer(max_steps=1, limit_val_batches=0, **QUIET)
-    trainer.fit(BoringModel())
-    theirs = trainer.fit_loop.state_dict()
-    ours = Progress().loops(False)["fit_loop"]
-    assert theirs.keys() == ours.keys(), mend("lightning", Progress.loops)
-    for key in ("epoch_progress", "epoch_loop.batch_progress"):
-        counts = {name: part.keys() if isinstance(part, dict) else part for name, part in ours[key].items()}
-        found = {name: part.keys() if isinstance(part, dict) else part for name, part in theirs[key].items()}
-        assert found.keys() == counts.keys() and found["current"] == counts["current"] == {
-            "ready", "started", "processed", "completed"}, mend("lightning", Checkpoint.on_save_checkpoint)
 
 
 def test_the_command_line_interface_reads_no_file_of_a_checkpoint():
