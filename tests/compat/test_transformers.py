@@ -28,26 +28,11 @@ def test_the_attention_in_use(llama):
 
 
 def test_arguments_of_the_next_step(llama):
-    """What `custom_generate` hands to a method here, and what a step makes of it."""
-    seen = {}
-
-    def method(model, input_ids, generation_config, **kwargs):
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=None, is_first_iteration=True,
-                                                     **kwargs)
-        outputs = model(**inputs, return_dict=True)
-        before = kwargs["attention_mask"].shape[1]
-        after = compat.after_step(model, outputs, kwargs)
-        seen.update(grown=after["attention_mask"].shape[1] - before, cache=after["past_key_values"].get_seq_length(),
-                    eos=generation_config.eos_token_id, pad=generation_config.pad_token_id)
-        return input_ids
-
     ids = torch.tensor([[1, 2, 3]])
-    llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, eos_token_id=[4, 5],
-                   pad_token_id=0, custom_generate=lambda model, *args, **kwargs: method(
-                       model, kwargs.pop("input_ids", args[0] if args else None), kwargs.pop("generation_config"),
-                       **{name: value for name, value in kwargs.items()
-                          if name not in ("logits_processor", "stopping_criteria")}))
-    assert seen == {"grown": 1, "cache": 3, "eos": [4, 5], "pad": 0}, mend("transformers", compat.after_step)
+    outputs = llama(ids, use_cache=True)
+    found = compat.after_step(llama, outputs, {"attention_mask": torch.ones_like(ids), "use_cache": True})
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 1]] and found["use_cache"] is True and (
+        found["past_key_values"] is outputs.past_key_values), mend("transformers", compat.after_step)
 
 
 def test_gelu_of_gpt2_is_that_of_torch():
