@@ -409,7 +409,7 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
     # A machine of its own, with its own cache: it builds, and looks what it builds from.
     other = Path(shutil.copy(instructions, tmp_path / "rows.jsonl"))
     sources = data_module(other, tokenizer_folder, tmp_path)._splits.sources["train"]
-    first._stores.contents = {repr(source): content for source, content in zip(sources, first.contents.values())}
+    first.contents = {repr(source): content for source, content in zip(sources, first.contents.values())}
     third = data_module(other, tokenizer_folder, tmp_path / "third")
     third.trainer = trainer
     third.setup("fit")

@@ -36,8 +36,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self.eval_batch_size = self.eval_batch_size or self.batch_size
         self._tokenizer = replace(self._tokenizer, pad_token=self.pad_token, bos_token=self.bos_token,
                                   eos_token=self.eos_token, add_tokens=self.add_tokens, new_padding=self._adds_padding)
-        self._stores = SourceStores(self)
-        self._splits = Splits(self, self._stores)
+        self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
+        self._splits = Splits(self, SourceStores(self, self.contents))
         self._loaders = Loaders(self, self._rows)
         self._report: dict[str, Any] | None = None
         self._loader: StatefulLoader | StreamLoader | None = None
@@ -107,13 +107,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self._tokenizer = TokenizerOptions(path)
 
     @property
-    def new_tokens(self) -> list[int]:
-        """Ids that the vocabulary on disk does not hold."""
-        return self._tokenizer.loaded.new_tokens
-
-    @property
     def trainable_new_tokens(self) -> list[int]:
-        """Those of `new_tokens` whose embeddings must be trained: all but padding."""
+        """Ids that the vocabulary on disk does not hold and whose embeddings must be trained: all but padding."""
         return self._tokenizer.loaded.trainable_new_tokens
 
     # Rows
@@ -132,14 +127,9 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self._report = None
         self._splits.open(stage, self._shard().rank == 0)
 
-    @property
-    def contents(self) -> dict[str, str | None]:
-        """Hashes of sources, made once a start by one process."""
-        return self._stores.contents
-
     def adopt_contents(self, contents: dict[str, str | None]) -> None:
         """Take `contents` of the first process, so that the others need not read all sources too."""
-        self._stores.contents |= contents
+        self.contents |= contents
 
     def _rows(self, role: Role) -> RowSet:
         """Kept rows of a role. Raises UserError where there are none."""

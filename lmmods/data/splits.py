@@ -33,13 +33,13 @@ class SourceStores:
 
     Args:
         task: How rows are read and encoded.
+        contents: Hashes of sources that are known; those that are made here are added.
     """
 
-    def __init__(self, task: TaskHooks) -> None:
-        self._task = task
+    def __init__(self, task: TaskHooks, contents: dict[str, str | None]) -> None:
+        self._task, self._contents = task, contents
         self._cache = Cache(task.cache_dir, task.num_proc)
         self._readers: dict[str, SourceReader] = {}
-        self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
 
     def store(self, source: Source, prompts_only: bool, is_first: bool, prepares: bool = False) -> Store:
         """The store of a source, built when the cache lacks it.
@@ -64,10 +64,10 @@ class SourceStores:
         """The reader of a source whose content is known, here or from the process that has prepared the data."""
         key = repr(source)
         reader = self._readers[key] = self._readers.get(key) or self._task._reader(source)
-        if key in self.contents:
-            reader.adopt(self.contents[key])
+        if key in self._contents:
+            reader.adopt(self._contents[key])
         else:
-            self.contents[key] = reader.content
+            self._contents[key] = reader.content
         return reader
 
     def stream(self, source: Source) -> StreamSource:

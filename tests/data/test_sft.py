@@ -108,7 +108,7 @@ def test_tokens_typed_by_a_user_stay_text(any_folder, write_jsonl):
 def test_end_token_is_scored_when_it_is_the_padding_token(byte_level_folder, write_jsonl, alpaca_rows):
     data = build(write_jsonl(alpaca_rows), byte_level_folder, pad_token="<|endoftext|>", batch_size=8)
     eos = data.tokenizer.eos_token_id
-    assert data.tokenizer.pad_token_id == eos and data.new_tokens == []
+    assert data.tokenizer.pad_token_id == eos and data._tokenizer.loaded.new_tokens == []
     for batch in data.train_dataloader():
         assert ((batch["labels"] == eos).sum(1) == 1).all()
         assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
@@ -125,7 +125,7 @@ def test_a_token_at_hand_pads(spm_folder, byte_level_folder, chat_folder, write_
     for folder, padding, notes in ((spm_folder, "<unk>", 1), (byte_level_folder, "<|endoftext|>", 1),
                                    (chat_folder, "<pad>", 0)):
         data = build(path, folder, add_tokens=["<think>"], template="alpaca", batch_size=8)
-        assert data.tokenizer.pad_token == padding and data.new_tokens == [len(data.tokenizer) - 1]
+        assert data.tokenizer.pad_token == padding and data._tokenizer.loaded.new_tokens == [len(data.tokenizer) - 1]
         assert data.trainable_new_tokens == [data.tokenizer.convert_tokens_to_ids("<think>")]
         assert sum("pads, masked out" in note for note in data.report["tokenizer"]) == notes
         rows = {tuple(row["input_ids"]): row["labels"] for row in data.rows_for_inspection(99)}
@@ -135,7 +135,7 @@ def test_a_token_at_hand_pads(spm_folder, byte_level_folder, chat_folder, write_
                 assert (ids[~mask] == data.tokenizer.pad_token_id).all() and (labels[~mask] == -100).all()
     data = build(path, spm_folder, pad_token="[PAD]", add_tokens=["<think>"])
     size = len(data.tokenizer)
-    assert data.new_tokens == [size - 2, size - 1] and data.trainable_new_tokens == [size - 1]
+    assert data._tokenizer.loaded.new_tokens == [size - 2, size - 1] and data.trainable_new_tokens == [size - 1]
     assert f"pad_token [PAD] is new: the vocabulary grows from {size - 2} to {size - 1}" in data.report["tokenizer"]
 
 
