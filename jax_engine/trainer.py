@@ -46,35 +46,7 @@ from lmmods.runs.wandb import log_predictions
 class Trainer:
     """Train, evaluate and predict on JAX; names and meanings of Lightning's Trainer.
 
-    Args:
-        accelerator: Platform: cpu, gpu, tpu; `auto` takes the best there is.
-        devices: How many devices of this machine; `auto` takes all (on a CPU one).
-        num_nodes: Machines of the run, each running one process; see docs/cluster.md.
-        strategy: `ddp` keeps everything on every device (pmap); `fsdp` cuts parameters, gradients and optimiser state
-            over all of them (jit on a mesh); `auto` takes ddp. MeshSharding with its sizes for other meshes.
-        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
-            where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
-        logger: Loggers beside metrics.csv, which is always written. True or false add none.
-        callbacks: EarlyStopping.
-        max_epochs: Epochs to train; a fraction is allowed.
-        max_steps: Optimiser steps to train; -1 leaves it to max_epochs.
-        accumulate_grad_batches: Micro-batches of each device that make an optimiser step.
-        gradient_clip_val: Largest norm (or value) of the averaged gradient; null does not clip.
-        gradient_clip_algorithm: What gradient_clip_val bounds.
-        val_check_interval: Micro-batches of each device (an integer, over the whole run) or share of an epoch between
-            validations; null is once an epoch.
-        check_val_every_n_epoch: Epochs between validations where val_check_interval is no integer.
-        limit_train_batches: How much of an epoch: micro-batches of each device, or a share.
-        limit_val_batches: The same of the validation set.
-        limit_test_batches: The same of the test set.
-        limit_predict_batches: The same of the rows to predict.
-        overfit_batches: Train and validate on the same few micro-batches (a number or a share), unshuffled.
-        num_sanity_val_steps: Validation batches tried before training; -1 tries all.
-        log_every_n_steps: Optimiser steps between logged rows.
-        enable_checkpointing: False writes no checkpoint.
-        enable_progress_bar: False shows no bar and no lines in its place.
-        default_root_dir: The run folder.
-        detect_anomaly: Stop at the operation that makes a NaN; slow.
+    Its keys are explained where the command line declares them, in TrainerKeys.
     """
 
     def __init__(
@@ -137,12 +109,7 @@ class Trainer:
 
     def fit(self, model: Task, train_dataloaders=None, val_dataloaders=None, datamodule=None,
             ckpt_path: str | None = None, overwrite: bool = False) -> None:
-        """Train.
-
-        Args:
-            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
-            overwrite: Delete what an earlier run left in the run folder.
-        """
+        """Train."""
         with self._in_run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
             self._fit(model, datamodule, self.run_folder.resolve(ckpt_path) if ckpt_path else None)
 
@@ -174,20 +141,12 @@ class Trainer:
             checkpointer.wait()
 
     def validate(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
-        """Evaluate on the validation set.
-
-        Args:
-            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
-        """
+        """Evaluate on the validation set."""
         with self._in_run_folder("validate"):
             self._evaluate("validate", "val", model, datamodule, ckpt_path)
 
     def test(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
-        """Evaluate on the test set.
-
-        Args:
-            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
-        """
+        """Evaluate on the test set."""
         with self._in_run_folder("test"):
             self._evaluate("test", "test", model, datamodule, ckpt_path)
 
@@ -206,11 +165,7 @@ class Trainer:
             run.folder.merge_metrics(metrics)
 
     def predict(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
-        """Write predictions.jsonl.
-
-        Args:
-            ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
-        """
+        """Write predictions.jsonl."""
         with self._in_run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
             self._predict(self._evaluated_run("predict", model, datamodule, ckpt_path))
 
@@ -231,12 +186,7 @@ class Trainer:
 
     def inspect(self, model: Task = None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
-        """Show what would be trained on and what a step needs, and train nothing.
-
-        Args:
-            rows: How many rows to show with their loss mask.
-            which: Which rows: the first, the worst by a measure, or these numbers of training rows.
-        """
+        """Show what would be trained on and what a step needs, and train nothing."""
         self._connect()
         run, loader = self._training_run(model, datamodule, None)
         show_data(self.recipe, datamodule, rows, which)

@@ -1,4 +1,4 @@
-"""The command line: LightningCLI over the engine that the recipe names, and errors as one message."""
+"""The command line: which command, over which engine, and errors as one message."""
 
 import gc
 import os
@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         if is_out_of_memory(error):
             return _fail(str(what_to_lower(error, None)))
         raise
+    finally:
+        enable_collector()
 
 
 def run_interruptible(arguments: list[str]) -> int:
@@ -82,7 +84,10 @@ def run_interruptible(arguments: list[str]) -> int:
 
 def run_engine(arguments: list[str]) -> None:
     """Build the parser for the engine that `arguments` ask for, and run the command."""
+    from lmmods.commands.early_check import check_early
+
     engine = peek_engine(arguments)
+    check_early(arguments, engine)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from lmmods.commands.engine_cli import EngineCLI, jax_engine, torch_engine
@@ -91,7 +96,7 @@ def run_engine(arguments: list[str]) -> None:
     enable_collector()
     try:
         with guarded_imports():
-            EngineCLI(classes, engine, args=arguments)
+            EngineCLI(classes, engine, arguments)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
 

@@ -229,7 +229,8 @@ def expressions(tree: ast.AST) -> list[ast.expr]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            place = {"UserError": 0, "BrokenRecipe": 0, "RowProblem": 0, "RowError": 1, "_refuse": 1}.get(node.func.id)
+            place = {"UserError": 0, "ForeignCode": 0, "BrokenRecipe": 0, "RowProblem": 0, "RowError": 1, "_refuse": 1
+                     }.get(node.func.id)
             if place is not None and len(node.args) > place:
                 found.append(node.args[place])
         elif isinstance(node, ast.FunctionDef) and node.name in ("problem", "quantised_in_full"):

@@ -1,26 +1,19 @@
-"""The parser of recipes and command lines: it reads within limits, builds Lightning's objects, and errs in one line."""
+"""The parser of recipes and command lines: it reads within limits, errs in one line, and imports no library."""
 
 import argparse
 import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import yaml
-from jsonargparse import get_loader, set_loader
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from jsonargparse import ArgumentParser, get_loader, set_loader
 
-from lmmods.commands.jsonargparse_compat import hide_classes, options_of, take_no_files, type_of
-from lmmods.commands.registry import COMMANDS, command_parser
+from lmmods.commands.jsonargparse_compat import options_of, take_no_files, type_of
 from lmmods.commands.trust import refuse_import
-from lmmods.core.errors import UserError, readable
+from lmmods.core.errors import readable
 from lmmods.core.recipes import guarded
 from lmmods.core.redaction import redact
 from lmmods.core.settings import Generation, LoRA, Optimizer
@@ -28,17 +21,13 @@ from lmmods.core.settings import Generation, LoRA, Optimizer
 set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  # for whatever a key or an option holds
 
 
-class Parser(LightningArgumentParser):
-    """A parser whose errors are one line with a suggestion.
+class Parser(ArgumentParser):
+    """A parser whose errors are one line with a suggestion."""
 
-    `hidden` are the keys whose help lists classes, with what tells from an import path that one does not work here.
-    """
-
-    hidden: dict[str, Callable[[str], Any]] = {}
     commands: Mapping[str, argparse.ArgumentParser] = {}  # their parsers, by name
 
     def error(self, message: str, ex: Exception | None = None) -> None:
-        """Tell what is wrong and leave with status 2."""
+        """Print what is wrong and leave with status 2."""
         denied = re.search(r"Importing '([^']+)' is not allowed", message)
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
@@ -50,35 +39,20 @@ class Parser(LightningArgumentParser):
         """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens."""
         return redact(super().dump(*args, **kwargs))
 
-    def add_subcommands(self, **kwargs: Any):
-        from lmmods.commands.report.command import report_parser
-
+    def add_subcommands(self, **kwargs: Any) -> Any:
         subcommands = super().add_subcommands(**kwargs)
         self.commands = subcommands.choices
-        for name, parser in [*((name, command_parser(name)) for name in COMMANDS), ("report", report_parser())]:
-            subcommands.add_subcommand(name, parser, help=parser.description)
         return subcommands
 
-    def add_lightning_class_args(self, lightning_class: type, nested_key: str, subclass_mode: bool = False,
-                                 required: bool = True) -> list[str]:
-        """As Lightning's, for classes of either engine."""
-        if issubclass(lightning_class, Callback):
-            self.callback_keys.append(nested_key)
-        if subclass_mode:
-            added = self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
-        else:  # trainers are made later, when their callbacks have been
-            added = self.add_class_arguments(lightning_class, nested_key, fail_untyped=False, sub_configs=True,
-                                             instantiate=nested_key != "trainer")
+    def add_class(self, kind: type, key: str, instantiate: bool = True) -> None:
+        """Add the constructor's arguments of a class as a block."""
+        self.add_class_arguments(kind, key, fail_untyped=False, sub_configs=True, instantiate=instantiate)
         take_no_files(self)  # else `source: rows.jsonl` is read as a configuration where there is such a file
-        for option in options_of(self):
-            if option.dest in self.hidden:
-                hide_classes(option, self.hidden[option.dest])
-        return added
 
-    def instantiate(self, *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse's; what a class of Lightning has against its settings is the recipe's mistake."""
-        return super().instantiate(*args, **kwargs, instantiators=[(_built, Callback, True), (_built, Logger, True),
-                                                                   (_built, Strategy, True), (_built, Profiler, True)])
+    def add_subclass(self, base: type, key: str) -> None:
+        """Add a block that names a class of this base."""
+        self.add_subclass_arguments(base, key, fail_untyped=False, required=True)
+        take_no_files(self)
 
     def _suggestion(self, message: str) -> str:
         known = sorted(_known_names(self))
@@ -102,22 +76,6 @@ class OnlyHelp(argparse.Action):
         """Never reached: the command line is parsed without it."""
 
 
-def untried_strategy(class_path: str) -> bool:
-    """Whether a strategy is one of Lightning's that `lmmods.torch_engine.strategies.choose` refuses."""
-    return class_path.startswith("lightning.") and class_path.rsplit(".", 1)[-1] not in (
-        "DDPStrategy", "SingleDeviceStrategy")
-
-
-def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
-    """An object of Lightning's; of other classes the errors are their own."""
-    if not kind.__module__.startswith("lightning."):
-        return kind(*args, **kwargs)
-    try:
-        return kind(*args, **kwargs)
-    except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:
-        raise UserError(f"{kind.__name__}: {error}") from error
-
-
 def _known_names(parser: Parser) -> set[str]:
     """Last parts of all keys and the short names of all classes that a recipe may hold."""
     options = [option for each in (parser, *parser.commands.values()) for option in options_of(each)]
@@ -134,4 +92,6 @@ def _known_names(parser: Parser) -> set[str]:
 
 
 def _tidy(message: str) -> str:
-    return re.sub(r"\s+", " ", message).strip()
+    """A message in one line, types by their own names, and declared classes as recipes name them."""
+    message = re.sub(r"(?:\ba )?<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)
+    return re.sub(r"\s+", " ", message.replace("lmmods.commands.declarations.", "")).strip()

@@ -1,21 +1,24 @@
-"""LightningCLI for either engine: which classes a recipe may name, and how its mistakes are told."""
+"""LightningCLI for either engine: from a parsed recipe to objects, and from a command to the trainer's method."""
 
 import importlib
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal
+from dataclasses import is_dataclass
+from typing import Any
 
+import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lmmods.commands.argument_parser import OnlyHelp, Parser, untried_strategy
+from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.lightning_compat import CLI
-from lmmods.commands.trainer_keys import check_blocks, check_nulls, check_values
-from lmmods.commands.trust import FLAG, PACKAGES, check_recipe
-from lmmods.core.engines import ENGINES, import_all
+from lmmods.commands.trainer_keys import BLOCKS, check_recipe_values
+from lmmods.commands.trust import PACKAGES, check_recipe
+from lmmods.core.engines import import_all
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
@@ -23,25 +26,12 @@ from lmmods.core.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
+from lmmods.torch_engine.callbacks.allowed import reason_against
 
 
-@dataclass
-class Engine:
-    """The types that an engine's recipes are made of."""
-
-    trainer: type
-    module: type
-    data: type
-    checkpoint: type
-    samples: type
-    mmlu: type
-    publish: type
-    reason_against: Callable[[str], str | None] = lambda _: None  # a callback of this import path
-
-
-def torch_engine() -> Engine:
+def torch_engine() -> RecipeTypes:
+    """The classes of the torch engine."""
     from lmmods.data.base import DataModule
-    from lmmods.torch_engine.callbacks.allowed import reason_against
     from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
     from lmmods.torch_engine.callbacks.mmlu import MMLU
     from lmmods.torch_engine.callbacks.publish import Publish
@@ -51,43 +41,33 @@ def torch_engine() -> Engine:
 
     import_all("lmmods.torch_engine.tasks")
     import_all("lmmods.data")
-    return Engine(Trainer, TaskModule, DataModule, Checkpoint, Samples, MMLU, Publish, reason_against)
+    return RecipeTypes(Trainer, TaskModule, DataModule, Checkpoint, Samples, MMLU, Publish)
 
 
-def jax_engine() -> Engine:
+def jax_engine() -> RecipeTypes:
+    """The classes of the JAX engine."""
     from lmmods.data.base import DataModule
 
-    trainer, task, rules, samples, questions, publisher = importlib.import_module("jax_engine.engine").load()
+    trainer, task, *blocks = importlib.import_module("jax_engine.engine").load()
     import_all("lmmods.data")
-    return Engine(trainer, task, DataModule, rules, samples, questions, publisher)
+    return RecipeTypes(trainer, task, DataModule, *blocks)
 
 
 class EngineCLI(CLI):
     """fit, validate, test, predict and inspect over one engine's classes.
 
     Args:
-        engine: Its classes.
-        engine_name: `torch` or `jax`, the only value that the key `engine` may then have.
-        args: Arguments without the program's name; None takes them from the command line.
+        types: Its classes.
+        engine: `torch` or `jax`.
+        arguments: Arguments without the program's name.
     """
 
-    def __init__(self, engine: Engine, engine_name: str, args: list[str] | None = None):
-        self.engine, self.engine_name = engine, engine_name
-        Parser.hidden = {"trainer.callbacks": engine.reason_against, "trainer.strategy": untried_strategy}
+    def __init__(self, types: RecipeTypes, engine: str, arguments: list[str]):
+        self.types, self.engine, self.arguments = types, engine, arguments
         try:
-            super().__init__(  # parses, builds and runs the command
-                engine.module,
-                engine.data,
-                trainer_class=engine.trainer,
-                save_config_callback=None,
-                seed_everything_default=42,
-                parser_class=Parser,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                auto_configure_optimizers=False,
-                load_from_checkpoint_support=False,
-                args=args,
-            )
+            super().__init__(types.model, types.data, trainer_class=types.trainer, save_config_callback=None,
+                             subclass_mode_model=True, subclass_mode_data=True, auto_configure_optimizers=False,
+                             load_from_checkpoint_support=False)  # parses, builds and runs the command
         except (RuntimeError, MemoryError, ValueError) as error:  # the last of XLA: see is_out_of_memory
             if not is_out_of_memory(error):
                 raise
@@ -95,36 +75,29 @@ class EngineCLI(CLI):
             last = self.trainer.run_folder.find("last") if trains else None
             raise what_to_lower(error, last and last.name) from error
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {**CLI.subcommands(), "inspect": {"model", "datamodule"}}
+    def setup_parser(self, *_: Any) -> None:
+        """Ours, instead of Lightning's."""
+        self.command_line = CommandLine(self.types, self.engine, self.arguments)
+        for parser in self.command_line.commands.values():
+            parser.dump_header = [f"lightning.pytorch=={pl.__version__}"]
+            # Those that are callbacks are among the trainer's.
+            parser.callback_keys = [key for key in BLOCKS[1:] if issubclass(getattr(self.types, key), Callback)]
+        self.use_parser(self.command_line.parser, self.command_line.commands, self.command_line.options)
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
-        self.arguments, self.config = args, self._parsed(parser, args)
+    def parse_arguments(self, *_: Any) -> None:
+        self.config = self.command_line.parse(self.arguments)
         recipe = self.config[self.config.subcommand]
-        check_blocks(recipe)
-        check_nulls(self.parser.commands[self.config.subcommand], recipe)
-        check_values(recipe, self.engine_name)
+        check_recipe_values(self.parser.commands[self.config.subcommand], recipe, self.engine)
         for spec in _as_list(recipe.trainer.get("callbacks")):
-            reason = self.engine.reason_against(spec.class_path)
-            if reason:
+            if self.engine == "torch" and (reason := reason_against(spec.class_path)):
                 raise UserError(f"trainer.callbacks: {spec.class_path.rsplit('.', 1)[-1]} does not work here. {reason}")
 
-    @staticmethod
-    def _parsed(parser: LightningArgumentParser, args: list[str]) -> Any:
-        try:
-            return parser.parse_args(args)
-        except (UnicodeDecodeError, OSError) as error:  # of a file that a key names, as --trainer FILE
-            raise UserError(f"A file that the command line names cannot be read ({error}).") from error
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--engine", type=Literal[ENGINES], default=self.engine_name,
-                            help="torch (Lightning) or jax (Flax)")
-        parser.add_argument(FLAG, action=OnlyHelp)
-        parser.add_lightning_class_args(self.engine.checkpoint, "checkpoint")
-        parser.add_lightning_class_args(self.engine.samples, "samples")
-        parser.add_lightning_class_args(self.engine.mmlu, "mmlu")
-        parser.add_lightning_class_args(self.engine.publish, "publish")
+    def instantiate_classes(self) -> None:
+        """As Lightning's; what a class of Lightning has against its settings is the recipe's mistake."""
+        self.config_init = self.parser.instantiate(self.config, instantiators=[
+            (_built, kind, True) for kind in (Callback, Logger, Strategy, Profiler)])
+        self.datamodule, self.model = (self.config_init[self.subcommand][key] for key in ("data", "model"))
+        self.trainer = self.instantiate_trainer()
 
     def before_instantiate_classes(self) -> None:
         self.recipe = self.config[self.subcommand]
@@ -151,7 +124,7 @@ class EngineCLI(CLI):
         defaults = self._defaults()
         self._make_engine_neutral(recipe, defaults["trainer"])
         recipe["trainer"]["precision"] = self.trainer.precision  # what `auto` has become
-        if not issubclass(self.engine.checkpoint, Callback):  # else they are among the trainer's callbacks
+        if not issubclass(self.types.checkpoint, Callback):  # else they are among the trainer's callbacks
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
                 made.checkpoint, made.samples, made.mmlu, made.publish)
@@ -182,10 +155,20 @@ class EngineCLI(CLI):
         for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
             if part["class_path"].split(".")[0] in PACKAGES:
                 part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
-        ours = inspect.signature(self.engine.trainer.__init__).parameters
+        ours = inspect.signature(self.types.trainer.__init__).parameters
         for key, value in list(recipe["trainer"].items()):
             if value == defaults[key] and (value is None or key not in ours):
                 del recipe["trainer"][key]
+
+
+def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
+    """An object of Lightning's; of other classes the errors are their own."""
+    if not kind.__module__.startswith("lightning."):
+        return kind(*args, **kwargs)
+    try:
+        return kind(*args, **kwargs)
+    except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:
+        raise UserError(f"{kind.__name__}: {error}") from error
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ Held by tests/compat/test_jsonargparse.py. Read in jsonargparse 4.53.
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -31,15 +31,25 @@ def take_no_files(parser: argparse.ArgumentParser) -> None:
             option.sub_add_kwargs["sub_configs"] = False
 
 
-def hide_classes(option: argparse.Action, hide: Callable[[str], Any]) -> None:
-    """Leave classes out of an option's help, by import path: ActionTypeHint's `extra_help` lists all that it knows."""
-    listed = option.extra_help
+def list_classes(option: argparse.Action, names: Iterable[str]) -> None:
+    """Name these classes in an option's help: ActionTypeHint's `extra_help`, which lists all that are imported."""
+    option.extra_help = lambda: f", known subclasses: {', '.join(names)}"
 
-    def without() -> str:
-        head, colon, names = listed().partition(": ")
-        return head + colon + ", ".join(name for name in names.split(", ") if not hide(name))
 
-    option.extra_help = without
+def replace_check(option: argparse.Action, check: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None:
+    """Let another function decide on an option's values: `_check_type` of ActionTypeHint, called for each of them.
+
+    Args:
+        check: Given the check of jsonargparse, a value and the one before it (None at first), returns what the option
+            then holds. A value may be a pair (key, text): jsonargparse's form of `--model.key text`.
+    """
+    original = option._check_type
+
+    def check_type(value: Any, append: bool = False, cfg: Any = None, mode: str | None = None) -> Any:
+        return check(lambda each: original(each, append=append, cfg=cfg, mode=mode), value,
+                     cfg.get(option.dest) if cfg else None)
+
+    option._check_type = check_type
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import yaml
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import commit_folder
-from lmmods.runs.model_card import hub_id
+from lmmods.runs.local_paths import hub_id
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 

@@ -1,17 +1,17 @@
-"""The commands that LightningCLI does not bring: functions whose arguments are their options."""
+"""The commands that are functions: their arguments are their options."""
 
 import importlib
 from collections.abc import Callable
 
-from jsonargparse import ArgumentParser
+from lmmods.commands.argument_parser import Parser
 
 COMMANDS = ("merge", "evaluate", "dashboard")  # each a function in the module of its name
 
 
-def command_parser(name: str) -> ArgumentParser:
+def command_parser(name: str) -> Parser:
     """The command line of a command."""
     function = _function(name)
-    parser = ArgumentParser(prog=f"train.py {name}", description=function.__doc__.split("\n")[0])
+    parser = Parser(prog=f"train.py {name}", description=function.__doc__.split("\n")[0])
     parser.add_function_arguments(function, as_group=False)
     return parser
 

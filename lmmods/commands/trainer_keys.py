@@ -21,6 +21,22 @@ LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch"
          "max_steps": -1, "num_sanity_val_steps": -1, "min_steps": 0, "min_epochs": 0}
 
 
+def check_recipe_values(parser: Any, recipe: Any, engine: str) -> None:
+    """Refuse what no engine could use.
+
+    Args:
+        parser: Of the command, which knows types and defaults.
+        recipe: Parsed and of the right types.
+        engine: `torch` or `jax`.
+
+    Raises:
+        UserError: One of its values, with its key.
+    """
+    check_blocks(recipe)
+    check_nulls(parser, recipe)
+    check_values(recipe, engine)
+
+
 def check_blocks(recipe: Any) -> None:
     """Every block that is no class is a mapping of its keys.
 

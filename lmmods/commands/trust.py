@@ -9,7 +9,7 @@ with a model runs only if the command line, not the file, asks for it.
 import contextlib
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -59,23 +59,33 @@ def is_trusted() -> bool:
     return _trusted.get()
 
 
+class ForeignCode(UserError):
+    """A recipe names code that it may not."""
+
+
 @contextlib.contextmanager
-def guarded_imports() -> Iterator[None]:
-    """Within it, a parser imports what a recipe names from `PACKAGES` only, unless the command line trusts it."""
+def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
+    """Within it, a parser imports what a recipe names from these packages only.
+
+    Args:
+        allowed: Their names; None is `PACKAGES`, or all where the command line trusts the recipe.
+    """
     from jsonargparse import set_parsing_settings
 
+    if allowed is None and not is_trusted():
+        allowed = PACKAGES
     with kept_settings():
         set_parsing_settings(instantiate_subclass_spec_in_any=False)
-        if not is_trusted():
-            set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(PACKAGES))
+        if allowed is not None:
+            set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(allowed))
         yield
 
 
 def refuse_import(key: str | None, path: str) -> None:
-    """Raise the UserError for a class or function outside of `PACKAGES`."""
-    raise UserError(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, and a "
-                    "recipe may name no other. Nothing of it has run. If you have read it and trust it, add "
-                    "--trust_recipe_code true to the command line.")
+    """Raise the error for a class or function outside of `PACKAGES`."""
+    raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, and "
+                      "a recipe may name no other. Nothing of it has run. If you have read it and trust it, add "
+                      "--trust_recipe_code true to the command line.")
 
 
 def check_recipe(recipe: Any, remote_code_typed: bool) -> None:

@@ -3,28 +3,30 @@
 import logging
 import sys
 import warnings
-
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from typing import TextIO
 
 from lmmods.core.redaction import redact
 
 
-@rank_zero_only
 def say(text: str) -> None:
     """Print a line."""
-    print(redact(text), flush=True)
+    _print(text)
 
 
-@rank_zero_only
 def warn(text: str) -> None:
     """Print a warning."""
-    print(redact(f"warning: {text}"), flush=True)
+    _print(f"warning: {text}")
 
 
-@rank_zero_only
 def tell(text: str) -> None:
     """Print a line to stderr, for commands whose stdout is their result."""
-    print(redact(text), file=sys.stderr, flush=True)
+    _print(text, sys.stderr)
+
+
+def _print(text: str, file: TextIO | None = None) -> None:
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")  # numbers the processes once it is imported
+    if lightning is None or lightning.rank_zero_only.rank == 0:
+        print(redact(text), file=file, flush=True)
 
 
 def quiet_libraries() -> None:

@@ -9,7 +9,6 @@ from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
-from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.readers import Row
@@ -126,6 +125,8 @@ class MMLUEvaluator:
 
         All processes get equally many. Not a torch DataLoader, which would consume the random state of training.
         """
+        from lmmods.data.batches.collate import Collator  # imports torch, which the command line does without
+
         order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
         collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,
                             self.max_length)

@@ -15,8 +15,7 @@ from lmmods.core.errors import UserError, first_line
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
 from lmmods.runs.folder import write_json
-from lmmods.runs.local_paths import is_local_path
-from lmmods.runs.model_card import HUB_ID
+from lmmods.runs.local_paths import HUB_ID, is_local_path
 
 
 class Publisher:

@@ -1,16 +1,25 @@
-"""Local paths as published: relative to the run folder, or only their last part."""
+"""Local paths as published: relative to the run folder, or only their last part; and names of the hub."""
 
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+from lmmods.data.sources.readers import READERS, file_type
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")
 _ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
 
 
 def is_local_path(text: str) -> bool:
     """Whether a text is an absolute path of this machine (`file://` and what fsspec chains by `::` included)."""
     return "\n" not in text and any(_ABSOLUTE.match(part) for part in text.split("::"))
+
+
+def hub_id(name: str | None) -> str | None:
+    """`name` if it is a hub id; the hub refuses a card that names anything else, such as a local folder."""
+    is_local = not name or Path(name).exists() or file_type(name) in READERS
+    return name if not is_local and HUB_ID.fullmatch(name) else None
 
 
 def shown_path(text: str, root: Path) -> str:

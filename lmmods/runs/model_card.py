@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import yaml
 
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.report import render_table
-from lmmods.data.sources.readers import READERS, file_type
 from lmmods.data.sources.source_reader import NAMED_SETS
 from lmmods.runs.folder import RunFolder, as_yaml
-from lmmods.runs.local_paths import shown_path, shown_paths
+from lmmods.runs.local_paths import hub_id, shown_path, shown_paths
 
 # transformers' class -> the hub's name of the task
 PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",
              "AutoModelForQuestionAnswering": "question-answering"}
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")
 
 
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str) -> str:
@@ -52,12 +49,6 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     if recipe:
         parts.append(f"## Recipe\n\n```yaml\n{as_yaml(shown_paths(redacted(recipe), folder.root)).strip()}\n```")
     return redact("\n\n".join(parts) + "\n")
-
-
-def hub_id(name: str | None) -> str | None:
-    """`name` if it is a hub id; the hub refuses a card that names anything else, such as a local folder."""
-    is_local = not name or Path(name).exists() or file_type(name) in READERS
-    return name if not is_local and HUB_ID.fullmatch(name) else None
 
 
 def _header(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter: bool, auto_class: str) -> dict:

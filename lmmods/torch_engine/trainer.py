@@ -42,17 +42,7 @@ from lmmods.torch_engine.strategies.choose import choose_strategy
 class Trainer(L.Trainer):
     """Train, evaluate and predict with Lightning.
 
-    Args:
-        logger: Loggers beside metrics.csv, which is always written. True or false add none.
-        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
-            where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
-        strategy: One process per device, each with the whole network (`ddp`) or with parameters, gradients and
-            optimiser state cut over all of them (`fsdp`); `auto` takes ddp when there are several devices. As a
-            class: lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy.
-        default_root_dir: The run folder.
-        check_val_every_n_epoch: Epochs between validations. An integer `val_check_interval` counts batches over the
-            whole run, whatever this says.
-        max_epochs: Epochs to train; a fraction is allowed.
+    Its keys are explained where the command line declares them, in TrainerKeys.
     """
 
     def __init__(
@@ -130,12 +120,7 @@ class Trainer(L.Trainer):
 
     def fit(self, model, train_dataloaders=None, val_dataloaders=None, datamodule=None,
             ckpt_path: str | None = None, overwrite: bool = False) -> None:
-        """Train.
-
-        Args:
-            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
-            overwrite: Delete what an earlier run left in the run folder.
-        """
+        """Train."""
         with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
             self.resumed_from = checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
             if checkpoint:
@@ -146,11 +131,7 @@ class Trainer(L.Trainer):
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
-        """Evaluate on the validation set.
-
-        Args:
-            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
-        """
+        """Evaluate on the validation set."""
         with self._run_folder("validate"):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
@@ -159,33 +140,20 @@ class Trainer(L.Trainer):
         return found
 
     def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
-        """Evaluate on the test set.
-
-        Args:
-            ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
-        """
+        """Evaluate on the test set."""
         with self._run_folder("test"):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
 
     def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
-        """Write predictions.jsonl.
-
-        Args:
-            ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
-        """
+        """Write predictions.jsonl."""
         with self._run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
             super().predict(model, dataloaders, datamodule, return_predictions=False,
                             ckpt_path=self._checkpoint(ckpt_path, datamodule))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
-        """Show what would be trained on, and train nothing.
-
-        Args:
-            rows: How many rows to show with their loss mask.
-            which: Which rows: the first, the worst by a measure, or these numbers of training rows.
-        """
+        """Show what would be trained on, and train nothing."""
         model.trainer = datamodule.trainer = self
         datamodule.prepare_data()
         datamodule.setup("fit")

@@ -8,7 +8,14 @@ import pytest
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from lmmods.commands.argument_parser import Parser
-from lmmods.commands.jsonargparse_compat import hide_classes, kept_settings, options_of, take_no_files, type_of
+from lmmods.commands.jsonargparse_compat import (
+    kept_settings,
+    list_classes,
+    options_of,
+    replace_check,
+    take_no_files,
+    type_of,
+)
 from tests.compat.contract import mend
 
 
@@ -40,12 +47,25 @@ def test_a_file_of_the_same_name_is_no_value(parser, tmp_path, monkeypatch):
         assert parser.parse_args(["--kind", "rows"]) is None, mend("jsonargparse", take_no_files)
 
 
-def test_classes_are_hidden_in_help(parser):
-    path = f"{TextCalendar.__module__}.{TextCalendar.__name__}"
-    assert f"{path}," in " ".join(parser.format_help().split())
-    hide_classes(by_name(parser, "kind"), lambda name: name == path)
-    text = " ".join(parser.format_help().split())
-    assert "known subclasses:" in text and f"{path}," not in text, mend("jsonargparse", hide_classes)
+def test_classes_are_listed_in_help(parser):
+    assert f"{TextCalendar.__module__}.{TextCalendar.__name__}," in " ".join(parser.format_help().split())
+    list_classes(by_name(parser, "kind"), ("First", "Second"))
+    assert "known subclasses: First, Second)" in " ".join(parser.format_help().split()), mend(
+        "jsonargparse", list_classes)
+
+
+def test_another_check_decides(parser):
+    seen = []
+
+    def check(original, value, before):
+        seen.append((value, before))
+        return "left" if value == "Unknown" or before == "left" else original(value)
+
+    replace_check(by_name(parser, "kind"), check)
+    arguments = ["--kind", "Unknown", "--kind.firstweekday", "3"]
+    assert parser.parse_args(arguments).kind == "left", mend("jsonargparse", replace_check)
+    assert seen[0] == ("Unknown", None) and (("firstweekday", "3"), "left") in seen, mend("jsonargparse", replace_check)
+    assert parser.parse_args(["--kind", "TextCalendar"]).kind.class_path == "calendar.TextCalendar"
 
 
 def test_settings_are_put_back():

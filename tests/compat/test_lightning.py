@@ -88,3 +88,10 @@ def test_the_command_line_interface_reads_no_file_of_a_checkpoint():
         "lightning", CLI._parse_ckpt_path)
     assert "torch.load" not in inspect.getsource(LightningCLI).replace(
         inspect.getsource(LightningCLI._parse_ckpt_path), ""), mend("lightning", CLI._parse_ckpt_path)
+
+
+def test_the_command_line_interface_takes_another_parser():
+    used = inspect.getsource(LightningCLI)
+    for part in ("self._subcommand_parsers[subcommand]", "self._subcommand_method_arguments[subcommand]",
+                 "self._parser(self.subcommand).callback_keys", "self.setup_parser(", "self.parse_arguments("):
+        assert part in used, mend("lightning", CLI.use_parser)

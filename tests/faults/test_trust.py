@@ -216,27 +216,20 @@ def test_no_key_is_of_any_type(engine):
     """A key of type Any takes whatever a recipe names. Dictionaries of Any are kept as they are, never built."""
     from typing import Any, get_args
 
-    from lmmods.commands import engine_cli as parser
+    from lmmods.commands import engine_cli
+    from lmmods.commands.argument_parser import Parser
+    from lmmods.commands.command_line import CommandLine
     from lmmods.commands.jsonargparse_compat import options_of, type_of
 
     def open_types(kind) -> bool:
         return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(
             map(open_types, get_args(kind)))
 
-    class Looked(Exception):
-        """The parser is complete."""
-
-    class OnlyParser(parser.EngineCLI):
-        def parse_arguments(self, *_):
-            raise Looked(self)
-
-    with pytest.raises(Looked) as looked:
-        OnlyParser(getattr(parser, f"{engine}_engine")(), engine, [])
-    cli = looked.value.args[0]
-    parsers = [cli.parser.commands["fit"]]
-    for base in (cli.engine.module, cli.engine.data):
+    types = getattr(engine_cli, f"{engine}_engine")()
+    parsers = list(CommandLine(types, engine, []).commands.values())
+    for base in (types.model, types.data):
         for kind in _concrete(base):
-            each = parser.Parser()
+            each = Parser()
             each.add_class_arguments(kind, "it", fail_untyped=False)
             parsers.append(each)
     options = [option for each in parsers for option in options_of(each)]

@@ -1,0 +1,184 @@
+"""The declarations say what the real classes say, and the check over them refuses nothing that the engine accepts."""
+
+import inspect
+import random
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lmmods.commands import declarations, engine_cli
+from lmmods.commands.command_line import ENGINE_COMMANDS, CommandLine
+from lmmods.commands.early_check import EarlyCommandLine, check_early
+from lmmods.commands.jsonargparse_compat import options_of, type_of
+from lmmods.commands.trainer_keys import check_recipe_values
+from lmmods.commands.trust import guarded_imports
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.callbacks.allowed import reason_against
+from tests.faults.test_mutations import RECIPES, mutate, places
+from tests.faults.test_odd_recipes import VALUES
+
+ENGINES = ["torch", "jax"]
+OWN = {"MetricsCSV", "DummyLogger"}  # loggers that no recipe needs
+STRATEGIES = {"DDPStrategy", "SingleDeviceStrategy", "FSDP2", "DeepSpeed", "MeshSharding"}  # that trainers accept
+# What stands on the command line beside a recipe.
+OPTIONS = [["--model", "SFT"], ["--model", "CLM"], ["--model.class_path", "CLM"], ["--model.lora.rank", "3"],
+           ["--model.lora.rank", "x"], ["--model.lora", "null"], ["--model.optimizer.lr=fast"],
+           ["--data.batch_size", "0"], ["--data", "SFTData"], ["--data.source", "rows.jsonl"],
+           ["--model.optimizer", "{lr: 1, name: adamm}"],
+           ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "x"], ["--trainer.logger+=CSVLogger"],
+           ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
+           ["--trainer.callbacks", "[{class_path: EarlyStopping, init_args: {monitor: x}}]"],
+           ["--trainer", "{max_steps: 3}"], ["--trainer", "{max_stepz: 3}"], ["--trainer.logger", "3"],
+           ["--trainer.strategy", "ddp"], ["--trainer.strategy", "fast"], ["--trainer.devices", "[0, 1]"],
+           ["--model", "nowhere.Mine", "--model.rank", "3"], ["--model.optimizer.class_path", "x.Mine"],
+           ["--model.lora", "{class_path: lmmods.core.settings.LoRA, init_args: {rank: 3}}"],
+           ["--model.lora", "{class_path: os.system}"], ["--data.source", "{path: x, limit: 3}"],
+           ["--data.source", "{path: x, limit: many}"], ["--samples.prompts", "[a, b]"], ["--mmlu.limit", "x"],
+           ["--unknown", "1"], ["--seed_everything", "x"], ["--config", "trainer: {max_steps: 3}"],
+           ["--config", "model: {class_path: lmmods.core.task_fields.TaskFields}"], ["stray"]]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def parsers(request) -> tuple[EarlyCommandLine, CommandLine]:
+    """The parser of `fit` over declarations, and over the engine's classes."""
+    types = getattr(engine_cli, f"{request.param}_engine")()
+    return EarlyCommandLine(request.param, ["fit"]), CommandLine(types, request.param, ["fit"])
+
+
+def keys(parser: ArgumentParser, without: object = ()) -> dict[str, tuple]:
+    """Type and default of each key."""
+    return {option.dest: (type_of(option), option.default) for option in options_of(parser)
+            if type_of(option) is not None and option.dest not in without and not option.dest.endswith(".help")}
+
+
+def of_class(kind: type) -> dict[str, tuple]:
+    parser = ArgumentParser()
+    parser.add_class_arguments(kind, fail_untyped=False)
+    return keys(parser)
+
+
+def test_keys_types_and_defaults_are_those_of_the_engine(parsers):
+    early, real = (parser.commands["fit"] for parser in parsers)
+    classes = {*declarations.CLASSES[parsers[0].engine], *declarations.TASKS}
+    assert keys(early, classes) == keys(real, classes)
+    assert keys(early).keys() == keys(real).keys()
+
+
+def test_tasks_and_data_modules_are_declared_with_their_fields(parsers):
+    for key, names in declarations.TASKS.items():
+        base = keys(parsers[1].commands["fit"])[key][0].__args__[0]
+        real = {kind.__name__: kind for kind in subclasses(base) if not inspect.isabstract(kind)
+                and kind.__module__.startswith(("lmmods.", "jax_engine.")) and not kind.__name__.startswith("Causal")}
+        assert set(names) <= set(real)
+        for name in names:
+            assert of_class(getattr(declarations, name)) == of_class(real[name]), name
+
+
+def subclasses(base: type) -> list[type]:
+    return [each for kind in base.__subclasses__() for each in (kind, *subclasses(kind))]
+
+
+def test_classes_of_libraries_are_listed_as_they_are(parsers):
+    early, real = parsers
+    for action in options_of(real.commands["fit"]):
+        if action.dest in declarations.CLASSES[early.engine]:
+            listed = set(re.findall(r"[\w.]+\.(\w+)", action.extra_help())) - OWN
+            if action.dest == "trainer.callbacks":
+                listed = {name for name in listed if not reason_against(f"lightning.pytorch.callbacks.{name}")}
+            if action.dest == "trainer.strategy":
+                listed = listed & STRATEGIES or {"MeshSharding"}  # a dataclass, which jsonargparse does not list
+            declared = {name.rsplit(".", 1)[-1] for name in declarations.CLASSES[early.engine][action.dest]}
+            assert declared == listed, action.dest
+
+
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+def test_commands_take_what_the_trainers_take(parsers, command):
+    def own(function) -> dict[str, tuple]:
+        ours = inspect.signature(getattr(declarations.EngineCommands, command)).parameters
+        return {name: (each.annotation, each.default) for name, each in inspect.signature(function).parameters.items()
+                if name in ours and name != "self"}
+
+    trainer = getattr(engine_cli, f"{parsers[0].engine}_engine")().trainer
+    assert own(getattr(trainer, command)) == own(getattr(declarations.EngineCommands, command))
+
+
+# Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def verdict(judge, capsys) -> str | None:
+    """The message with which a parser refuses; None where it does not."""
+    try:
+        judge()
+    except UserError as error:
+        return str(error)
+    except SystemExit as stop:
+        assert stop.code == 2
+        return capsys.readouterr().err.removeprefix("error: ").strip()
+    return None
+
+
+def compare(parsers, arguments, capsys) -> tuple[str | None, str | None]:
+    """Both verdicts. The first must be none, or the second's unless that is about what the first leaves to it."""
+    early, real = parsers
+
+    def judge_for_real() -> None:
+        with guarded_imports():
+            config = real.parse(arguments)
+            check_recipe_values(real.commands["fit"], config.fit, early.engine)
+
+    first = verdict(lambda: early.judge(arguments), capsys)
+    second = verdict(judge_for_real, capsys)
+    left = "|".join([*declarations.CLASSES[early.engine], *declarations.TASKS])
+    left = re.match(f'Parser key "({left})"|({left}): ', second or "")
+    assert first is None or left or plain(first) == plain(second or "accepted"), arguments
+    return first, second
+
+
+def plain(message: str) -> str:
+    """A message without its suggestion and the modules of classes."""
+    message = re.sub(r" Did you mean .*", "", message)
+    return re.sub(r"\b(?:Task|TaskModule)\b", "a task", re.sub(r"\b(?:lmmods|jax_engine)\.[\w.]*\.(?=\w)", "", message))
+
+
+def test_odd_values(parsers, recipe, capsys):
+    found = [compare(parsers, ["fit", *recipe(**{key: value})], capsys) for _, (key, value, _) in enumerate(VALUES)]
+    refused = [second for _, second in found if second]
+    assert len(refused) > len(VALUES) // 2
+    assert sum(first is not None for first, _ in found) > 0.9 * len(refused)
+
+
+def test_options(parsers, recipe, capsys):
+    for extra in OPTIONS:
+        compare(parsers, ["fit", *recipe(), *extra], capsys)
+    mine = recipe(model__class_path="nowhere.Mine", model__init_args={"surprise": 1})
+    for extra in OPTIONS:
+        first, _ = compare(parsers, ["fit", *mine, *extra], capsys)
+        assert first is None or "Mine" not in first
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_mutated_recipes(parsers, path, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    layers = ["--config", "configs/sft_qlora.yaml"] if path.stem == "smoke" else []
+    assert compare(parsers, ["fit", *layers, "--config", str(path)], capsys) == (None, None)
+    chance, base = random.Random(path.stem), yaml.safe_load(path.read_text())
+    for _ in range(6):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mutate(base, places(base), chance)[0], allow_unicode=True))
+        compare(parsers, ["fit", *layers, "--config", str(tmp_path / "recipe.yaml")], capsys)
+
+
+def test_words_that_only_the_engine_understands_are_left_to_it(recipe, capsys):
+    for words in (["--trainer.logger.help", "evil.Mine"], ["--model.help", "Mine"], ["--print_config"],
+                  ["--model.help=Mine"], ["--trainer", "s3://bucket/trainer.yaml"]):
+        check_early(["fit", *recipe(trainer__max_stepz=1), *words], "torch")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_key_is_explained(engine):
+    for command, parser in EarlyCommandLine(engine, []).commands.items():
+        for action in options_of(parser):
+            assert action.help, f"{command}: {action.dest}"
