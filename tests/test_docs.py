@@ -333,3 +333,30 @@ def test_the_new_family_of_the_page_is_one():
     assert set(scope["FAMILY"].classes) == {"causal", "qa"}
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     assert scope["FAMILY"].architecture(config).num_heads == 4
+
+
+# The house ----------------------------------------------------------------------------------------------------------
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_tree_has_every_folder():
+    """By indentation: each package of both engines stands in the tree of CONTRIBUTING, and nothing else does."""
+    shown, parents = set(), {}
+    for indent, name in re.findall(r"^    ( *)([\w.]+)/ ", CONTRIBUTING, re.M):
+        parents[len(indent)] = name
+        shown.add("/".join(parents[level] for level in sorted(parents) if level <= len(indent)))
+    folders = {str(path.parent.relative_to(ROOT)) for top in ("lmmods", "jax_engine")
+               for path in (ROOT / top).rglob("__init__.py")}
+    assert {folder for folder in shown if folder.split("/")[0] in ("lmmods", "jax_engine")} == folders
+
+
+def test_the_files_of_usual_changes_are_there():
+    """Files that CONTRIBUTING names exist, and are about as long as it says (a quarter more or less)."""
+    named = re.findall(r"`((?:lmmods|jax_engine|tests|configs|docs)/[\w./]+)`(?: \((\d+)\))?", CONTRIBUTING)
+    assert len(named) > 20
+    for path, lines in named:
+        assert (ROOT / path).exists(), path
+        if lines:
+            length = len((ROOT / path).read_text().splitlines())
+            assert abs(length - int(lines)) <= length / 4, f"{path} has {length} lines"
