@@ -343,7 +343,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 def test_the_tree_has_every_folder():
     """By indentation: each package of both engines stands in the tree of CONTRIBUTING, and nothing else does."""
     shown, parents = set(), {}
-    for indent, name in re.findall(r"^    ( *)([\w.]+)/ ", CONTRIBUTING, re.M):
+    for indent, name in re.findall(r"^    ( *)([\w.]+)/(?: |$)", CONTRIBUTING, re.M):
         parents[len(indent)] = name
         shown.add("/".join(parents[level] for level in sorted(parents) if level <= len(indent)))
     folders = {str(path.parent.relative_to(ROOT)) for top in ("lmmods", "jax_engine")

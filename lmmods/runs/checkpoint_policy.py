@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import require
+from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.folder import RunFolder, checkpoint_position
 
 
@@ -99,4 +100,4 @@ class KeptCheckpoints:
             folder.point("best", folder.checkpoint(self.best[0]))
         for name in folder.names()[: -self.keep_last]:
             if name not in (self.newest, *self.best):
-                folder.drop_checkpoint(name)
+                remove_checkpoint(folder.checkpoint(name))

@@ -23,6 +23,7 @@ from lmmods.runs.lock import FolderLock
 from lmmods.runs.manifest import ANSWERS, NAMES, Manifest
 from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.repair import mended_numbers
+from lmmods.runs.start_checks import check_names, check_writable, refuse_other_run
 
 CHECKPOINT_PREFIX = "step="
 
@@ -66,7 +67,7 @@ class RunFolder:
         try:
             try:
                 if is_first:
-                    self._check_writable()
+                    check_writable(self.root)
                     self._lock.take(command)
                     for old in (*self.root.glob(f"{REPLACED}model"), *self.checkpoints.glob(f"{REPLACED}step=*")):
                         restore(old)
@@ -96,35 +97,18 @@ class RunFolder:
 
     def check_can_start(self, overwrite: bool) -> None:
         """UserError if a new run would overwrite another one or files that no run wrote. Writes nothing that stays."""
-        self._check_writable()
+        check_writable(self.root)
         if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.manifest.entries():
-            self._refuse()
-        self._check_names()
-
-    def _refuse(self) -> None:
-        if self.completed.exists():
-            raise UserError(f"{self.root} holds a finished run. Choose another trainer.default_root_dir, "
-                            "or start again with --overwrite true (its files are then deleted).")
-        last = self.find("last")
-        remedy = "go on with --ckpt_path last, or start again with --overwrite true (its files are then deleted)"
-        if last is None:
-            remedy = "it saved no checkpoint yet; start again with --overwrite true (its files are then deleted)"
-        raise UserError(f"{self.root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
-
-    def _check_names(self) -> None:
-        foreign = self.manifest.foreign_names()
-        if foreign:
-            raise UserError(f"{self.root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
-                            f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
-                            "trainer.default_root_dir.")
+            refuse_other_run(self.root, self.find("last"), self.completed.exists())
+        check_names(self.root, self.manifest)
 
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
         """UserError if a resumed run would overwrite another one, or its own later checkpoints without `overwrite`."""
         if not self._owns(checkpoint):
             return self.check_can_start(overwrite)
-        self._check_writable()
+        check_writable(self.root)
         check_places(self.root, self.checkpoints)
-        self._check_names()
+        check_names(self.root, self.manifest)
         later = self._later_than(checkpoint)
         if later and not overwrite:
             raise UserError(f"{self.root} holds later checkpoints than {checkpoint.name} ({later[-1].name}). Resume "
@@ -144,18 +128,6 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         return any((self.root / name).exists() for name in ("config.yaml", "checkpoints", "metrics.csv"))
-
-    def _check_writable(self) -> None:
-        parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
-        if not parent.is_dir():
-            raise UserError(f"trainer.default_root_dir is {self.root}, but {parent} is a file. Choose another folder.")
-        probe = parent / f".writable-{os.getpid()}"
-        try:
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UserError(f"trainer.default_root_dir is {self.root}, but {parent} cannot be written "
-                            f"({error.strerror}). Choose another folder.") from error
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -201,10 +173,6 @@ class RunFolder:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, link)
-
-    def drop_checkpoint(self, name: str) -> None:
-        """Delete a checkpoint; at no moment is half of one there under its name."""
-        remove_checkpoint(self.checkpoint(name))
 
     def _owns(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.checkpoints.resolve()

@@ -1,0 +1,45 @@
+"""Why a run may not start in a folder: it cannot be written, holds another run, or files that no run wrote."""
+
+import os
+from pathlib import Path
+
+from lmmods.core.errors import UserError
+from lmmods.runs.manifest import Manifest
+
+
+def check_writable(root: Path) -> None:
+    """Raise UserError where a folder cannot be made or written. Leaves nothing behind."""
+    parent = next(p for p in (root, *root.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"trainer.default_root_dir is {root}, but {parent} is a file. Choose another folder.")
+    probe = parent / f".writable-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"trainer.default_root_dir is {root}, but {parent} cannot be written "
+                        f"({error.strerror}). Choose another folder.") from error
+
+
+def check_names(root: Path, manifest: Manifest) -> None:
+    """Raise UserError where something that no run wrote has a name that runs write."""
+    if foreign := manifest.foreign_names():
+        raise UserError(f"{root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
+                        f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
+                        "trainer.default_root_dir.")
+
+
+def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
+    """Raise the UserError for a folder that holds a run already.
+
+    Args:
+        last: Its last checkpoint, if it has saved one.
+        completed: Whether it is finished.
+    """
+    if completed:
+        raise UserError(f"{root} holds a finished run. Choose another trainer.default_root_dir, "
+                        "or start again with --overwrite true (its files are then deleted).")
+    remedy = "go on with --ckpt_path last, or start again with --overwrite true (its files are then deleted)"
+    if last is None:
+        remedy = "it saved no checkpoint yet; start again with --overwrite true (its files are then deleted)"
+    raise UserError(f"{root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
