@@ -88,7 +88,8 @@ class Manifest:
         if path in UNDER_WAY and not target.is_symlink():
             shutil.rmtree(target, ignore_errors=True)
         elif path.startswith("wandb/"):
-            _delete_whole(self.root.glob(path))
+            # What `*` stands for goes first, and a link that then leads nowhere is nothing to Path.glob.
+            _delete_whole(self.root.glob(path) if "*" in path else [target])
         elif path == "checkpoints":
             remove_checkpoints(target)
             _delete_if_empty(target)

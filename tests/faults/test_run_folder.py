@@ -12,6 +12,7 @@ from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json, write_text
 from lmmods.runs.manifest import LIST, NAMES, Manifest
+from lmmods.runs.recognition import wandb_paths
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 2,
@@ -112,6 +113,18 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(run, capfd):
     run.check_can_start(overwrite=True)  # its own folders, whatever lies in them
     add_model(run, "config.json")
     assert set(tree(run.model)) == {"config.json", "model.gguf"}
+
+
+def test_overwrite_deletes_a_run_of_wandb_with_its_links(run):
+    run.begin(None)
+    recipe = {"trainer": {"logger": [{"class_path": "WandbLogger", "init_args": {"id": "a1"}}]}}
+    run.manifest.claim(*wandb_paths(recipe, run.root))
+    write_text(run.root / "wandb/offline-run-a1/logs/debug.log", "")
+    for name, leads_to in (("latest-run", "offline-run-a1"), ("debug.log", "offline-run-a1/logs/debug.log")):
+        (run.root / "wandb" / name).symlink_to(leads_to)
+    run.check_can_start(overwrite=True)
+    run.begin(None)
+    assert not (run.root / "wandb").exists()
 
 
 def test_exporting_again_keeps_files_of_others(run):
