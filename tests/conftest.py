@@ -157,8 +157,7 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
             "generation": {"max_new_tokens": 6},
             "optimizer": {"lr": 0.01, "schedule": "linear", "warmup": 2}}},
         "data": {"class_path": "SFTData", "init_args": {
-            "source": str(instructions), "val_size": 4, "template": "alpaca", "max_length": 256, "batch_size": 4,
-            "pad_to_multiple_of": 48}},  # batches of two lengths, 96 and 192: JAX compiles a program for each
+            "source": str(instructions), "val_size": 4, "template": "alpaca", "max_length": 256, "batch_size": 4}},
         "checkpoint": {"every_n_steps": 2},
     }
 
