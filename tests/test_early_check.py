@@ -10,13 +10,13 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lmmods.commands import declarations, engine_cli
+from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import ENGINE_COMMANDS, CommandLine
 from lmmods.commands.early_check import EarlyCommandLine, check_early
 from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import guarded_imports
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.callbacks.allowed import reason_against
 from tests.faults.test_mutations import RECIPES, mutate, places
 from tests.faults.test_odd_recipes import VALUES
 

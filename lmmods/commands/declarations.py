@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from lmmods.commands.allowed_callbacks import ALLOWED
 from lmmods.core import task_fields
 from lmmods.data import fields
-from lmmods.torch_engine.callbacks.allowed import ALLOWED
 
 
 class Declared:

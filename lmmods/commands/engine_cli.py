@@ -14,6 +14,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.lightning_compat import CLI
 from lmmods.commands.trainer_keys import BLOCKS, check_recipe_values
@@ -26,7 +27,6 @@ from lmmods.core.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
-from lmmods.torch_engine.callbacks.allowed import reason_against
 
 
 def torch_engine() -> RecipeTypes:
