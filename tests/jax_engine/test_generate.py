@@ -19,7 +19,7 @@ EOS = [2, 11]
 
 
 @pytest.fixture(scope="module")
-def ref(tmp_path_factory):
+def make_ref(tmp_path_factory):
     made = {}
 
     def make(name):
@@ -46,8 +46,8 @@ def torch_answer(ref, prompt, settings):
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_greedy_tokens_are_transformers(ref, name):
-    ref = ref(name)
+def test_greedy_tokens_are_transformers(make_ref, name):
+    ref = make_ref(name)
     prompts, settings = prompts_of(ref), Generation(max_new_tokens=14)
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
     assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]
@@ -60,15 +60,15 @@ def test_greedy_tokens_are_transformers(ref, name):
     Generation(max_new_tokens=14, no_repeat_ngram_size=1),
     Generation(max_new_tokens=14, min_new_tokens=14, repetition_penalty=0.8, no_repeat_ngram_size=3),
 ], ids=["penalty", "bigrams", "unigrams", "all"])
-def test_constraints_are_transformers(ref, settings):
-    ref = ref("gpt2")
+def test_constraints_are_transformers(make_ref, settings):
+    ref = make_ref("gpt2")
     prompts = [[5, 6, 5, 6, 7], [9, 9, 9], [4, 5, 6, 7, 8, 9, 10]]
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
     assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]
 
 
-def test_an_answer_stops_before_the_first_end_token(ref):
-    ref = ref("llama")
+def test_an_answer_stops_before_the_first_end_token(make_ref):
+    ref = make_ref("llama")
     free = ours.generate(ref.net, ref.params, [[5, 6, 7]], Generation(max_new_tokens=8), [], pad=0)[0]
     assert len(free) == 8
     end = free[3]
@@ -93,8 +93,8 @@ def test_filters_are_transformers(mine, reference):
     assert np.array_equal(np.asarray(mine(jnp.asarray(logits))), reference(None, torch.tensor(logits)).numpy())
 
 
-def test_sampling_draws_from_the_filtered_distribution(ref):
-    ref = ref("gpt2")
+def test_sampling_draws_from_the_filtered_distribution(make_ref):
+    ref = make_ref("gpt2")
     settings = Generation(max_new_tokens=1, do_sample=True, temperature=0.7, top_k=6, top_p=0.9)
     draws = [token for answer in ours.generate(ref.net, ref.params, [[5, 6, 7]] * 4000, settings, [], pad=0, seed=3)
              for token in answer]
@@ -107,8 +107,8 @@ def test_sampling_draws_from_the_filtered_distribution(ref):
     assert (np.abs(counts - 4000 * expected) <= 4.5 * spread + 1).all()
 
 
-def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(ref):
-    ref = ref("llama")
+def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(make_ref):
+    ref = make_ref("llama")
     settings = Generation(max_new_tokens=10, do_sample=True, top_k=0)
     prompts = prompts_of(ref)
     together = ours.generate(ref.net, ref.params, prompts, settings, [], pad=0, seed=1)
@@ -118,8 +118,8 @@ def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(ref):
     assert twice[0] != twice[1]
 
 
-def test_one_compile_per_bucket(ref):
-    ref = ref("llama")
+def test_one_compile_per_bucket(make_ref):
+    ref = make_ref("llama")
     settings = Generation(max_new_tokens=3)
     before = ours._compiled.cache_info().misses
     for size in (1, 5, 31, 32):
@@ -138,8 +138,8 @@ def test_one_compile_per_bucket(ref):
     (Generation(num_beams=4, num_beam_groups=2, diversity_penalty=1.0, do_sample=True), "do_sample"),
     (Generation(max_new_tokens=31), "max_new_tokens is 31.*prompt of 2 tokens.*32 positions"),
 ])
-def test_what_the_engine_cannot_do_is_refused_by_name(ref, settings, message):
-    ref = ref("gpt2")
+def test_what_the_engine_cannot_do_is_refused_by_name(make_ref, settings, message):
+    ref = make_ref("gpt2")
     with pytest.raises(UserError, match=message):
         ours.generate(ref.net, ref.params, [[5, 6]], settings, EOS, pad=0)
     with pytest.raises(UserError, match="empty prompt"):

@@ -23,7 +23,7 @@ TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 
 
 @pytest.fixture(scope="module")
-def ref(tmp_path_factory):
+def make_ref(tmp_path_factory):
     made = {}
 
     def make(name, head):
@@ -81,8 +81,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "head", "lora"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)])
-def test_logits_gradients_names_and_folders_are_pefts(ref, name, head, lora, tmp_path):
-    ref = ref(name, head)
+def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
+    ref = make_ref(name, head)
     model, net, params = wrapped(ref, lora)
     batch = ref.batch()
     real = batch["attention_mask"] > 0
@@ -123,8 +123,8 @@ def test_logits_gradients_names_and_folders_are_pefts(ref, name, head, lora, tmp
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(trained)))
 
 
-def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(ref):
-    ref = ref("llama", "causal")
+def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
+    ref = make_ref("llama", "causal")
     batch = ref.batch()
     for lora in (LoRA(rank=64), LoRA(rank=64, dora=True)):
         net = hub.network(ref.net.config, "causal", lora=lora)
@@ -148,8 +148,8 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(ref):
         assert not np.array_equal(flatten(params)[q][0], flatten(params)[q][1])
 
 
-def test_random_start_has_adapters_too(ref):
-    net = hub.network(ref("gpt2", "causal").config, "causal", lora=LoRA(rank=4, dora=True))
+def test_random_start_has_adapters_too(make_ref):
+    net = hub.network(make_ref("gpt2", "causal").config, "causal", lora=LoRA(rank=4, dora=True))
     params = jax.jit(net.init)(jax.random.key(0))
     qkv = params["layers"]["attn"]["qkv"]
     assert np.allclose(qkv["lora_magnitude_vector"], np.linalg.norm(qkv["weight"], axis=1), atol=1e-6)
@@ -157,9 +157,9 @@ def test_random_start_has_adapters_too(ref):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_dropout_is_on_the_adapters_input_alone(ref, dora):
+def test_dropout_is_on_the_adapters_input_alone(make_ref, dora):
     """Averaged over many masks the adapter's part is what it is without dropout, and the base never moves."""
-    ref = ref("llama", "causal")
+    ref = make_ref("llama", "causal")
     plain = LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora)
     _, net, params = wrapped(ref, plain)
     dropped = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora,
@@ -199,8 +199,8 @@ def _linears(network):
     return [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
 
 
-def test_only_the_adapters_train(ref):
-    ref = ref("llama", "causal")
+def test_only_the_adapters_train(make_ref):
+    ref = make_ref("llama", "causal")
     net = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
     params = loading.load(net, str(ref.folder))
     trained, frozen = split(params, net.trainable(params))
@@ -222,18 +222,18 @@ def test_only_the_adapters_train(ref):
     (LoRA(targets=["layers.0.self_attn.q_proj"]), "some layers only"),
     (LoRA(modules_to_save=["o_proj"]), "o_proj is also among lora.targets"),
 ])
-def test_targets_that_do_not_fit_are_refused_by_name(ref, lora, message):
+def test_targets_that_do_not_fit_are_refused_by_name(make_ref, lora, message):
     with pytest.raises(UserError, match=message):
-        hub.network(ref("llama", "causal").net.config, "causal", lora=lora)
+        hub.network(make_ref("llama", "causal").net.config, "causal", lora=lora)
 
 
-def test_a_tied_masked_head_cannot_train_apart(ref):
+def test_a_tied_masked_head_cannot_train_apart(make_ref):
     with pytest.raises(UserError, match="one matrix"):
-        hub.network(ref("bert", "masked").net.config, "masked", lora=LoRA(modules_to_save=["word_embeddings"]))
+        hub.network(make_ref("bert", "masked").net.config, "masked", lora=LoRA(modules_to_save=["word_embeddings"]))
 
 
-def test_adapters_that_do_not_fit_are_refused(ref, tmp_path):
-    ref = ref("llama", "causal")
+def test_adapters_that_do_not_fit_are_refused(make_ref, tmp_path):
+    ref = make_ref("llama", "causal")
     lora = LoRA(rank=4, targets=["q_proj"])
     net = hub.network(ref.net.config, "causal", lora=lora)
     params = loading.load(net, str(ref.folder))

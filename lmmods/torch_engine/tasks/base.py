@@ -172,7 +172,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                  self.trainer.global_rank == 0)
 
     def on_train_start(self) -> None:
-        follow_recipe(self.optimizers(use_pl_optimizer=False), self.lr_schedulers(), self._group_settings)
+        follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
         self.accumulation.put_gradients(self.trainable(), self.trainer.world_size, self.trainer.global_rank == 0)
 
     # Sizes -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from hf_reference import HFReference
 
 
 @pytest.fixture(scope="session")
-def ref(tmp_path_factory):
+def make_ref(tmp_path_factory):
     """A function that makes, once per session, the reference for a family with a head."""
     made = {}
 

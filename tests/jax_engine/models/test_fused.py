@@ -73,9 +73,9 @@ def test_what_the_kernel_cannot_do_is_left_to_plain_attention():
 @pytest.mark.parametrize(("name", "head", "kind"), [
     ("llama", "causal", "packed"), ("mistral", "causal", "padded"), ("bert", "masked", "padded"),
 ])
-def test_network_with_the_kernel_is_the_network_without(ref, name, head, kind):
-    net = ref(name, head).net
-    batch, params = rows(kind), ref(name, head).params
+def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, kind):
+    net = make_ref(name, head).net
+    batch, params = rows(kind), make_ref(name, head).params
     if kind == "packed":
         batch["position_ids"] = jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 3, 0, 0, 0]])
     real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, 10)))) > 0)
@@ -145,10 +145,10 @@ def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, r
 
 
 @pytest.fixture
-def gpu(ref, monkeypatch):
+def gpu(make_ref, monkeypatch):
     """A backend that calls itself a GPU, and XLA's implementation for the kernel."""
     for name, head in (("mistral", "causal"), ("llama", "causal"), ("bert", "qa")):
-        ref(name, head)  # whose own networks are built, and spoken of, before
+        make_ref(name, head)  # whose own networks are built, and spoken of, before
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
     for cached in (fused.mismatch, fused._report):
@@ -158,17 +158,18 @@ def gpu(ref, monkeypatch):
         cached.cache_clear()
 
 
-def arch_of(ref, name: str, head: str = "causal", **changes):
-    return replace(ref(name, head).net.arch, **{"head_dim": 8, **changes})
+def arch_of(make_ref, name: str, head: str = "causal", **changes):
+    return replace(make_ref(name, head).net.arch, **{"head_dim": 8, **changes})
 
 
-def test_a_kernel_that_agrees_is_chosen_and_reported_once(ref, gpu, capsys):
-    arch = arch_of(ref, "mistral")
+def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys):
+    arch = arch_of(make_ref, "mistral")
     chosen = choose(arch, jnp.dtype("bfloat16"), "causal", None)
     assert chosen == choose(arch, jnp.dtype("bfloat16"), "causal", "sdpa")
     assert (chosen.by_length, chosen.by_mask, chosen.window, chosen.scale) == (True, True, 4, arch.attention_scales[0])
     assert capsys.readouterr().out == "Attention: xla's fused kernel, which agrees with the plain one.\n"
-    assert not choose(arch_of(ref, "bert", "qa", attention_dropout=0.0), jnp.dtype("bfloat16"), "qa", None).by_length
+    arch = arch_of(make_ref, "bert", "qa", attention_dropout=0.0)
+    assert not choose(arch, jnp.dtype("bfloat16"), "qa", None).by_length
 
 
 @pytest.mark.parametrize(("changes", "dtype", "requested", "why"), [
@@ -180,8 +181,8 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(ref, gpu, capsys):
     ({"windows": (None, 3, 3)}, "float16", None, "window or scale"),
     ({"attention_scales": (1.0, 0.5, 0.3)}, "float16", None, "window or scale"),
 ])
-def test_plain_attention_is_chosen_with_its_reason(ref, gpu, capsys, changes, dtype, requested, why):
-    arch = arch_of(ref, "llama", **changes)
+def test_plain_attention_is_chosen_with_its_reason(make_ref, gpu, capsys, changes, dtype, requested, why):
+    arch = arch_of(make_ref, "llama", **changes)
     assert why in unfit(arch, jnp.dtype(dtype), requested)
     assert choose(arch, jnp.dtype(dtype), "causal", requested) is None
     assert why in capsys.readouterr().out
@@ -194,8 +195,8 @@ def test_a_network_takes_the_choice_of_the_recipe(gpu):
     assert hub.network(config, "causal", compute_dtype="bfloat16", attention="eager").fused is None
 
 
-def test_no_gpu_no_kernel_and_no_word(ref, capsys):
-    assert choose(arch_of(ref, "llama"), jnp.dtype("bfloat16"), "causal", None) is None
+def test_no_gpu_no_kernel_and_no_word(make_ref, capsys):
+    assert choose(arch_of(make_ref, "llama"), jnp.dtype("bfloat16"), "causal", None) is None
     assert capsys.readouterr().out == ""
 
 

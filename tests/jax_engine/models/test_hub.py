@@ -13,8 +13,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 
 
-def test_saving_in_another_dtype_rounds_once(ref, tmp_path):
-    ref = ref("gpt2", "causal")
+def test_saving_in_another_dtype_rounds_once(make_ref, tmp_path):
+    ref = make_ref("gpt2", "causal")
     hub.save(ref.net, ref.params, tmp_path, dtype="bfloat16")
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     for key, value in load_file(tmp_path / "model.safetensors").items():
@@ -25,11 +25,11 @@ def test_saving_in_another_dtype_rounds_once(ref, tmp_path):
         assert np.array_equal(value.numpy(), turned[key])
 
 
-def test_configurations_by_mapping_and_with_overrides(ref):
+def test_configurations_by_mapping_and_with_overrides(make_ref):
     config = load_config({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6},
                              {"num_hidden_layers": 1})
     assert config.head_dim == 8 and config.num_hidden_layers == 1
-    config = load_config(str(ref("llama", "causal").folder), {"attention_dropout": 0.5})
+    config = load_config(str(make_ref("llama", "causal").folder), {"attention_dropout": 0.5})
     assert hub.network(config, "causal").arch.attention_dropout == 0.5
     with pytest.raises(UserError, match="no field 'hiden_size'"):
         load_config({"model_type": "llama", "hiden_size": 48})

@@ -54,13 +54,13 @@ def renamed(*pairs):
                                       "cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()}),
     ("llama", "causal", lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}),
 ])
-def test_other_spellings_load_the_same_bits(ref, tmp_path, name, head, change):
-    ref = ref(name, head)
+def test_other_spellings_load_the_same_bits(make_ref, tmp_path, name, head, change):
+    ref = make_ref(name, head)
     assert same(rewritten(ref, tmp_path, change), ref.params)
 
 
-def test_shards_mixed_dtypes_and_pickles(ref, tmp_path):
-    ref = ref("llama", "causal")
+def test_shards_mixed_dtypes_and_pickles(make_ref, tmp_path):
+    ref = make_ref("llama", "causal")
     (tmp_path / "shards").mkdir()
     hub.save(ref.net, ref.params, tmp_path / "shards")
     hub.write_shards(ref.net.to_torch(ref.params), tmp_path / "shards", limit=20_000)
@@ -88,8 +88,8 @@ def test_shards_mixed_dtypes_and_pickles(ref, tmp_path):
 @pytest.mark.parametrize(("base", "name", "head"), [
     ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
     ("LlamaModel", "llama", "causal"), ("LlamaForCausalLM", "llama", "qa"), ("GPT2LMHeadModel", "gpt2", "qa")])
-def test_a_missing_head_starts_at_random_and_is_told(ref, tmp_path, capsys, base, name, head):
-    ref = ref(name, head)
+def test_a_missing_head_starts_at_random_and_is_told(make_ref, tmp_path, capsys, base, name, head):
+    ref = make_ref(name, head)
     getattr(transformers, base)(ref.config).save_pretrained(tmp_path)
     first = loading.load(ref.net, str(tmp_path), seed=1)
     told = capsys.readouterr().out
@@ -110,13 +110,13 @@ def test_a_missing_head_starts_at_random_and_is_told(ref, tmp_path, capsys, base
     ("gpt2", lambda t: t | {"lm_head.weight": torch.ones(37, 24)}, "tie_word_embeddings"),
     ("bert", lambda t: {k: v for k, v in t.items() if k != "cls.predictions.bias"}, "cls.predictions.bias"),
 ])
-def test_what_does_not_fit_is_refused_by_name(ref, tmp_path, name, change, message):
+def test_what_does_not_fit_is_refused_by_name(make_ref, tmp_path, name, change, message):
     with pytest.raises(UserError, match=message):
-        rewritten(ref(name, "masked" if name == "bert" else "causal"), tmp_path, change)
+        rewritten(make_ref(name, "masked" if name == "bert" else "causal"), tmp_path, change)
 
 
-def test_folders_without_weights_or_config(ref, tmp_path):
-    ref = ref("llama", "causal")
+def test_folders_without_weights_or_config(make_ref, tmp_path):
+    ref = make_ref("llama", "causal")
     with pytest.raises(UserError, match="no config.json"):
         load_config(str(tmp_path))
     with pytest.raises(UserError, match="no weights"):

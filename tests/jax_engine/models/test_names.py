@@ -7,16 +7,16 @@ import pytest
 from lmmods.core.errors import UserError
 
 
-def test_any_tree_of_this_shape_goes_both_ways(ref):
-    net, params = ref("albert", "masked").net, ref("albert", "masked").params
+def test_any_tree_of_this_shape_goes_both_ways(make_ref):
+    net, params = make_ref("albert", "masked").net, make_ref("albert", "masked").params
     moments = jax.tree.map(lambda leaf: leaf**2, params)
     again = net.from_torch(net.to_torch(moments))
     assert jax.tree.structure(again) == jax.tree.structure(params)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(moments)))
 
 
-def test_part_of_a_tree_goes_both_ways(ref):
-    net, params = ref("albert", "masked").net, ref("albert", "masked").params
+def test_part_of_a_tree_goes_both_ways(make_ref):
+    net, params = make_ref("albert", "masked").net, make_ref("albert", "masked").params
     part = {"layers": {"attn": {"q": params["layers"]["attn"]["q"]}}}
     query = "albert.encoder.albert_layer_groups.{}.albert_layers.{}.attention.query.{}"
     assert set(net.to_torch(part)) == {query.format(group, place, leaf) for group in (0, 1) for place in (0, 1)
@@ -24,8 +24,8 @@ def test_part_of_a_tree_goes_both_ways(ref):
     assert jax.tree.structure(net.from_torch(net.to_torch(part))) == jax.tree.structure(part)
 
 
-def test_unknown_names_and_missing_layers_are_refused(ref):
-    net, params = ref("llama", "causal").net, ref("llama", "causal").params
+def test_unknown_names_and_missing_layers_are_refused(make_ref):
+    net, params = make_ref("llama", "causal").net, make_ref("llama", "causal").params
     named = net.to_torch(params)
     with pytest.raises(UserError, match="not of this network: extra.weight"):
         net.from_torch(named | {"extra.weight": np.ones(2)})

@@ -50,8 +50,8 @@ def torch_loss(ref, batch, labels):
 
 
 @every_pair
-def test_logits_loss_and_all_gradients_are_torchs(ref, name, head):
-    ref = ref(name, head)
+def test_logits_loss_and_all_gradients_are_torchs(make_ref, name, head):
+    ref = make_ref(name, head)
     batch = ref.batch()
     labels = labels_of(batch)
     real = batch["attention_mask"] > 0
@@ -77,8 +77,8 @@ def test_logits_loss_and_all_gradients_are_torchs(ref, name, head):
 
 
 @every_pair
-def test_saved_folder_is_the_same_model_for_transformers(ref, name, head, tmp_path):
-    ref = ref(name, head)
+def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, tmp_path):
+    ref = make_ref(name, head)
     hub.save(ref.net, ref.params, tmp_path)
     again = type(ref.torch).from_pretrained(tmp_path).eval()
     before = dict(ref.torch.named_parameters())
@@ -94,8 +94,8 @@ def test_saved_folder_is_the_same_model_for_transformers(ref, name, head, tmp_pa
 
 
 @every_language_model
-def test_packed_documents_are_as_apart(ref, name, head):
-    ref = ref(name, head)
+def test_packed_documents_are_as_apart(make_ref, name, head):
+    ref = make_ref(name, head)
     random = np.random.default_rng(3)
     first, second = random.integers(4, 37, (1, 5)), random.integers(4, 37, (1, 4))
     ids = np.concatenate([first, second, np.full((1, 2), ref.pad)], 1)
@@ -133,9 +133,9 @@ def test_random_start_has_the_distributions_of_transformers(name, head):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "albert"])
-def test_remat_and_unroll_change_no_gradient(ref, name):
+def test_remat_and_unroll_change_no_gradient(make_ref, name):
     head = "masked" if name == "albert" else "causal"
-    ref = ref(name, head)
+    ref = make_ref(name, head)
     batch = ref.batch()
     labels = labels_of(batch)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -158,8 +158,8 @@ def test_remat_and_unroll_change_no_gradient(ref, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), [("gpt2", "causal"), ("bert", "masked"), ("distilbert", "qa")])
-def test_a_rows_dropout_does_not_depend_on_its_batch(ref, name, head):
-    ref = ref(name, head)
+def test_a_rows_dropout_does_not_depend_on_its_batch(make_ref, name, head):
+    ref = make_ref(name, head)
     batch = ref.batch() | {"attention_mask": np.ones((4, 9), int)}
     keys = jax.random.split(jax.random.key(5), 4)
     hidden = jax.jit(ref.net.hidden)
@@ -174,7 +174,7 @@ def test_a_rows_dropout_does_not_depend_on_its_batch(ref, name, head):
 
 
 @pytest.mark.slow
-def test_dropout_sites_are_torchs(ref):
+def test_dropout_sites_are_torchs(make_ref):
     """With one rate at a time switched on, the output moves exactly where torch's does."""
     rates = {"gpt2": ["embd_pdrop", "attn_pdrop", "resid_pdrop"], "llama": ["attention_dropout"],
              "ctrl": ["embd_pdrop", "resid_pdrop"], "openai-gpt": ["embd_pdrop", "attn_pdrop", "resid_pdrop"],
@@ -184,7 +184,7 @@ def test_dropout_sites_are_torchs(ref):
     for name, fields in rates.items():
         head = "causal" if name in CAUSAL else "qa"
         for chosen in fields:
-            ref_ = ref(name, head, **{field: 0.3 * (field == chosen) for field in fields})
+            ref_ = make_ref(name, head, **{field: 0.3 * (field == chosen) for field in fields})
             batch = {k: v[:1] for k, v in ref_.batch().items()}
             inputs = {k: torch.tensor(np.repeat(v, 600, 0)) for k, v in batch.items()}
             torch.manual_seed(1)
@@ -202,16 +202,16 @@ def test_dropout_sites_are_torchs(ref):
 
 
 @every_pair
-def test_decay_is_on_matrices_as_torch_sees_them(ref, name, head):
-    ref = ref(name, head)
+def test_decay_is_on_matrices_as_torch_sees_them(make_ref, name, head):
+    ref = make_ref(name, head)
     decays = flatten(ref.net.decays(ref.params))
     for key, path, _ in ref.net.names():
         assert decays[path] == (dict(ref.torch.named_parameters())[key].ndim >= 2), key
     assert all(flatten(ref.net.trainable(ref.params)).values())
 
 
-def test_half_precision_products_keep_float32_where_it_matters(ref):
-    ref = ref("llama", "causal")
+def test_half_precision_products_keep_float32_where_it_matters(make_ref):
+    ref = make_ref("llama", "causal")
     batch = ref.batch()
     net = hub.network(ref.net.config, "causal", compute_dtype="bfloat16")
     hidden = net.hidden(ref.params, batch)
@@ -243,8 +243,8 @@ class Halves:
 
 
 @pytest.mark.parametrize(("name", "head"), [("llama", "causal"), ("albert", "masked")])
-def test_a_weight_may_be_kept_in_another_form(ref, name, head):
-    ref = ref(name, head)
+def test_a_weight_may_be_kept_in_another_form(make_ref, name, head):
+    ref = make_ref(name, head)
     batch = ref.batch()
     leaves = flatten(ref.params)
     kept = unflatten({path: Halves(leaf / 4, 3 * leaf / 4) if path[1] in ("attn", "mlp") and path[-1] == "weight"
@@ -254,9 +254,9 @@ def test_a_weight_may_be_kept_in_another_form(ref, name, head):
     assert flatten(ref.net.trainable(kept)).keys() == flatten(ref.net.decays(kept)).keys() == leaves.keys()
 
 
-def test_a_row_of_padding_gives_finite_gradients(ref):
+def test_a_row_of_padding_gives_finite_gradients(make_ref):
     for name, head in (("gpt2", "causal"), ("bert", "masked")):
-        ref = ref(name, head)
+        ref = make_ref(name, head)
         batch = ref.batch()
         batch["attention_mask"] = batch["attention_mask"] * np.array([[0], [1], [1], [1]])
         labels = labels_of(batch)
@@ -265,15 +265,15 @@ def test_a_row_of_padding_gives_finite_gradients(ref):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-def test_rows_longer_than_the_positions_are_refused(ref):
+def test_rows_longer_than_the_positions_are_refused(make_ref):
     from lmmods.core.errors import UserError
 
     for name, head, room in (("gpt2", "causal", 32), ("roberta", "masked", 28)):
-        ref = ref(name, head)
+        ref = make_ref(name, head)
         ids = np.ones((1, room + 1), int)
         with pytest.raises(UserError, match=f"{room} positions"):
             ref.net.hidden(ref.params, {"input_ids": ids, "attention_mask": ids})
         ref.net.hidden(ref.params, {"input_ids": ids[:, 1:], "attention_mask": ids[:, 1:]})
     with pytest.raises(UserError, match="token_type_ids"):
-        ref = ref("gpt2", "causal")
+        ref = make_ref("gpt2", "causal")
         ref.net.hidden(ref.params, {"input_ids": ids, "token_type_ids": ids})
