@@ -381,9 +381,9 @@ def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, no
 def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monkeypatch, clock):
     batches = MMLUEvaluator.batches
 
-    def slow(self, *args):
+    def slow(self, *args, **options):
         clock.now += 1000
-        return batches(self, *args)
+        return batches(self, *args, **options)
 
     monkeypatch.setattr(MMLUEvaluator, "batches", slow)
     assert main(["fit", *recipe(**LORA, engine=engine, mmlu={"source": questions, "every_n_steps": 5})]) == 0

@@ -172,7 +172,7 @@ def test_only_a_report_is_replaced_unasked(tmp_path, capsys):
 
 
 def test_its_parts_are_packaged():
-    declared = tomllib.loads((PACKAGE.parent.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    declared = tomllib.loads((PACKAGE.parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = declared["package-data"]["lmmods.commands.report"]
     parts = [path.name for path in PACKAGE.iterdir() if path.is_file() and path.suffix != ".py"]
     assert len(parts) == 3 and all(any(fnmatch.fnmatch(part, p) for p in patterns) for part in parts)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.torch_engine.nn import cpu_kernels
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache, onednn_products, stays_float32
@@ -66,7 +65,7 @@ def test_products_that_are_not_float32_are_refused(trial, monkeypatch):
         coarse = torch.get_float32_matmul_precision() == "medium" and a.dtype == torch.float32
         return multiply(a.bfloat16().float(), b) if coarse else multiply(a, b)
 
-    monkeypatch.setattr(cpu_kernels.Tensor, "__matmul__", rough)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rough)
     assert not stays_float32()
     with onednn_products():
         assert torch.get_float32_matmul_precision() == "highest"
