@@ -15,8 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, constrain, num_visible_ranks
+from lmmods.core.labels import IGNORED
 
-IGNORED = -100
 # The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
 # and where they train also their gradient, which on GPUs costs more than the memory.
 CHUNK_BYTES = 32 * 2**20

@@ -65,7 +65,7 @@ class Writers:
 
     Args:
         rank: This process.
-        world_size: Number of processes. Each has a shard of the parameters and optimiser state, cut along their first
+        world_size: Number of processes. Each has a shard of the parameters and optimiser state along their first
             dimension, and all else whole.
         barrier: Waits for all processes.
     """

@@ -40,16 +40,17 @@ REFUSED = {
 
 # Where a run is stored and what its loggers call it, which may differ at each start.
 NOT_COMPARED = {"trainer.default_root_dir", "trainer.logger.init_args.id", "trainer.logger.init_args.version",
-          "trainer.logger.init_args.save_dir", "trainer.logger.init_args.dir"}
+                "trainer.logger.init_args.save_dir", "trainer.logger.init_args.dir"}
 
 # What a recipe must share with a checkpoint to evaluate it: the keys that define the function its weights belong to.
 WEIGHTS_DEFINING = {"model.pretrained", "model.config", "model.config_overrides", "model.adapter", "model.lora.rank",
-         "model.lora.alpha", "model.lora.targets", "model.lora.modules_to_save", "model.lora.dora", "model.lora.rslora"}
+                    "model.lora.alpha", "model.lora.targets", "model.lora.modules_to_save", "model.lora.dora",
+                    "model.lora.rslora"}
 
 # Keys whose floats are fractions of a whole, and whose integers are counts: 1.0 is everything, 1 is one.
 FRACTIONS = {"trainer.val_check_interval", "trainer.overfit_batches", "trainer.limit_train_batches",
-          "trainer.limit_val_batches", "model.optimizer.warmup", "model.optimizer.decay",
-          "data.val_size"}
+             "trainer.limit_val_batches", "model.optimizer.warmup", "model.optimizer.decay",
+             "data.val_size"}
 
 
 def is_among(key: str, keys: set[str]) -> bool:

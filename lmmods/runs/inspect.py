@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from lmmods.core.labels import IGNORED
 from lmmods.runs.folder import as_yaml
 
 SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
@@ -22,7 +23,7 @@ def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | l
     print(f"\n{histogram(datamodule.report['splits']['train']['length_histogram'])}")
     print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
     for row in datamodule.rows_for_inspection(rows, which):
-        scored = sum(label != -100 for label in row["labels"])
+        scored = sum(label != IGNORED for label in row["labels"])
         print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored")
         print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
 
@@ -43,8 +44,8 @@ def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int]) -> str:
     """The decoded tokens, with what is scored marked; a run of equal marking is decoded as a whole."""
     text, start = "", 0
     for i in range(1, len(input_ids) + 1):
-        if i == len(input_ids) or (labels[i] == -100) != (labels[start] == -100):
+        if i == len(input_ids) or (labels[i] == IGNORED) != (labels[start] == IGNORED):
             piece = tokenizer.decode(input_ids[start:i])
-            text += piece if labels[start] == -100 else f"{SCORED}{piece}{PLAIN}"
+            text += piece if labels[start] == IGNORED else f"{SCORED}{piece}{PLAIN}"
             start = i
     return text

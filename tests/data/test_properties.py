@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from lmmods.core.labels import IGNORED
 from lmmods.data.batches.masking import Masker
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import PADDING_ROW, batches_of_rank, training_order
 from lmmods.data.encode.conversations import Limits, SFTEncoder
 from lmmods.data.encode.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
-from lmmods.data.encode.text_encoder import NOT_SCORED, TextEncoder
+from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 
 SPECIAL = [
@@ -71,7 +72,7 @@ def test_conversations(kind, template, request):
         ]
         columns = encoder([{"messages": messages}]).columns
         ids, labels = columns["input_ids"].values, columns["labels"].values
-        scored = labels != NOT_SCORED
+        scored = labels != IGNORED
         assert (labels[scored] == ids[scored]).all()
         # one terminator per response, and special tokens come only from the template
         starts = np.flatnonzero(scored & ~np.r_[False, scored[:-1]])
@@ -135,7 +136,7 @@ def test_packing_loses_and_mixes_nothing(lengths, capacity):
     for number in range(len(packed)):
         row = packed[number]
         firsts = row["position_ids"] == 0
-        assert (row["labels"][firsts] == NOT_SCORED).all() and (
+        assert (row["labels"][firsts] == IGNORED).all() and (
             row["labels"][~firsts] == row["input_ids"][~firsts]
         ).all()
         for segment in np.unique(row["segment_ids"]):
@@ -184,7 +185,7 @@ def test_masks_leave_special_tokens_alone(ids, whole_words, seed):
     special, continues = np.arange(60) < 5, np.arange(60) % 3 == 0
     masker = Masker(4, special, continues, 0.4, whole_words)
     masked, labels = masker(ids, np.random.default_rng(seed))
-    chosen = labels != NOT_SCORED
+    chosen = labels != IGNORED
     assert (labels[chosen] == ids[chosen]).all() and (masked[~chosen] == ids[~chosen]).all()
     assert not special[ids[chosen]].any()
     changed = masked != ids

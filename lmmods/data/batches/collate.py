@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmmods.data.encode.text_encoder import NOT_SCORED
+from lmmods.core.labels import IGNORED
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Collator:
         if key == "index":
             return np.array([-1 if row is None else row[key] for row in rows], np.int64)
         if key in ("start_positions", "end_positions"):
-            return np.array([NOT_SCORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
-        fill = {"input_ids": self.pad_id, "labels": NOT_SCORED}.get(key, 0)
+            return np.array([IGNORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
+        fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(key, 0)
         column = np.full((len(rows), length), fill, np.int64)
         for place, row in enumerate(rows):
             if row is None and key in ("attention_mask", "segment_ids"):
@@ -57,4 +57,4 @@ class Collator:
     def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
         """A position in the padded row."""
         position = int(row[key])
-        return position if self.side == "right" or position == NOT_SCORED else position + length - len(row["input_ids"])
+        return position if self.side == "right" or position == IGNORED else position + length - len(row["input_ids"])

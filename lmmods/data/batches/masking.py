@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmmods.data.encode.text_encoder import NOT_SCORED
+from lmmods.core.labels import IGNORED
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest stays as it is (Devlin et al. 2018)
 
@@ -33,13 +33,13 @@ class Masker:
         self._ordinary = np.flatnonzero(~self.special)
 
     def __call__(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Masked ids and labels, both [T]; labels are NOT_SCORED where nothing was chosen."""
+        """Masked ids and labels, both [T]; labels are IGNORED where nothing was chosen."""
         chosen = self._choose(ids, random)
         fate = random.random(len(ids))
         replaced = np.where(fate < MASK_SHARE, self.mask_id, ids)
         swapped = (fate >= MASK_SHARE) & (fate < MASK_SHARE + RANDOM_SHARE)
         replaced = np.where(swapped, random.choice(self._ordinary, len(ids)), replaced)
-        return np.where(chosen, replaced, ids), np.where(chosen, ids, NOT_SCORED)
+        return np.where(chosen, replaced, ids), np.where(chosen, ids, IGNORED)
 
     def _choose(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         special = self.special[ids]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmmods.data.encode.text_encoder import NOT_SCORED
+from lmmods.core.labels import IGNORED
 
 CHUNK = 50_000  # rows considered at a time; bounds memory, and more fill no fuller
 
@@ -81,7 +81,7 @@ class PackedSet(Dataset):
         rows = [self.items[place] for place in self._packs[number].tolist()]
         sizes = [len(row["input_ids"]) for row in rows]
         labels = np.concatenate([row["labels"] for row in rows])
-        labels[np.cumsum([0, *sizes[:-1]])] = NOT_SCORED  # nothing before it in its document predicts a first token
+        labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # nothing before it in its document predicts a first token
         return {
             "input_ids": np.concatenate([row["input_ids"] for row in rows]),
             "labels": labels,

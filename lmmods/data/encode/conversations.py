@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged, RowError
 from lmmods.data.encode.templates import Renderer
-from lmmods.data.encode.text_encoder import NOT_SCORED, Run, TextEncoder
+from lmmods.data.encode.text_encoder import Run, TextEncoder
 from lmmods.data.sources.formats import Roles, RowProblem, check_unicode, find_format
 
 
@@ -118,8 +119,8 @@ class SFTEncoder:
             counts["tokens_cut"] += sum(removed)
             ids, response = self._shortened(ids, response, prompt, removed)
         scored = response == last if self.train_on_last else response >= 0
-        labels = ids if self.train_on_prompt and not self.prompts_only else np.where(scored, ids, NOT_SCORED)
-        if not self.prompts_only and not (labels[1:] != NOT_SCORED).any():
+        labels = ids if self.train_on_prompt and not self.prompts_only else np.where(scored, ids, IGNORED)
+        if not self.prompts_only and not (labels[1:] != IGNORED).any():
             raise RowProblem("nothing left to learn after cutting")
         counts["responses_complete"] += int(not removed.answer and not self.prompts_only)
         return ids, labels, prompt - removed.left - removed.right, sum(removed)
@@ -162,7 +163,7 @@ class SFTEncoder:
     def _count(self, columns: dict[str, Any], counts: Counter) -> None:
         labels = columns["labels"].values
         counts["tokens"] += len(labels)
-        counts["labelled_tokens"] += int((labels != NOT_SCORED).sum())
+        counts["labelled_tokens"] += int((labels != IGNORED).sum())
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["terminators_labelled"] += int(np.isin(labels, self.stop_token_ids).sum())
 

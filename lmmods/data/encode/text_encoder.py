@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-NOT_SCORED = -100  # label of a position that no loss looks at
 CONTEXTS = ("\n", ".", "?")  # one that the tokenizer keeps apart from what follows
 
 

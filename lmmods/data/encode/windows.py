@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
-from lmmods.data.encode.text_encoder import NOT_SCORED
 from lmmods.data.sources.formats import RowProblem, as_text, check_unicode
 from lmmods.data.sources.readers import Row
 
@@ -214,7 +214,7 @@ class WindowEncoder:
         in_context = np.array([sequence == int(self.question_first) for sequence in encoding.sequence_ids])
         offsets = np.where(in_context[:, None], np.array(encoding.offsets, np.int32).reshape(-1, 2), -1)
         cls = int(np.argmax(ids == self.cls_id)) if self.cls_id is not None else 0
-        start, end = (NOT_SCORED, NOT_SCORED) if answer == "unknown" else _span(offsets, answer, cls)
+        start, end = (IGNORED, IGNORED) if answer == "unknown" else _span(offsets, answer, cls)
         return {
             "input_ids": ids,
             "token_type_ids": np.array(encoding.type_ids, np.int32),

@@ -17,6 +17,8 @@ from lmmods.torch_engine.callbacks.samples import Samples
 from lmmods.torch_engine.compat.lightning import epoch_ends
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
+Performer = Callable[[L.Trainer, L.LightningModule], None]
+
 
 class RunEvents(L.Callback):
     """Stands behind all callbacks whose state is part of a checkpoint of the same moment.
@@ -34,7 +36,7 @@ class RunEvents(L.Callback):
         self._metrics, self._checkpoint = metrics, one(Checkpoint, None)
         self._early_stopping = [callback for callback in callbacks if isinstance(callback, SharedEarlyStopping)]
         self._events = Events(self._checkpoint, samples, self._mmlu, publish, bool(self._early_stopping))
-        self._performers: dict[Event, Callable[[L.Trainer, L.LightningModule], None]] = {
+        self._performers: dict[Event, Performer] = {
             Event.LOG: metrics.log_step,
             Event.CHECK_EPOCH: self._check_epoch,
             Event.SAMPLE: samples.sample,
@@ -68,10 +70,10 @@ class RunEvents(L.Callback):
             self._perform(self._events.after_validation(self._moment(trainer, module)), trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._performers[Event.ASK] = self._mmlu.ask_at_end
+        at_end = {Event.ASK: self._mmlu.ask_at_end}
         if self._checkpoint is not None:
-            self._performers[Event.SAVE] = self._checkpoint.save_at_end
-        self._perform(self._events.at_end(self._moment(trainer, module)), trainer, module)
+            at_end[Event.SAVE] = self._checkpoint.save_at_end
+        self._perform(self._events.at_end(self._moment(trainer, module)), trainer, module, self._performers | at_end)
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -86,11 +88,12 @@ class RunEvents(L.Callback):
             is_interrupted=trainer.interrupt_requested,
             is_saved=lambda: self._checkpoint.path(trainer).is_dir())
 
-    def _perform(self, events: Iterator[Event], trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _perform(self, events: Iterator[Event], trainer: L.Trainer, module: L.LightningModule,
+                 performers: dict[Event, Performer] | None = None) -> None:
         for event in events:
             if event is Event.VALIDATE:
                 return  # Lightning does, and calls the hooks of it
-            self._performers[event](trainer, module)
+            (performers or self._performers)[event](trainer, module)
 
     def _check_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in self._early_stopping:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmmods.core.labels import IGNORED
 from lmmods.torch_engine.compat.torch import add_to_all
 from lmmods.torch_engine.nn.cpu_kernels import onednn_products
 
-IGNORED = -100
 # The float32 logits of one chunk take about this many bytes. Each chunk reads the head's weights anew, and where they
 # train also their gradient, which on GPUs costs more than the memory; on CPUs larger chunks gain no speed.
 CHUNK_BYTES = 32 * 2**20
