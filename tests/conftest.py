@@ -76,6 +76,14 @@ def no_ranks_left():
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_wandb_run_left():
+    """Lightning's logger goes on with a W&B run that is open, in the folder of the test that began it."""
+    yield
+    if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
+        sys.modules["wandb"].finish()
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     """A function that gives the folder of a name, the same one to all workers; the first that asks for it fills it."""
