@@ -1,6 +1,7 @@
 """Processes that are forks of a server with the libraries loaded, so that a case costs its own work only.
 
-Each test worker starts one server, when it first needs one. JAX has not started in it, so a fork may.
+Each test worker starts one server, when it first needs one; what its forks start are its forks too. JAX has not started
+in it, so a fork may.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ PRELOADED = ["lmmods.torch_engine.trainer", "lmmods.commands.engine_cli", "jax_e
              "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
+SERVER = forkserver._forkserver
 RUNNING: list["Fork"] = []
 
 
@@ -36,7 +39,10 @@ class Fork:
             os.close(handle)
             output = Path(name)
         self.output = output
-        self.process = CONTEXT.Process(target=_run, args=(function, args, {**os.environ, **environment}, output))
+        SERVER.ensure_running()
+        self.process = CONTEXT.Process(target=_run,
+                                       args=(function, args, {**os.environ, **environment}, output,
+                                             SERVER._forkserver_address))
         self.process.start()
         self.pid = self.process.pid
         RUNNING.append(self)
@@ -75,7 +81,9 @@ def end_all() -> None:
         fork.output.unlink(missing_ok=True)
 
 
-def _run(function: Callable, args: tuple, environment: dict[str, str], output: Path) -> None:
+def _run(function: Callable, args: tuple, environment: dict[str, str], output: Path, server: str) -> None:
+    # Python would start a server of this process's own, and import all libraries again, for what it starts itself.
+    SERVER._forkserver_address, SERVER.ensure_running = server, lambda: None
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
     os.environ.clear()
