@@ -220,7 +220,7 @@ def test_layers_and_overrides(recipe, tmp_path, capsys):
     ({}, ["--trainer.max_stepz", "4"], r"max_stepz.*Did you mean.*max_steps"),
     ({}, ["--config", "no/such.yaml"], r"no/such\.yaml"),
 ])
-def test_mistakes_are_told_in_one_message(recipe, folder, capsys, changes, extra, message):
+def test_each_mistake_is_one_message(recipe, folder, capsys, changes, extra, message):
     import re
 
     assert main(["fit", *recipe(**changes), *extra]) == 2
@@ -238,7 +238,7 @@ def test_mistakes_are_told_in_one_message(recipe, folder, capsys, changes, extra
     ("columns.jsonl", '{"text_a": "a", "text_b": "b"}\n', r"text_a"),
     ("quotes.csv", 'instruction,input,output\na,"b,c\nd,e,f\n', r"quotes\.csv:2"),
 ])
-def test_bad_data_are_told_with_file_and_line(recipe, folder, tmp_path, capsys, name, content, message):
+def test_bad_data_are_reported_with_file_and_line(recipe, folder, tmp_path, capsys, name, content, message):
     import re
 
     (tmp_path / name).write_text(content)

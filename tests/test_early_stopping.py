@@ -72,7 +72,7 @@ def test_the_count_survives_a_resume(flat, tmp_path, stop_at, batch):
     assert_stopped_at_step_6(folder)
 
 
-def test_a_metric_that_is_not_logged_is_told(recipe, capsys):
+def test_a_metric_that_is_not_logged_is_an_error(recipe, capsys):
     stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/los", "patience": 2}}
     assert main(["fit", *recipe(trainer__callbacks=[stopping])]) == 2
     assert "val/los" in capsys.readouterr().err

@@ -287,7 +287,7 @@ def test_another_rule_alone_is_refused(resume):
     assert lines(error) == ["key was now", "model.optimizer.name adamw sgd"]
 
 
-def test_what_may_change_is_told_in_one_table(resume):
+def test_what_may_change_on_resume_stands_in_one_table(resume):
     changes, expected = together(TELLINGS)
     said, error = resume(**changes)
     assert error == "error: far enough\n"

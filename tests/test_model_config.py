@@ -51,7 +51,7 @@ def test_a_mapping_takes_what_it_leaves_out_from_the_defaults(llama_folder):
     assert known_fields(load_config(str(llama_folder)))["max_position_embeddings"] == saved["max_position_embeddings"]
 
 
-def test_sizes_that_no_network_has_are_told(recipe, llama_folder, capfd):
+def test_impossible_network_sizes_are_errors(recipe, llama_folder, capfd):
     sizes = {"model_type": "gpt2", "n_embd": -1, "n_head": 1, "n_layer": 1}
     arguments = recipe(model__init_args__pretrained=None, model__init_args__config=sizes,
                        model__init_args__quantize=None, model__init_args__lora=None,
@@ -61,6 +61,6 @@ def test_sizes_that_no_network_has_are_told(recipe, llama_folder, capfd):
 
 
 @pytest.mark.parametrize("key", ["mmlu.name", "samples.every_n_steps", "checkpoint.keep_last"])
-def test_null_where_a_value_is_needed_is_told(recipe, key, capfd):
+def test_null_where_a_value_is_needed_is_an_error(recipe, key, capfd):
     assert main(["fit", *recipe(**{key.replace(".", "__"): None})]) == 2
     assert f"{key} is " in (said := capfd.readouterr().err) and "but must be set" in said

@@ -107,7 +107,7 @@ def test_each_checkpoint_is_uploaded_and_training_does_not_feel_it(recipe, folde
         assert all((weights[name] == tensor).all() for name, tensor in expected.items())
 
 
-def test_failed_uploads_are_told_once_and_training_goes_on(recipe, folder, hub, capsys, wait_for_uploads):
+def test_failed_uploads_are_reported_once_and_training_goes_on(recipe, folder, hub, capsys, wait_for_uploads):
     hub.broken = {0, 1}
     assert main(["fit", *recipe(**block(when="save"))]) == 0
     said = capsys.readouterr()

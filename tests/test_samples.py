@@ -215,7 +215,7 @@ def test_later_rows_come_again(recipe, folder, engine):
 
 
 @ENGINES
-def test_a_lost_file_is_told_and_the_base_is_not_asked_again(recipe, folder, engine, capsys):
+def test_a_lost_file_is_reported_and_the_base_is_not_asked_again(recipe, folder, engine, capsys):
     changes = {**LORA, **block(), "engine": engine, "trainer__limit_val_batches": 0,
                "model__init_args__optimizer": {"lr": 0.01}}
     assert main(["fit", *recipe(**changes, trainer__max_steps=4)]) == 0

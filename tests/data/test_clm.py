@@ -58,7 +58,7 @@ def test_separate_documents_fill_rows_of_their_own(byte_level_folder, tmp_path):
     assert items.lengths.max() <= 16 and items.lengths.sum() == items.rows.lengths.sum()
 
 
-def test_wrong_column_and_empty_corpus_are_told(byte_level_folder, tmp_path):
+def test_a_wrong_column_and_an_empty_corpus_are_errors(byte_level_folder, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match=r"a.jsonl:1: no column 'text'; the columns are body"):
         CLMData(str(tmp_path / "a.jsonl"), tokenizer=byte_level_folder).setup("fit")

@@ -70,7 +70,7 @@ def test_links_to_files_and_folders_are_followed_once(folder, tmp_path):
     assert values("./data/**/x.*/*.jsonl") == ["d"]
 
 
-def test_a_folder_that_cannot_be_read_is_told(folder, monkeypatch):
+def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch):
     (folder / "closed").mkdir()
     listed = os.listdir
 

@@ -59,7 +59,7 @@ def conversations(name, *rows):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_layout_is_told_and_converted(name):
+def test_the_layout_is_recognised_and_converted(name):
     row, wanted = ROWS[name]
     assert detect_format(row, "f:1") == name
     assert conversations(name, row) == [wanted]

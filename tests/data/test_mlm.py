@@ -115,7 +115,7 @@ def test_a_tokenizer_without_mask_is_refused(spm_folder, tmp_path):
         build(spm_folder, tmp_path)
 
 
-def test_a_missing_padding_token_is_added_and_told(byte_level_folder):
+def test_a_missing_padding_token_is_added_and_reported(byte_level_folder):
     data = MLMData("x", tokenizer=byte_level_folder)
     size = len(data.tokenizer)
     assert data.tokenizer.pad_token == "[PAD]" and not data.trainable_new_tokens

@@ -199,7 +199,7 @@ def test_offsets_beyond_any_text(start, tmp_path, bert_folder):  # noqa: F811
         assert counts["answers_moved_to_their_place"] + counts.get("answers_not_in_context", 0) == 2
 
 
-def test_questions_without_an_id_are_told_apart_and_a_number_is_a_context(tmp_path, bert_folder):  # noqa: F811
+def test_questions_without_an_id_stay_distinct_and_a_number_is_a_context(tmp_path, bert_folder):  # noqa: F811
     row = {"question": "what?", "context": 1234, "answers": {"text": ["1234"], "answer_start": [0]}}
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({**row, **more}) + "\n" for more in ({}, {"id": None}, {"id": ""}, {"id": "x"})))

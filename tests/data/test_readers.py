@@ -39,7 +39,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_told_with_its_place(name, tmp_path):
+def test_damage_is_reported_with_its_place(name, tmp_path):
     content, message = DAMAGED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):

@@ -278,7 +278,7 @@ def test_columns_are_mapped(spm_folder, write_jsonl):
         ({"source_max_length": 0}, "source_max_length"),
     ],
 )
-def test_wrong_settings_are_told(fields, message, spm_folder, write_jsonl, alpaca_rows):
+def test_wrong_settings_are_errors(fields, message, spm_folder, write_jsonl, alpaca_rows):
     with pytest.raises(UserError, match=message):
         build(write_jsonl(alpaca_rows), spm_folder, **fields)
 
@@ -294,7 +294,7 @@ def test_connect_fills_only_what_is_unset(spm_folder, chat_folder, write_jsonl, 
         SFTData("x", max_length=100).connect(max_positions=64)
 
 
-def test_a_folder_without_tokenizer_is_told(tmp_path, write_jsonl, alpaca_rows):
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, write_jsonl, alpaca_rows):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no tokenizer"):

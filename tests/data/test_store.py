@@ -100,7 +100,7 @@ def test_store_is_an_arrow_file_that_datasets_opens(spm_folder, write_jsonl, alp
     assert np.array_equal(data._rows("train").lengths, [len(row) for row in table["input_ids"]])
 
 
-def test_unwritable_cache_is_told(spm_folder, write_jsonl, alpaca_rows, tmp_path):
+def test_an_unwritable_cache_is_an_error(spm_folder, write_jsonl, alpaca_rows, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="the cache cannot be written"):
         build(write_jsonl(alpaca_rows), spm_folder, cache_dir=str(tmp_path / "file"))

@@ -87,7 +87,7 @@ def test_text_streams_in_blocks(byte_level_folder, tmp_path):
     assert batch["input_ids"].shape == (4, 16) and len(data.train_dataloader()) > 10**9
 
 
-def test_what_streaming_cannot_do_is_told(spm_folder, write_jsonl, alpaca_rows):
+def test_what_streaming_cannot_do_is_an_error(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows)
     with pytest.raises(UserError, match="val_source"):
         SFTData(path, streaming=True, val_size=3)

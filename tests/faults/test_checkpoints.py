@@ -261,7 +261,7 @@ def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
 
 @pytest.mark.parametrize("engine, number", [("torch", errno.ENOSPC), ("torch", errno.EDQUOT), ("torch", errno.EIO),
                                             ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
-def test_a_disk_that_fails_while_saving_is_told(recipe, tmp_path, monkeypatch, capfd, engine, number):
+def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatch, capfd, engine, number):
     """Once in the second checkpoint; then there is room again, and the run goes on."""
     from lmmods.runs import checkpoint_io
 
@@ -340,7 +340,7 @@ def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_disk_that_fails_elsewhere_is_told(recipe, monkeypatch, capfd, engine):
+def test_a_disk_that_fails_elsewhere_is_reported(recipe, monkeypatch, capfd, engine):
     from lmmods.runs.csv_logger import MetricsCSV
 
     def full(*_):

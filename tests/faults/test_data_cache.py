@@ -68,7 +68,7 @@ def not_built(monkeypatch):
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_told_and_mended(name, kind, build, store, not_built, capsys):
+def test_damage_is_reported_and_repaired(name, kind, build, store, not_built, capsys):
     before = build()
     assert "damaged" not in capsys.readouterr().err
     DAMAGES[kind](store / name)
@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(size, build, store):
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])
 @pytest.mark.parametrize("place", ["_write", "_close"])
-def test_each_error_of_writing_is_told(code, place, build, store, monkeypatch):
+def test_each_write_error_is_reported(code, place, build, store, monkeypatch):
     shutil.rmtree(store)
 
     def fail(*args, **kwargs):

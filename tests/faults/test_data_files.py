@@ -52,6 +52,6 @@ def check(number: int, folder, tokenizers) -> str:
 
 
 @pytest.mark.parametrize("start", range(0, FILES, PER_TEST))
-def test_damage_is_told_or_every_row_is_counted(start, tmp_path, tokenizers):
+def test_damage_is_reported_or_every_row_is_counted(start, tmp_path, tokenizers):
     outcomes = {check(number, tmp_path, tokenizers) for number in range(start, start + PER_TEST)}
     assert outcomes == {"told", "read"}

@@ -119,7 +119,7 @@ def test_what_cannot_be_rendered_drops_the_row(source):
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% endif %}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
                                     "{% for a in b %}" * 30 + "{% endfor %}" * 30, "x" * 1_000_001])
-def test_what_is_no_template_is_told(source):
+def test_an_invalid_template_is_an_error(source):
     with pytest.raises(UserError, match="the tokenizer's chat template .*name a data.template"):
         ChatTemplate(source, {}).render(CHAT, False)
 

@@ -198,7 +198,7 @@ def test_a_logger_without_its_package_is_named(recipe, capsys):
     ({"trainer__reload_dataloaders_every_n_epochs": -1}, "trainer: "),
     ({"trainer__barebones": True}, "trainer: "),
 ])
-def test_what_lightning_has_against_a_value_is_told_as_its_key(recipe, capsys, changes, pattern):
+def test_what_lightning_refuses_is_reported_under_its_key(recipe, capsys, changes, pattern):
     told(capsys, ["inspect", *recipe(**changes)], pattern)
 
 

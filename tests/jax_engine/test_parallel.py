@@ -139,7 +139,7 @@ def test_what_is_fetched_outlives_the_donated_state():
     assert np.array_equal(before["weight"], np.arange(16.0).reshape(8, 2))
 
 
-def test_indivisible_dimensions_stay_whole_and_are_told_once(capsys):
+def test_indivisible_dimensions_stay_whole_and_are_reported_once(capsys):
     parallel = ShardedMesh()
     state = parallel.put_state({"a": {"weight": np.ones((5, 7))}, "b": {"weight": np.ones((3, 16))}, "c": np.ones(3),
                                 "d": {"weight": np.ones((5, 9))}})

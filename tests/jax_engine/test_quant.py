@@ -232,7 +232,7 @@ def test_codes_are_sharded_like_their_matrices(kind):
     assert placed.size == stacked.size == 2 * 64 * 512 and str(placed.dtype) == kind
 
 
-def test_a_damaged_folder_is_told():
+def test_a_damaged_folder_is_an_error():
     state = np.frombuffer(json.dumps({"quant_type": "nf4", "blocksize": 128, "shape": [2, 64]}).encode(), np.uint8)
     pieces = {"weight": np.zeros((64, 1), np.uint8), "weight.absmax": np.ones(2, np.float32)}
     with pytest.raises(UserError, match="saved without weight.quant_state"):

@@ -225,7 +225,7 @@ def test_bfloat16_gradients_are_summed_in_float32(toy, one):
     assert {leaf.dtype for leaf in jax.tree.leaves(state["trainable"])} == {jnp.dtype("bfloat16")}
 
 
-def test_what_is_not_finite_is_told(toy, one):
+def test_a_value_that_is_not_finite_is_reported(toy, one):
     steps, state, params = make(toy, one)
     params["head"]["bias"] = params["head"]["bias"].at[0].set(jnp.nan)
     state = steps.new_state(one.put_state(params))

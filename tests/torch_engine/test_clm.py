@@ -53,7 +53,7 @@ def test_a_model_from_scratch_learns_and_loads(clm, tmp_path, config):
     ({"model__init_args__config": None}, "set one of them"),
     ({"model__init_args__pretrained": "x"}, "set one of them"),
 ])
-def test_wrong_configurations_are_told(clm, capsys, changes, message):
+def test_wrong_configurations_are_errors(clm, capsys, changes, message):
     assert main(["fit", *clm(**changes)]) == 2
     assert message in capsys.readouterr().err
 

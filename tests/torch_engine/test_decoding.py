@@ -180,6 +180,6 @@ def test_options_win_over_the_models_own_and_stay_as_they_are():
     ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "do_sample": True}, "do_sample"),
     ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty is 0.0"),
 ])
-def test_impossible_options_are_told(models, options, named):
+def test_impossible_options_are_errors(models, options, named):
     with pytest.raises(UserError, match=named):
         answers(models["llama"], PADDED, max_new_tokens=2, **options)

@@ -195,7 +195,7 @@ def test_adapter_goes_on_where_it_stopped(llama_folder, tmp_path):
             == {n for n, p in model.named_parameters() if p.requires_grad})
 
 
-def test_missing_and_unfit_folders_are_told_in_one_line(llama_folder, tmp_path):
+def test_a_missing_or_unfit_folder_is_an_error_of_one_line(llama_folder, tmp_path):
     with pytest.raises(UserError, match="model.pretrained: there is no folder 'no/such'"):
         load("no/such")
     (tmp_path / "empty").mkdir()

@@ -56,7 +56,7 @@ def test_gaps_are_filled_as_the_pipeline_fills_them(mlm, tmp_path):
             assert [c["probability"] for c in candidates] == pytest.approx([w["score"] for w in wanted], rel=1e-4)
 
 
-def test_texts_without_a_gap_are_told(mlm, tmp_path, capsys):
+def test_texts_without_a_gap_are_reported(mlm, tmp_path, capsys):
     (tmp_path / "gaps.jsonl").write_text('{"text": "no gap at all"}\n')
     assert main(["fit", *mlm(trainer__max_steps=2)]) == 0
     assert main(["predict", "--config", str(tmp_path / "run" / "config.yaml"), "--ckpt_path", "last"]) == 2

@@ -38,7 +38,7 @@ def test_a_limit_for_each_gpu_needs_one():
         placement("20GiB")
 
 
-def test_layers_are_laid_out_in_turn_and_what_has_no_room_is_told(two_gpus, llama_folder):
+def test_layers_are_laid_out_in_turn_and_what_has_no_room_is_an_error(two_gpus, llama_folder):
     """Layers of about 185 kB and an embedding of 80 kB: 300 kB on the first GPU leave a layer for the second."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama_folder))

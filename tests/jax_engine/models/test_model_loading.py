@@ -88,7 +88,7 @@ def test_shards_mixed_dtypes_and_pickles(make_ref, tmp_path):
 @pytest.mark.parametrize(("base", "name", "head"), [
     ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
     ("LlamaModel", "llama", "causal"), ("LlamaForCausalLM", "llama", "qa"), ("GPT2LMHeadModel", "gpt2", "qa")])
-def test_a_missing_head_starts_at_random_and_is_told(make_ref, tmp_path, capsys, base, name, head):
+def test_a_missing_head_starts_at_random_and_is_reported(make_ref, tmp_path, capsys, base, name, head):
     ref = make_ref(name, head)
     getattr(transformers, base)(ref.config).save_pretrained(tmp_path)
     first = loading.load(ref.net, str(tmp_path), seed=1)
