@@ -129,8 +129,7 @@ class Training(Run):
 
     def scalars(self) -> Any:
         """What the next optimiser step needs beside gradients, on the devices."""
-        return self.parallel.put_scalars(
-            step_scalars(self.task.optimizer, self.progress.step, self.schedule.num_steps))
+        return self.parallel.put_scalars(step_scalars(self.task.optimizer, self.progress.step, self.schedule.num_steps))
 
     @property
     def ends_epoch(self) -> bool:

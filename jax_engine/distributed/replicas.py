@@ -25,8 +25,7 @@ class Replicas(Parallel):
         self.data_parallel_size = self.num_devices = len(devices)
         self.local_ranks = own_positions(devices)
         self._devices = devices
-        self._mesh = Mesh(np.array([devices[rank] for rank in self.local_ranks]), (_AXIS,),
-                          axis_types=(AxisType.Auto,))
+        self._mesh = Mesh(np.array([devices[rank] for rank in self.local_ranks]), (_AXIS,), axis_types=(AxisType.Auto,))
 
     def compile(self, function, inputs, outputs, donate=()):
         def local(_, *args):

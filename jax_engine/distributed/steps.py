@@ -150,8 +150,7 @@ class Steps:
         gradients = _clip(gradients, norm, self._clipping)
         trainable, slots = state["trainable"], state["optimizer"]
         updates, slots = self._optimizer.update(gradients, slots, trainable, **scalars)
-        return ({"trainable": optax.apply_updates(trainable, updates), "optimizer": slots},
-                {**sums, "grad_norm": norm})
+        return ({"trainable": optax.apply_updates(trainable, updates), "optimizer": slots}, {**sums, "grad_norm": norm})
 
 
 def row_keys(seed: int, place: Array, batch_size: int) -> Array:

@@ -11,17 +11,10 @@ from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
+from lmmods.core import hf_config
 from lmmods.core.adapters import quantised_in_full
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import (
-    check_saved_quantization,
-    load_config,
-    new_rows_message,
-    saved_quantization,
-    set_special_ids,
-    vocabulary_fields,
-)
 from lmmods.core.task_fields import TaskFields
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
@@ -39,9 +32,10 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         UserError: The model cannot be found, read or made, or an adapter does not fit it.
     """
     is_causal, compute = head == "causal", COMPUTE_DTYPES[precision]
-    config = load_config(fields.pretrained or fields.config, fields.config_overrides, fields.revision,
-                         defaults=vocabulary_fields(data.tokenizer, is_causal))
-    check_saved_quantization(saved_quantization(config), fields.pretrained, fields.quantize, fields.trains_adapter)
+    config = hf_config.load_config(fields.pretrained or fields.config, fields.config_overrides, fields.revision,
+                                   defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
+    hf_config.check_saved_quantization(hf_config.saved_quantization(config), fields.pretrained, fields.quantize,
+                                       fields.trains_adapter)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels,
                                "attention": fields.attention if fields.fast_kernels else "eager"}
@@ -53,7 +47,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     else:
         params = jax.tree.map(lambda x: np.asarray(x).astype(stored), network.init(jax.random.key(seed)))
     network, params = _with_rows_for(len(data.tokenizer), network, params, options)
-    set_special_ids(network.config, data.tokenizer, is_causal)
+    hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
         return network, params
     if fields.lora is not None and data.trainable_new_tokens:
@@ -69,7 +63,7 @@ def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dic
     old = network.config.vocab_size
     if num_tokens <= old:
         return network, params
-    say(new_rows_message(num_tokens, old))
+    say(hf_config.new_rows_message(num_tokens, old))
     network.config.vocab_size = num_tokens
     wider = hub.network(network.config, network.head, **options)
     shapes = flatten(jax.eval_shape(wider.init, jax.random.key(0)))

@@ -83,8 +83,7 @@ class Task(TaskFields, ABC):
         return {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}, {}
 
     @abstractmethod
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
-                ) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
         """Outputs of predict for a group of batches, by the index of their rows."""
 
     # Export ----------------------------------------------------------------------------------------------------------

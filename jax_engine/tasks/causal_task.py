@@ -47,8 +47,7 @@ class CausalTask(CausalFields, Task):
         return {index: row for indices, rows in found
                 for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
 
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
-                ) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
         found = {}
         for rank in range(len(group.host["index"])):
             batch = {name: part[rank] for name, part in group.host.items()}

@@ -32,8 +32,7 @@ class MLM(MLMFields, Task):
         probabilities, tokens = jax.lax.top_k(jax.nn.softmax(logits, -1), min(self.top_k, logits.shape[-1]))
         return tokens, probabilities
 
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
-                ) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
         found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
         outputs = {}
         for rank in range(len(group.host["index"])):

@@ -60,8 +60,7 @@ class QA(Task):
         found = datamodule.answer(role, logits)
         return {"loss": loss, **found.scores}, found.files
 
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int
-                ) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
         found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
         return _by_window(group, found["logits"])
 

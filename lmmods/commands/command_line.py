@@ -50,8 +50,7 @@ class CommandLine:
         self.engine = engine
         self.parser = _parser("Train language models.")
         asked = arguments[0] if arguments and arguments[0] in ENGINE_COMMANDS else None
-        self.commands = {name: _command_parser(name, types, engine)
-                         for name in ([asked] if asked else ENGINE_COMMANDS)}
+        self.commands = {name: _command_parser(name, types, engine) for name in ([asked] if asked else ENGINE_COMMANDS)}
         self.options = {name: parser.add_method_arguments(EngineCommands, name)
                         for name, parser in self.commands.items()}
         subcommands = self.parser.add_subcommands()

@@ -130,14 +130,9 @@ class EngineCLI(CLI):
                 made.checkpoint, made.samples, made.mmlu, made.publish)
         self.trainer.recipe, self.trainer.identity = recipe, RunIdentity(recipe, defaults)
         fields = self.model.config_fields()
-        self.datamodule.connect(
-            pretrained=self.model.pretrained,
-            revision=self.model.revision,
-            trust_remote_code=self.model.trust_remote_code,
-            seed=self.recipe.seed_everything,
-            max_positions=position_limit(fields),
-            token_types=tells_token_types(fields),
-        )
+        self.datamodule.connect(pretrained=self.model.pretrained, revision=self.model.revision,
+                                trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed_everything,
+                                max_positions=position_limit(fields), token_types=tells_token_types(fields))
 
     def _defaults(self) -> dict[str, Any]:
         """The default of every key, in blocks as a recipe has them, but without `class_path` and `init_args`."""

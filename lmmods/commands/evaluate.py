@@ -7,17 +7,9 @@ from lmmods.commands.exported_model import FinishedRun
 from lmmods.core.errors import UserError, first_line
 
 
-def evaluate(
-    run: str,
-    tasks: str,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int = 8,
-    task_folder: str | None = None,
-    apply_chat_template: bool = False,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    device: str = "auto",
-) -> None:
+def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | None = None, batch_size: int = 8,
+             task_folder: str | None = None, apply_chat_template: bool = False,
+             dtype: Literal["float32", "bfloat16", "float16"] = "float32", device: str = "auto") -> None:
     """Evaluate a run's model on tasks of lm-eval, with its adapter and its quantised base.
 
     Scores go to metrics.json as `eval/<task>/<metric>`, everything that lm-eval tells to evaluate.json.

@@ -15,15 +15,8 @@ from lmmods.runs.local_paths import hub_id
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
-def merge(
-    run: str,
-    out: str,
-    base: Literal["dequantized", "original"] = "dequantized",
-    dtype: DTypeName = "float32",
-    threshold: float = 0.02,
-    force: bool = False,
-    overwrite: bool = False,
-) -> None:
+def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequantized", dtype: DTypeName = "float32",
+          threshold: float = 0.02, force: bool = False, overwrite: bool = False) -> None:
     """Merge a run's adapter into freshly loaded base weights and write a plain Hugging Face folder.
 
     Args:

@@ -9,18 +9,8 @@ from typing import Literal
 
 from lmmods.core.errors import UserError
 
-OptimizerName = Literal[
-    "adamw",
-    "adafactor",
-    "sgd",
-    "lion",
-    "adamw_8bit",
-    "lion_8bit",
-    "sgd_8bit",
-    "paged_adamw_32bit",
-    "paged_adamw_8bit",
-    "paged_lion_8bit",
-]
+OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "adamw_8bit", "lion_8bit", "sgd_8bit", "paged_adamw_32bit",
+                        "paged_adamw_8bit", "paged_lion_8bit"]
 
 
 @dataclass(frozen=True)

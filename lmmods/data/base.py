@@ -45,16 +45,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     # Settings that the model and the run have a say in
 
-    def connect(
-        self,
-        *,
-        pretrained: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        seed: int | None = None,
-        max_positions: int | None = None,
-        token_types: bool = True,
-    ) -> None:
+    def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
+                seed: int | None = None, max_positions: int | None = None, token_types: bool = True) -> None:
         """Fill in what the user left unset with what the model and the run know.
 
         Args:

@@ -88,16 +88,10 @@ class DataFields:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_range(
-            batch_size=(self.batch_size, 1),
-            eval_batch_size=(self.eval_batch_size, 1),
-            max_length=(self.max_length, 2),
-            pad_to_multiple_of=(self.pad_to_multiple_of, 1),
-            num_workers=(self.num_workers, 0, 1024),
-            num_proc=(self.num_proc, 1, 1024),
-            val_size=(self.val_size, 0),
-            stream_window=(self.stream_window, 1),
-        )
+        check_range(batch_size=(self.batch_size, 1), eval_batch_size=(self.eval_batch_size, 1),
+                    max_length=(self.max_length, 2), pad_to_multiple_of=(self.pad_to_multiple_of, 1),
+                    num_workers=(self.num_workers, 0, 1024), num_proc=(self.num_proc, 1, 1024),
+                    val_size=(self.val_size, 0), stream_window=(self.stream_window, 1))
         if self.val_size and self.val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:

@@ -107,10 +107,8 @@ class TaskHooks(DataFields, ABC):
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
         """Rows, scores and files of all outputs of predict, by index."""
-        rows = [
-            {**self.example(index), "prediction_with_input": prompt + text, "prediction": text.strip()}
-            for index, (prompt, text) in sorted(outputs.items())
-        ]
+        rows = [{**self.example(index), "prediction_with_input": prompt + text, "prediction": text.strip()}
+                for index, (prompt, text) in sorted(outputs.items())]
         return Predictions(rows, self.score({index: text for index, (_, text) in outputs.items()}), {})
 
     def reference(self, index: int) -> str | None:

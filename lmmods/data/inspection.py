@@ -5,14 +5,14 @@ from typing import Any, Literal
 import numpy as np
 
 from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
 from lmmods.data.store.rows import RowSet
 
 Which = Literal["first", "longest", "most_cut", "most_unknown"]
 
 
-def shown_rows(
-    items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
-) -> list[dict[str, Any]]:
+def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
+               ) -> list[dict[str, Any]]:
     """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists.
 
     Args:
@@ -44,9 +44,6 @@ def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int
 
 
 def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
-    return {
-        "index": int(row["index"]),
-        "input_ids": row["input_ids"].tolist(),
-        "labels": row["labels"].tolist() if "labels" in row else [-100] * len(row["input_ids"]),
-        "location": rows.location(int(row["index"])),
-    }
+    ids, index = row["input_ids"].tolist(), int(row["index"])
+    labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
+    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index)}

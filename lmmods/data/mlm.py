@@ -35,14 +35,9 @@ class MLMData(MLMDataFields, DataModule):
         check_text_column(first, self.text_column)
         separated = self.join and not prompts_only and self.tokenizer.sep_token_id is not None
         between = [self.tokenizer.sep_token_id] if separated else []
-        encoder = TextRowEncoder(
-            self.text_column,
-            TextEncoder(self.tokenizer),
-            begin=[],
-            end=between,
-            gap=self.tokenizer.mask_token if prompts_only else None,
-            longest=self._room() if prompts_only else None,
-        )
+        encoder = TextRowEncoder(self.text_column, TextEncoder(self.tokenizer), begin=[], end=between,
+                                 gap=self.tokenizer.mask_token if prompts_only else None,
+                                 longest=self._room() if prompts_only else None)
         return encoder, {"format": "text"}
 
     def _room(self) -> int:

@@ -43,14 +43,10 @@ class QAData(QADataFields, DataModule):
             `question`: number of the question, as `question_row` takes it; `offsets` [T, 2]: first and last character
             of each token in the context, -1 outside it; `cls_position`.
         """
-        rows = self._rows(role)
-        row = rows[index]
+        row = self._rows(role)[index]
         assert row is not None
-        return {
-            "question": row["index"],
-            "offsets": row["offsets"].reshape(-1, 2),
-            "cls_position": int(row["cls_position"]),
-        }
+        return {"question": row["index"], "offsets": row["offsets"].reshape(-1, 2),
+                "cls_position": int(row["cls_position"])}
 
     def question_row(self, role: Role, question: int) -> dict[str, Any]:
         """The row of a question: question, context, answers, id."""
@@ -129,38 +125,23 @@ class QAData(QADataFields, DataModule):
         return flat_questions(rows)
 
     def _encoding_settings(self) -> dict[str, Any]:
-        return {
-            "max_length": self.max_length,
-            "stride": self.stride,
-            "question_max_length": self.question_max_length,
-            "side": self.tokenizer.padding_side,
-        }
+        return {"max_length": self.max_length, "stride": self.stride, "question_max_length": self.question_max_length,
+                "side": self.tokenizer.padding_side}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         layout = "squad" if {"paragraphs", "qas"} & set(first.values) else "flat"
         missing = [name for name in ("question", "context") if name not in first.values]
         if layout == "flat" and missing:
-            raise UserError(
-                f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
-                f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON"
-            )
+            raise UserError(f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
+                            f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON")
         tokenizer = self.tokenizer
         specials = tokenizer.num_special_tokens_to_add(pair=True)
         room = self.max_length - self.question_max_length - specials
         if room <= self.stride:
-            raise UserError(
-                f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
-                f"{self.question_max_length}; that must be more than data.stride {self.stride}"
-            )
-        encoder = WindowEncoder(
-            tokenizer.backend_tokenizer.to_str(),
-            tokenizer.cls_token_id,
-            self.max_length,
-            self.stride,
-            self.question_max_length,
-            tokenizer.padding_side == "right",
-            prompts_only,
-        )
+            raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
+                            f"{self.question_max_length}; that must be more than data.stride {self.stride}")
+        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, self.max_length,
+                                self.stride, self.question_max_length, tokenizer.padding_side == "right", prompts_only)
         return encoder, {"format": layout}
 
     def _arrange(self, rows: RowSet) -> "Windows":

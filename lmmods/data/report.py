@@ -14,9 +14,8 @@ from lmmods.data.store.rows import RowSet
 PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
 
 
-def describe(
-    task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str]
-) -> dict[str, Any]:
+def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str]
+             ) -> dict[str, Any]:
     """The report of all that is open.
 
     Args:
@@ -31,13 +30,8 @@ def describe(
         path = store.info["path"]
         sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info)
     splits = {
-        role: describe_rows(
-            items_of(role),
-            task.batch_size if role == "train" else task.eval_batch_size,
-            task.pad_to_multiple_of,
-            task.max_length,
-            task.seed,
-        )
+        role: describe_rows(items_of(role), task.batch_size if role == "train" else task.eval_batch_size,
+                            task.pad_to_multiple_of, task.max_length, task.seed)
         for role in sets
         if role != "predict"
     }
@@ -47,13 +41,9 @@ def describe(
 def describe_source(info: dict[str, Any]) -> dict[str, Any]:
     """What one source gave, from its store's info.json."""
     counts = info["counts"]
-    notes = [
-        *info.get("notes", []),
-        *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives this name"
-          for name, rows in info.get("replaced", {}).items()),
-    ]
-    tokens = counts.get("tokens", 0)
-    kept = info["rows_kept"]
+    notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives "
+                                       "this name" for name, rows in info.get("replaced", {}).items())]
+    tokens, kept = counts.get("tokens", 0), info["rows_kept"]
     return {
         **{key: info[key] for key in ("format", "template", "files", "rows_read", "rows_kept") if key in info},
         **({"notes": notes} if notes or "notes" in info else {}),
@@ -82,19 +72,15 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
         "sorted": evaluation_order(lengths, batch_size),
     }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))
-    padding = {
-        name: padding_share(lengths, order.rows, batch_size, multiple, max_length) for name, order in waste.items()
-    }
+    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length)
+               for name, order in waste.items()}
     if len(lengths) <= PACKED_TRIAL:
         packs = best_fit_decreasing(lengths, max_length)
         padding["packed"] = float(1 - lengths.sum() / (len(packs) * max_length))
-    return {
-        "rows": len(items),
-        "tokens": int(lengths.sum()),
-        "length": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
-        "length_histogram": {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()},
-        "padding_share": padding,
-    }
+    return {"rows": len(items), "tokens": int(lengths.sum()),
+            "length": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
+            "length_histogram": {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()},
+            "padding_share": padding}
 
 
 def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int) -> float:
@@ -111,27 +97,19 @@ def render_table(report: dict[str, Any]) -> str:
     """The report in a few lines for the screen."""
     lines = []
     for path, source in report["sources"].items():
-        lines.append(
-            f"{path}: {source['rows_read']} rows read, {source['rows_kept']} kept"
-            + (f", format {source['format']}" if "format" in source else "")
-            + (f", template {source['template']}" if "template" in source else "")
-        )
-        lines += [
-            f"  dropped {entry['rows']}: {reason} (first {entry['first'][0]})"
-            for reason, entry in source["dropped"].items()
-        ]
+        lines.append(f"{path}: {source['rows_read']} rows read, {source['rows_kept']} kept"
+                     + "".join(f", {name} {source[name]}" for name in ("format", "template") if name in source))
+        lines += [f"  dropped {entry['rows']}: {reason} (first {entry['first'][0]})"
+                  for reason, entry in source["dropped"].items()]
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
-    lines.append(
-        f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}{'packed':>9}"
-    )
+    lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}"
+                 f"{'packed':>9}")
     for name, part in report["splits"].items():
         padding = part["padding_share"]
-        lines.append(
-            f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
-            f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}"
-            + (f"{padding['packed']:>9.1%}" if "packed" in padding else "")
-        )
+        lines.append(f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
+                     f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}"
+                     + (f"{padding['packed']:>9.1%}" if "packed" in padding else ""))
     lines += [f"note: tokenizer: {note}" for note in report["tokenizer"]]
     return "\n".join(lines)

@@ -62,26 +62,13 @@ class SFTData(SFTDataFields, DataModule):
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
     def _encoding_settings(self) -> dict[str, Any]:
-        names = (
-            "template",
-            "dataset_format",
-            "roles",
-            "train_on_prompt",
-            "train_on_last",
-            "source_max_length",
-            "target_max_length",
-            "on_overflow",
-            "max_length",
-        )
+        names = ("template", "dataset_format", "roles", "train_on_prompt", "train_on_last", "source_max_length",
+                 "target_max_length", "on_overflow", "max_length")
         return {name: getattr(self, name) for name in names}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        detected = (
-            detect_format(first.values, f"{first.file}:{first.line}", prompts_only)
-            if not (source.format or self.dataset_format)
-            else ""
-        )
-        layout = source.format or self.dataset_format or detected
+        layout = source.format or self.dataset_format or detect_format(
+            first.values, f"{first.file}:{first.line}", prompts_only)
         encoder = self._sft_encoder(layout, prompts_only)
         template = find_format(layout).template or self._template_name()
         return encoder, {"format": layout, "template": template, "notes": encoder.renderer.notes}
@@ -92,20 +79,15 @@ class SFTData(SFTDataFields, DataModule):
     def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
-            raise UserError(
-                "the tokenizer has no end-of-text token, so no response could end; name one with data.eos_token"
-            )
+            raise UserError("the tokenizer has no end-of-text token, so no response could end; name one with "
+                            "data.eos_token")
         text = TextEncoder(tokenizer)
         name = find_format(layout).template or self._template_name()
-        renderer = (
-            ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token)
-            if name == "tokenizer"
-            else TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token)
-        )
+        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token) if name == "tokenizer" else
+                    TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
         limits = Limits(self.max_length, self.source_max_length, self.target_max_length, self.on_overflow)
-        return SFTEncoder(
-            layout, renderer, text, limits, self.train_on_prompt, self.train_on_last, self.roles, prompts_only
-        )
+        return SFTEncoder(layout, renderer, text, limits, self.train_on_prompt, self.train_on_last, self.roles,
+                          prompts_only)
 
     def _template_name(self) -> str:
         return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")

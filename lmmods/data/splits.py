@@ -51,12 +51,8 @@ class SourceStores:
             prepares: Whether this is `prepare_data`, which one process of each machine runs.
         """
         reader = self.reader(source)
-        settings = {
-            "task": type(self._task).__name__,
-            "settings": self._task._encoding_settings(),
-            "prompts_only": prompts_only,
-            **encoding_state(self._task.tokenizer),
-        }
+        settings = {"task": type(self._task).__name__, "settings": self._task._encoding_settings(),
+                    "prompts_only": prompts_only, **encoding_state(self._task.tokenizer)}
         return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only),
                                  rebuild=self._task.rebuild_cache and is_first, contents=prepares or is_first)
 
@@ -100,12 +96,9 @@ class Splits:
         self._task, self._stores = task, stores
         self.sources: dict[Role, list[Source]] = {
             role: as_sources(value, key, task.columns)
-            for role, key, value in (
-                ("train", "source", task.source),
-                ("val", "val_source", task.val_source),
-                ("test", "test_source", task.test_source),
-                ("predict", "predict_source", task.predict_source),
-            )
+            for role, key, value in (("train", "source", task.source), ("val", "val_source", task.val_source),
+                                     ("test", "test_source", task.test_source),
+                                     ("predict", "predict_source", task.predict_source))
             if value is not None
         }
         self.sets: dict[Role, RowSet] = {}  # what has been opened
@@ -161,11 +154,8 @@ class Splits:
     def rows(self, role: Role) -> RowSet:
         """Rows of a role that has been opened. Raises UserError where none are set."""
         if role not in self.sets:
-            wanted = {
-                "val": "data.val_source or data.val_size",
-                "test": "data.test_source",
-                "predict": "data.predict_source, data.test_source, data.val_source or data.val_size",
-            }[role]
+            wanted = {"val": "data.val_source or data.val_size", "test": "data.test_source",
+                      "predict": "data.predict_source, data.test_source, data.val_source or data.val_size"}[role]
             raise UserError(f"no rows for {role}; set {wanted}")
         return self.sets[role]
 

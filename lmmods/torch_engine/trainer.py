@@ -45,25 +45,15 @@ class Trainer(L.Trainer):
     Its keys are explained where the command line declares them, in TrainerKeys.
     """
 
-    def __init__(
-        self,
-        *,
-        logger: Logger | list[Logger] | bool | None = None,
-        callbacks: L.Callback | list[L.Callback] | None = None,
-        precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "auto",
-        strategy: Literal["auto", "ddp", "fsdp"] | Strategy = "auto",
-        default_root_dir: str = "runs/default",
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        max_epochs: int | float | None = None,
-        max_steps: int = -1,
-        accelerator: str = "auto",
-        devices: list[int] | int | str = "auto",
-        plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None,
-        **kwargs: Any,
-    ):
+    def __init__(self, *, logger: Logger | list[Logger] | bool | None = None,
+                 callbacks: L.Callback | list[L.Callback] | None = None,
+                 precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "auto",
+                 strategy: Literal["auto", "ddp", "fsdp"] | Strategy = "auto", default_root_dir: str = "runs/default",
+                 val_check_interval: int | float | None = None, check_val_every_n_epoch: int | None = 1,
+                 enable_checkpointing: bool = True, enable_progress_bar: bool = True,
+                 max_epochs: int | float | None = None, max_steps: int = -1, accelerator: str = "auto",
+                 devices: list[int] | int | str = "auto",
+                 plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None, **kwargs: Any):
         if precision == "auto":
             precision, reason = choose_precision(accelerator)
             say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")

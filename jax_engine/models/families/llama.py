@@ -56,8 +56,7 @@ def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
-    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias,
-                      mlp_bias=config.mlp_bias)
+    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
 FAMILY = llama_family(architecture, "Llama")

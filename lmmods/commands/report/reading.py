@@ -106,17 +106,10 @@ def _read(folder: RunFolder, label: str) -> Run:
     saved = max((checkpoint_position(name)[0] for name in folder.names()), default=0)
     files = (folder.config, folder.metrics_csv, folder.metrics_json, folder.data_report)
     times = [file.stat().st_mtime for file in files if file.is_file()] or [folder.root.stat().st_mtime]
-    return Run(
-        label=label,
-        recipe=redacted(_read_mapping(folder.config)),
-        curves=curves,
-        final={**last, **_read_mapping(folder.metrics_json)},
-        data=redacted(_read_mapping(folder.data_report)),
-        samples=read_samples(folder.samples),
-        step=max(logged, saved),
-        completed=folder.completed.exists(),
-        written=datetime.fromtimestamp(max(times)).astimezone(),
-    )
+    return Run(label=label, recipe=redacted(_read_mapping(folder.config)), curves=curves,
+               final={**last, **_read_mapping(folder.metrics_json)}, data=redacted(_read_mapping(folder.data_report)),
+               samples=read_samples(folder.samples), step=max(logged, saved), completed=folder.completed.exists(),
+               written=datetime.fromtimestamp(max(times)).astimezone())
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:

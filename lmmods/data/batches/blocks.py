@@ -28,9 +28,8 @@ class BlockSet(Dataset):
         else:
             num_blocks = -(-sizes // max_length)
             first_block = np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
-            starts = (
-                np.repeat(self._row_ends - sizes, num_blocks) + (np.arange(len(first_block)) - first_block) * max_length
-            )
+            within = np.arange(len(first_block)) - first_block
+            starts = np.repeat(self._row_ends - sizes, num_blocks) + within * max_length
             ends = np.minimum(starts + max_length, np.repeat(self._row_ends, num_blocks))
         self._starts, self._ends = starts, ends
 

@@ -80,14 +80,8 @@ class StatefulLoader:
         batch_size: Rows per micro-batch; a position can only be continued with the same.
     """
 
-    def __init__(
-        self,
-        rows: Dataset,
-        order_of: Callable[[int], BatchOrder],
-        collate: Callable[[list], Batch],
-        shard: Shard,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, rows: Dataset, order_of: Callable[[int], BatchOrder], collate: Callable[[list], Batch],
+                 shard: Shard, batch_size: int) -> None:
         self._order_of, self._shard = order_of, shard
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
@@ -117,10 +111,13 @@ class StatefulLoader:
         Raises:
             UserError: The position belongs to other data or another batch size.
         """
-        for key, value in self._identity.items():
-            if state[key] != value:
-                raise UserError(
-                    f"cannot resume: the checkpoint was written with {key} {state[key]}, now it is {value}; "
-                    "restore the old setting, or start a new run"
-                )
+        check_same(state, self._identity)
         self._epoch, self._handed_out = state["epoch"], state["batches"]
+
+
+def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise UserError unless a saved position is one of batches made by these settings."""
+    for key, value in settings.items():
+        if state.get(key) != value:
+            raise UserError(f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value};"
+                            " restore the old setting, or start a new run")

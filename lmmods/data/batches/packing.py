@@ -59,11 +59,8 @@ class PackedSet(Dataset):
         self.items = items
         lengths = items.lengths
         order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
-        self._packs = [
-            order[start : start + CHUNK][pack]
-            for start in range(0, len(order), CHUNK)
-            for pack in best_fit_decreasing(lengths[order[start : start + CHUNK]], max_length)
-        ]
+        self._packs = [order[start : start + CHUNK][pack] for start in range(0, len(order), CHUNK)
+                       for pack in best_fit_decreasing(lengths[order[start : start + CHUNK]], max_length)]
         self.lengths = np.array([lengths[pack].sum() for pack in self._packs], np.int64)
 
     def __len__(self) -> int:
@@ -82,10 +79,6 @@ class PackedSet(Dataset):
         sizes = [len(row["input_ids"]) for row in rows]
         labels = np.concatenate([row["labels"] for row in rows])
         labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # nothing before it in its document predicts a first token
-        return {
-            "input_ids": np.concatenate([row["input_ids"] for row in rows]),
-            "labels": labels,
-            "position_ids": np.concatenate([np.arange(size) for size in sizes]),
-            "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes),
-            "index": rows[0]["index"],
-        }
+        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels,
+                "position_ids": np.concatenate([np.arange(size) for size in sizes]),
+                "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes), "index": rows[0]["index"]}

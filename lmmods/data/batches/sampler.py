@@ -46,9 +46,8 @@ class BatchOrder:
         return (self._order[start : start + self._batch_size] + self._offset).tolist()
 
 
-def training_order(
-    lengths: np.ndarray, batch_size: int, seed: list[int], shuffle: bool = True, group_by_length: bool = False
-) -> BatchOrder:
+def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], shuffle: bool = True,
+                   group_by_length: bool = False) -> BatchOrder:
     """Each row once, in an order drawn from the seed.
 
     Args:
@@ -66,7 +65,8 @@ def training_order(
     random = np.random.default_rng(seed)
     order = random.permutation(num_rows)
     if group_by_length:
-        order = _sorted_in_chunks(order, lengths, batch_size * SORTED_TOGETHER)
+        chunk_of = np.arange(num_rows) // (batch_size * SORTED_TOGETHER)
+        order = order[np.lexsort((-lengths[order], chunk_of))]
         batches = random.permutation(batches)
     return BatchOrder(order, batch_size, batches)
 
@@ -75,11 +75,6 @@ def evaluation_order(lengths: np.ndarray, batch_size: int) -> BatchOrder:
     """Each row once, longest first: least padding, and a lack of memory shows at once."""
     order = np.argsort(-lengths, kind="stable")
     return BatchOrder(order, batch_size, np.arange(-(-len(order) // batch_size)))
-
-
-def _sorted_in_chunks(order: np.ndarray, lengths: np.ndarray, chunk: int) -> np.ndarray:
-    chunk_of = np.arange(len(order)) // chunk
-    return order[np.lexsort((-lengths[order], chunk_of))]
 
 
 def batches_per_rank(num_batches: int, world_size: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import Batch, Shard
+from lmmods.data.batches.loader import Batch, Shard, check_same
 from lmmods.data.batches.sampler import BatchOrder, batches_of_rank
 from lmmods.data.encode.encoder import Encoded, Encoder, Tally, describe_dropped
 from lmmods.data.sources.readers import Row
@@ -50,11 +50,8 @@ def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: in
     weights = np.array([source.weight for source in sources], float)
     buffer: list[list[Row]] = [[] for _ in sources]
     while weights.any():
-        chosen = (
-            0
-            if len(sources) == 1
-            else int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
-        )
+        several = len(sources) > 1
+        chosen = int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right")) if several else 0
         row = next(readers[chosen], None)
         if row is None:
             weights[chosen] = 0
@@ -119,16 +116,9 @@ class StreamLoader:
         num_proc: Processes that tokenise.
     """
 
-    def __init__(
-        self,
-        sources: list[StreamSource],
-        arrange: Callable[[RowSet], Any],
-        order_of: Callable[[np.ndarray, int, int], BatchOrder],
-        collate: Callable[[list], Batch],
-        shard: Shard,
-        settings: dict[str, int],
-        num_proc: int = 1,
-    ) -> None:
+    def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],
+                 order_of: Callable[[np.ndarray, int, int], BatchOrder], collate: Callable[[list], Batch], shard: Shard,
+                 settings: dict[str, int], num_proc: int = 1) -> None:
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
         self._shard, self._settings, self._num_proc = shard, settings, num_proc
         self._epoch = self._buffer = self._handed_out = 0
@@ -153,9 +143,8 @@ class StreamLoader:
         for epoch in count(self._epoch):
             tallies = [Tally() for _ in self._sources]
             useful = start > 0  # what lies before the position was
-            for number, buffer in enumerate(
-                shuffle_buffers(self._sources, self._settings["window_size"], self._settings["seed"], epoch)
-            ):
+            size, seed = self._settings["window_size"], self._settings["seed"]
+            for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch)):
                 if number < start:
                     continue
                 rows = encode_buffer(self._sources, buffer, tallies, self._num_proc)
@@ -198,10 +187,5 @@ class StreamLoader:
         Raises:
             UserError: The position belongs to other settings.
         """
-        for key, value in self._settings.items():
-            if state.get(key) != value:
-                raise UserError(
-                    f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value}; "
-                    "restore the old setting, or start a new run"
-                )
+        check_same(state, self._settings)
         self._epoch, self._buffer, self._handed_out = state["epoch"], state["window"], state["batches"]

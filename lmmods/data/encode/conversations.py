@@ -78,12 +78,8 @@ class SFTEncoder:
             labels.append(row_labels)
             prompts.append(prompt)
             truncated.append(num_truncated)
-        columns = {
-            "input_ids": Ragged.of(ids),
-            "labels": Ragged.of(labels),
-            "prompt_length": np.array(prompts, np.int64),
-            "truncated": np.array(truncated, np.int64),
-        }
+        columns = {"input_ids": Ragged.of(ids), "labels": Ragged.of(labels),
+                   "prompt_length": np.array(prompts, np.int64), "truncated": np.array(truncated, np.int64)}
         self._count(columns, counts)
         return Encoded(columns, np.array(kept, np.int64), dropped, counts)
 
@@ -107,9 +103,8 @@ class SFTEncoder:
             segments = self.renderer.render(messages[:answered])
         return self.text.runs(segments)
 
-    def _fit(
-        self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
-    ) -> tuple[np.ndarray, np.ndarray, int, int]:
+    def _fit(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+             ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy and make the labels of one row. Raises RowProblem when the row is dropped."""
         last = response.max(initial=-1)
         prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
@@ -143,12 +138,10 @@ class SFTEncoder:
         if not source + target + total:
             return Truncation()
         if limits.on_overflow == "error":
-            raise RowError(
-                place,
-                f"{prompt} prompt and {answer} response tokens are more than max_length "
-                f"{limits.max_length} / source_max_length {limits.source_max_length} / target_max_length "
-                f"{limits.target_max_length}; raise the limit or set data.on_overflow",
-            )
+            raise RowError(place, f"{prompt} prompt and {answer} response tokens are more than max_length "
+                                  f"{limits.max_length} / source_max_length {limits.source_max_length} / "
+                                  f"target_max_length {limits.target_max_length}; raise the limit or set "
+                                  "data.on_overflow")
         if limits.on_overflow == "skip":
             raise RowProblem("longer than the limits")
         if limits.on_overflow == "truncate_ends":

@@ -77,9 +77,8 @@ class Tally:
 
 def describe_dropped(info: dict[str, Any]) -> str:
     """How many rows were read and why they were dropped, in words, from `Tally.summary` and `rows_read`."""
-    reasons = "; ".join(
-        f"{reason} ({entry['rows']} rows, first {entry['first'][0]})" for reason, entry in info["dropped"].items()
-    )
+    reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
+                        for reason, entry in info["dropped"].items())
     return f"{info['rows_read']} read: {reasons}"
 
 

@@ -149,10 +149,8 @@ class TemplateRenderer:
         end = self.template.end.replace("{eos}", eos_token)
         self.notes: list[str] = []
         if end not in encoder.control:
-            self.notes.append(
-                f"template {name}: {end} is no token of this tokenizer, responses end in {eos_token} "
-                f"instead (data.add_tokens can add it)"
-            )
+            self.notes.append(f"template {name}: {end} is no token of this tokenizer, responses end in {eos_token} "
+                              "instead (data.add_tokens can add it)")
             end = eos_token
         self.end = end
 
@@ -166,12 +164,8 @@ class TemplateRenderer:
             if message["role"] != "assistant":
                 segments += self._turn(message)
                 continue
-            content = message["content"]
-            segments += [
-                Segment(template.response, True, -1),
-                Segment(content, False, number),
-                Segment(self.end, True, number),
-            ]
+            segments += [Segment(template.response, True, -1), Segment(message["content"], False, number),
+                         Segment(self.end, True, number)]
             if position + 1 < len(messages) or open_response:
                 segments.append(Segment(template.after, True, -1))
             number += 1
@@ -211,11 +205,8 @@ class TemplateRenderer:
     def _fill(self, layout: str, message: Message) -> list[Segment]:
         """Texts are put beside the template's pieces, never into a string that is parsed again."""
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self._eos))
-        return [
-            Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
-            for place, piece in enumerate(pieces)
-            if piece
-        ]
+        return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
+                for place, piece in enumerate(pieces) if piece]
 
 
 class ChatTemplateRenderer:

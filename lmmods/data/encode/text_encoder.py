@@ -37,9 +37,8 @@ class TextEncoder:
         self.bos_id: int | None = tokenizer.bos_token_id
         unknown = tokenizer.unk_token_id
         self.unk_id: int | None = None if unknown in (self.eos_id, self.bos_id) else unknown
-        self.control: dict[str, int] = {
-            str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        self.control: dict[str, int] = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()
+                                        if token.special}
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         first = backend.encode("a").ids[:1]
         self.uses_bos = self.bos_id is not None and (first == [self.bos_id] or self.bos_id != self.eos_id)

@@ -81,18 +81,15 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
 
     path = options.path
     if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
-        raise UserError(
-            f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
-            "set data.tokenizer to a folder or hub id that has one"
-        )
+        raise UserError(f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
+                        "set data.tokenizer to a folder or hub id that has one")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=options.revision, trust_remote_code=options.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision,
+                                                  trust_remote_code=options.trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them about this path
-        raise UserError(
-            f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: {redact(str(error))[:300]}); "
-            "set data.tokenizer to a folder or hub id that has one"
-        ) from error
+        raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: "
+                        f"{redact(str(error))[:300]}); set data.tokenizer to a folder or hub id that has one"
+                        ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
     chosen = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
@@ -102,11 +99,8 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
 
 def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
     """All of a transformers tokenizer that a token could depend on."""
-    return {
-        "tokenizer": tokenizer.backend_tokenizer.to_str(),
-        "chat_template": tokenizer.chat_template,
-        "special": tokenizer.special_tokens_map,
-    }
+    return {"tokenizer": tokenizer.backend_tokenizer.to_str(), "chat_template": tokenizer.chat_template,
+            "special": tokenizer.special_tokens_map}
 
 
 def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding: bool = True  # noqa: ANN001
@@ -136,13 +130,11 @@ def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding:
     if padding_is_new:
         result.notes.append(f"pad_token {tokenizer.pad_token} is new: the vocabulary grows from {size} to {size + 1}")
     if add_tokens:
-        tokenizer.add_tokens(
-            [AddedToken(name, special=True, normalized=False) for name in add_tokens], special_tokens=True
-        )
+        new = [AddedToken(name, special=True, normalized=False) for name in add_tokens]
+        tokenizer.add_tokens(new, special_tokens=True)
     result.new_tokens = list(range(size, len(tokenizer)))
-    result.trainable_new_tokens = [
-        token for token in result.new_tokens if not (padding_is_new and token == tokenizer.pad_token_id)
-    ]
+    padding = tokenizer.pad_token_id if padding_is_new else None
+    result.trainable_new_tokens = [token for token in result.new_tokens if token != padding]
     return result
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,11 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.sources.formats import RowProblem, as_text, check_unicode
 from lmmods.data.sources.readers import Row
+from lmmods.data.sources.trees import as_list
 
 FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": None}
 NEARBY = 32  # characters around a wrong offset in which the answer is looked for
+LISTS = ("input_ids", "token_type_ids", "offsets")  # columns with a value for each token
 Answer = tuple[int, int]  # characters of the context: [start, end)
 
 
@@ -44,8 +46,8 @@ def _from_cell(name: str, value: Any) -> Any:
 
 def _questions_of(row: Row) -> Iterator[Row]:
     article = row.values
-    for paragraph in _list(article.get("paragraphs")) if "paragraphs" in article else [article]:
-        questions = _list(paragraph.get("qas")) if isinstance(paragraph, dict) else []
+    for paragraph in as_list(article.get("paragraphs")) if "paragraphs" in article else [article]:
+        questions = as_list(paragraph.get("qas")) if isinstance(paragraph, dict) else []
         if not questions or not all(isinstance(question, dict) for question in questions):
             yield row._replace(values={"question": None, "context": None})  # counted as a damaged row
             continue
@@ -130,15 +132,7 @@ class WindowEncoder:
         self._windows.enable_truncation(self.max_length, stride=self.stride, strategy=strategy)
 
     def __reduce__(self):  # noqa: ANN204 - pickling would drop encode_special_tokens
-        return WindowEncoder, (
-            self.backend,
-            self.cls_id,
-            self.max_length,
-            self.stride,
-            self.question_max_length,
-            self.question_first,
-            self.prompts_only,
-        )
+        return WindowEncoder, astuple(self)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Columns `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside
@@ -152,13 +146,9 @@ class WindowEncoder:
                 dropped.append((place, str(problem)))
         questions = self._short([question for _, question, _, _ in kept], counts)
         contexts = [context for _, _, context, _ in kept]
-        pairs = list(
-            zip(questions, contexts, strict=True) if self.question_first else zip(contexts, questions, strict=False)
-        )
-        columns: dict[str, list] = {
-            name: []
-            for name in ("input_ids", "token_type_ids", "offsets", "start_positions", "end_positions", "cls_position")
-        }
+        sides = (questions, contexts) if self.question_first else (contexts, questions)
+        pairs = list(zip(*sides, strict=True))
+        columns: dict[str, list] = {name: [] for name in (*LISTS, "start_positions", "end_positions", "cls_position")}
         places = []
         for (place, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
             windows = [self._window(window, answer) for window in (encoding, *encoding.overflowing)]
@@ -168,11 +158,8 @@ class WindowEncoder:
             places += [place] * len(windows)
             counts["questions"] += 1
             counts["questions_of_several_windows"] += len(windows) > 1
-        ragged = ("input_ids", "token_type_ids", "offsets")
-        arrays = {
-            name: Ragged.of(column) if name in ragged else np.array(column, np.int64)
-            for name, column in columns.items()
-        }
+        arrays = {name: Ragged.of(column) if name in LISTS else np.array(column, np.int64)
+                  for name, column in columns.items()}
         counts["tokens"] += len(arrays["input_ids"].values)
         return Encoded(arrays, np.array(places, np.int64), dropped, counts)
 
@@ -215,14 +202,8 @@ class WindowEncoder:
         offsets = np.where(in_context[:, None], np.array(encoding.offsets, np.int32).reshape(-1, 2), -1)
         cls = int(np.argmax(ids == self.cls_id)) if self.cls_id is not None else 0
         start, end = (IGNORED, IGNORED) if answer == "unknown" else _span(offsets, answer, cls)
-        return {
-            "input_ids": ids,
-            "token_type_ids": np.array(encoding.type_ids, np.int32),
-            "offsets": offsets.ravel(),
-            "start_positions": start,
-            "end_positions": end,
-            "cls_position": cls,
-        }
+        return {"input_ids": ids, "token_type_ids": np.array(encoding.type_ids, np.int32), "offsets": offsets.ravel(),
+                "start_positions": start, "end_positions": end, "cls_position": cls}
 
 
 def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:
@@ -236,7 +217,3 @@ def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:
     first = context[np.flatnonzero(offsets[context, 1] > start)[0]]
     last = context[np.flatnonzero(offsets[context, 0] < end)[-1]]
     return int(first), int(last)
-
-
-def _list(value: Any) -> list:
-    return value if isinstance(value, list) else []

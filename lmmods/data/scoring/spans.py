@@ -54,35 +54,24 @@ class Answers:
         self.null_odds[key], self.best_non_null[key] = odds, best_non_null
 
 
-def choose_answer(
-    context: str, windows: list[WindowLogits], settings: SpanSettings
-) -> tuple[str, list[dict[str, Any]], float, str]:
+def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSettings
+                  ) -> tuple[str, list[dict[str, Any]], float, str]:
     """Answer, n-best list, no-answer odds, and best non-empty answer of one question over all its windows.
 
     A span's score is start plus end logit; the score of no answer is the smallest over the windows, since one window
     that holds the answer is enough (Devlin et al. 2018).
     """
     candidates = [candidate for window in windows for candidate in _candidates(window, settings)]
-    null = min(
-        ((window.start[window.cls_position] + window.end[window.cls_position], window) for window in windows),
-        key=lambda pair: pair[0],
-    )
+    null = min(((window.start[window.cls_position] + window.end[window.cls_position], window) for window in windows),
+               key=lambda pair: pair[0])
     null_score = float(null[0])
     candidates.sort(key=lambda candidate: -candidate[0])
-    nbest = [
-        {"text": context[first:last], "score": float(score), "start_logit": float(start), "end_logit": float(end)}
-        for score, start, end, first, last in candidates[: settings.n_best_size]
-    ]
+    nbest = [{"text": context[first:last], "score": float(score), "start_logit": float(start), "end_logit": float(end)}
+             for score, start, end, first, last in candidates[: settings.n_best_size]]
     if settings.version_2_with_negative:
         window = null[1]
-        nbest.append(
-            {
-                "text": "",
-                "score": null_score,
-                "start_logit": float(window.start[window.cls_position]),
-                "end_logit": float(window.end[window.cls_position]),
-            }
-        )
+        nbest.append({"text": "", "score": null_score, "start_logit": float(window.start[window.cls_position]),
+                      "end_logit": float(window.end[window.cls_position])})
         nbest.sort(key=lambda entry: -entry["score"])
     if not nbest:
         nbest = [{"text": "", "score": 0.0, "start_logit": 0.0, "end_logit": 0.0}]

@@ -17,12 +17,8 @@ from lmmods.core.redaction import redact
 from lmmods.data.sources.paths import CODECS, check_regular, file_type
 from lmmods.data.sources.readers import READERS
 
-BOOKKEEPING = {
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-}  # of datasets' save_to_disk
+# Of datasets' save_to_disk.
+BOOKKEEPING = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READABLE = f"readable are {', '.join(sorted(READERS))} and .gz of these"
 

@@ -23,9 +23,8 @@ END_OF_TEXT = "<|endoftext|>"
 ROLES: Roles = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter", "question", "instruction"), "user"),
-    **dict.fromkeys(
-        ("assistant", "gpt", "bot", "chatgpt", "model", "answer", "bing", "bard", "function_call"), "assistant"
-    ),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model", "answer", "bing", "bard", "function_call"),
+                    "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 
@@ -142,9 +141,8 @@ def _turn(turn: Any, column: str, roles: Roles) -> Message:
         raise RowProblem(f"{column} holds the unknown role {name[:40]!r} (map it with data.roles)")
     content = turn[text_key]
     if isinstance(content, list):  # parts as in multimodal chat: keep the texts
-        content = "".join(
-            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
+        content = "".join(part["text"] for part in content
+                          if isinstance(part, dict) and isinstance(part.get("text"), str))
     if turn.get("tool_calls"):
         content = "\n".join(text for text in (content, json.dumps(turn["tool_calls"], ensure_ascii=False)) if text)
     return {"role": role, "content": as_text(content, f"{column}.{text_key}")}
@@ -184,39 +182,28 @@ def _holds(column: str, text: str) -> Callable[[Values], bool]:
 
 
 def _instances_have(column: str) -> Callable[[Values], bool]:
-    return lambda row: (
-        isinstance(row["instances"], list)
-        and any(isinstance(item, dict) and column in item for item in row["instances"])
-    )
+    return lambda row: (isinstance(row["instances"], list)
+                        and any(isinstance(item, dict) and column in item for item in row["instances"]))
 
 
 FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), _turns("messages")),
     "sharegpt": Format(("conversations",), _turns("conversations")),
     "oasst1-messages": Format(("message_id", "parent_id", "text", "role"), _turns("messages"), regroup=oasst_messages),
-    "oasst1-trees": Format(
-        ("message_tree_id", "prompt"), _turns("messages"), lambda row: isinstance(row["prompt"], dict), oasst_trees
-    ),
+    "oasst1-trees": Format(("message_tree_id", "prompt"), _turns("messages"),
+                           lambda row: isinstance(row["prompt"], dict), oasst_trees),
     "oasst1": Format(("text",), _marked("text", "### Human:", "### Assistant:"), _holds("text", "### Human:")),
     "chip2": Format(("text",), _marked("text", "<human>:", "<bot>:"), _holds("text", "<human>:")),
     "hh-rlhf": Format(("chosen",), _preferred),
-    "unnatural-instructions": Format(
-        ("instruction", "instances"),
-        _pair("instruction_with_input", "output"),
-        _instances_have("instruction_with_input"),
-        flat_instances,
-    ),
-    "self-instruct-nested": Format(
-        ("instruction", "instances"), _pair("instruction", "output", "input"), regroup=flat_instances
-    ),
+    "unnatural-instructions": Format(("instruction", "instances"), _pair("instruction_with_input", "output"),
+                                     _instances_have("instruction_with_input"), flat_instances),
+    "self-instruct-nested": Format(("instruction", "instances"), _pair("instruction", "output", "input"),
+                                   regroup=flat_instances),
     "alpaca": Format(("instruction", "output"), _pair("instruction", "output", "input")),
     "dolly": Format(("instruction", "context", "response"), _pair("instruction", "response", "context")),
     "instruction-response": Format(("instruction", "response"), _pair("instruction", "response", "input")),
-    "self-instruct": Format(
-        ("prompt", "completion"),
-        _pair("prompt", "completion", end_marker=END_OF_TEXT),
-        _holds("completion", END_OF_TEXT),
-    ),
+    "self-instruct": Format(("prompt", "completion"), _pair("prompt", "completion", end_marker=END_OF_TEXT),
+                            _holds("completion", END_OF_TEXT)),
     "prompt-completion": Format(("prompt", "completion"), _pair("prompt", "completion")),
     "prompt-response": Format(("prompt", "response"), _pair("prompt", "response")),
     "question-answer": Format(("question", "answer"), _pair("question", "answer", "context")),
@@ -253,7 +240,5 @@ def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
             if len(layout.columns) > 1 and layout.columns[0] in row:
                 return name
     known = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in FORMATS.items())
-    raise UserError(
-        f"{where}: the columns {', '.join(row) or '(none)'} fit no known format ({known}). Map them with "
-        "data.columns, for example {your_column: instruction}, or name data.dataset_format"
-    )
+    raise UserError(f"{where}: the columns {', '.join(row) or '(none)'} fit no known format ({known}). Map them with "
+                    "data.columns, for example {your_column: instruction}, or name data.dataset_format")

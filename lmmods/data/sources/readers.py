@@ -79,17 +79,13 @@ def _decoded_lines(file: BinaryIO, path: str) -> Iterator[str]:
     start = 0
     for number, line in enumerate(file, 1):
         if b"\x00" in line:
-            raise UserError(
-                f"{path}:{number}: NUL byte at byte {start + line.index(0)}; this is not UTF-8 text "
-                "(UTF-16 or binary?). Convert it, for example with `iconv -t UTF-8`"
-            )
+            raise UserError(f"{path}:{number}: NUL byte at byte {start + line.index(0)}; this is not UTF-8 text "
+                            "(UTF-16 or binary?). Convert it, for example with `iconv -t UTF-8`")
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}:{number}: byte {start + error.start} ({line[error.start]:#04x}) is not UTF-8; "
-                "convert the file, for example with `iconv -t UTF-8`"
-            ) from error
+            raise UserError(f"{path}:{number}: byte {start + error.start} ({line[error.start]:#04x}) is not UTF-8; "
+                            "convert the file, for example with `iconv -t UTF-8`") from error
         start += len(line)
         yield text
 
@@ -138,20 +134,16 @@ def _json_array(text: str, start: int, path: str) -> Iterator[Row]:
             values, at = DECODER.raw_decode(text, at)
         except BROKEN_JSON as error:
             where = getattr(error, "lineno", line)
-            raise UserError(
-                f"{path}:{where}: broken JSON ({_why(error)}) in the record that starts in line {line}"
-            ) from error
+            raise UserError(f"{path}:{where}: broken JSON ({_why(error)}) in the record that starts in line {line}"
+                            ) from error
         yield Row(path, line, _as_object(values, path, line))
         at = _skip_space(text, at)
         separator, at = text[at : at + 1], at + 1
     rest = _skip_space(text, at)
     if separator != "]" or rest < len(text):
         line = 1 + text.count("\n", 0, at)
-        wrong = (
-            "the file ends inside the array"
-            if not separator
-            else f"unexpected {text[at - 1 if separator != ']' else rest]!r}"
-        )
+        wrong = f"unexpected {text[at - 1 if separator != ']' else rest]!r}" if separator else (
+            "the file ends inside the array")
         raise UserError(f"{path}:{line}: broken JSON: {wrong}; expected ',' or ']' after the record")
 
 
@@ -174,10 +166,8 @@ def _skip_space(text: str, at: int) -> int:
 
 def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise UserError(
-            f"{path}:{line}: a record must be a JSON object with named fields, "
-            f"found {type(values).__name__}: {reprlib.repr(values)}"
-        )
+        raise UserError(f"{path}:{line}: a record must be a JSON object with named fields, "
+                        f"found {type(values).__name__}: {reprlib.repr(values)}")
     if _is_deeper_than(values, DEEPEST):
         raise UserError(f"{path}:{line}: lists and objects stand in each other more than {DEEPEST} deep; such a record "
                         "is no data. Remove it")
@@ -187,12 +177,8 @@ def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
 def _is_deeper_than(value: Any, depth: int) -> bool:
     level = [value]
     for _ in range(depth + 1):
-        level = [
-            item
-            for node in level
-            for item in (node.values() if isinstance(node, dict) else node)
-            if isinstance(item, (dict, list))
-        ]
+        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(item, (dict, list))]
         if not level:
             return False
     return True
@@ -233,10 +219,8 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
             header = _csv_header(fields, path)
         elif fields:
             if len(fields) != len(header):
-                raise UserError(
-                    f"{path}:{line}: {len(fields)} fields, but the header names {len(header)} "
-                    f"({', '.join(header)}); is a quote unbalanced or a {delimiter!r} unquoted?"
-                )
+                raise UserError(f"{path}:{line}: {len(fields)} fields, but the header names {len(header)} "
+                                f"({', '.join(header)}); is a quote unbalanced or a {delimiter!r} unquoted?")
             yield Row(path, line, dict(zip(header, fields, strict=True)))
         line = reader.line_num + 1
 

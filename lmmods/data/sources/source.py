@@ -55,10 +55,8 @@ def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | No
     items = source if isinstance(source, list) else [source]
     if not items or not all(items):
         raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
-    sources = [
-        Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
-        for item in items
-    ]
+    sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
+               for item in items]
     if key != "source" and any(item.weight != 1 for item in sources):
         raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
     return [replace(item, columns=columns) if item.columns is None else item for item in sources]

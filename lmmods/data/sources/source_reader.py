@@ -74,10 +74,8 @@ class SourceReader:
         mapping = self.source.columns or {}
         missing = [name for name in mapping if name not in values]
         if missing:
-            raise UserError(
-                f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
-                f"the columns are {', '.join(values)}{did_you_mean(missing[0], list(values))}"
-            )
+            raise UserError(f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
+                            f"the columns are {', '.join(values)}{did_you_mean(missing[0], list(values))}")
         renamed = {new: values[name] for name, new in mapping.items()}
         self.replaced.update(name for name in renamed if name in values and name not in mapping)
         return {name: value for name, value in values.items() if name not in mapping and name not in renamed} | renamed
@@ -142,16 +140,8 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
 
     repository = NAMED_SETS.get(source.path, source.path)
     try:
-        return datasets.load_dataset(
-            repository,
-            source.name,
-            data_files=NAMED_FILES.get(source.path),
-            split=source.split or "train",
-            revision=source.revision,
-            streaming=streaming,
-        )
+        return datasets.load_dataset(repository, source.name, data_files=NAMED_FILES.get(source.path),
+                                     split=source.split or "train", revision=source.revision, streaming=streaming)
     except Exception as error:  # datasets raises many kinds, all of them about this path
-        raise UserError(
-            f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
-            f"loaded ({type(error).__name__}: {redact(str(error))[:300]})"
-        ) from error
+        raise UserError(f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
+                        f"loaded ({type(error).__name__}: {redact(str(error))[:300]})") from error

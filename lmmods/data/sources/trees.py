@@ -12,7 +12,7 @@ def flat_instances(rows: Iterable[Row]) -> Iterator[Row]:
     Damaged rows pass as they are; conversion then says what they lack.
     """
     for row in rows:
-        items = [item for key in ("instances", "reformulations") for item in _list(row.values.get(key))]
+        items = [item for key in ("instances", "reformulations") for item in as_list(row.values.get(key))]
         if not items or not all(isinstance(item, dict) for item in items):
             yield row
             continue
@@ -71,7 +71,7 @@ def oasst_trees(rows: Iterable[Row]) -> Iterator[Row]:
         messages, node = [], row.values.get("prompt")
         while isinstance(node, dict):
             messages.append({key: value for key, value in node.items() if key != "replies"})
-            answers = [reply for reply in _list(node.get("replies")) if isinstance(reply, dict)]
+            answers = [reply for reply in as_list(node.get("replies")) if isinstance(reply, dict)]
             node = min(answers, key=_rank, default=None)
         yield row._replace(values={"messages": messages})
 
@@ -81,5 +81,6 @@ def _rank(message: dict[str, Any]) -> float:
     return rank if isinstance(rank, int | float) else float("inf")
 
 
-def _list(value: Any) -> list:
+def as_list(value: Any) -> list:
+    """A list as it is; for anything else an empty one."""
     return value if isinstance(value, list) else []

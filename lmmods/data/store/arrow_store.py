@@ -103,14 +103,10 @@ class MemoryStore:
         self._columns: dict[str, _ListColumn | np.ndarray] = {}
         for name, column in parts[0][1].columns.items():
             pieces = [encoded.columns[name] for _, encoded in parts]
-            self._columns[name] = (
-                _ListColumn(pa.chunked_array([arrow_column(piece) for piece in pieces]))
-                if isinstance(column, Ragged)
-                else np.concatenate(pieces)
-            )
-        self._columns["index"] = np.concatenate(
-            [encoded.positions + start for (_, encoded), start in zip(parts, starts, strict=False)]
-        )
+            self._columns[name] = (_ListColumn(pa.chunked_array([arrow_column(piece) for piece in pieces]))
+                                   if isinstance(column, Ragged) else np.concatenate(pieces))
+        self._columns["index"] = np.concatenate([encoded.positions + start for (_, encoded), start
+                                                 in zip(parts, starts, strict=False)])
         tally = Tally()
         for batch, encoded in parts:
             tally.add(batch, encoded)

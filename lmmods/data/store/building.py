@@ -38,13 +38,8 @@ def fingerprint(settings: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def build_store(
-    folder: Path,
-    rows: Iterable[Row],
-    encoder: Encoder,
-    num_proc: int = 1,
-    info: dict[str, Any] | None = None,
-) -> None:
+def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: int = 1,
+                info: dict[str, Any] | None = None) -> None:
     """Encode `rows` and write the store `folder`, or leave the one that another process finished first.
 
     Args:
@@ -64,10 +59,7 @@ def build_store(
     gc.freeze()  # else each collection walks through all of torch: a tenth of the time
     try:
         # a bar on terminals only, and only where there is something to wait for
-        with (
-            _Writer(temporary) as writer,
-            tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar,
-        ):
+        with _Writer(temporary) as writer, tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar:
             for batch, encoded in encode_batches(rows, encoder, num_proc):
                 with _reported(folder.parent):
                     writer.add(batch, encoded)

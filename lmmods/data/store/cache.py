@@ -37,14 +37,8 @@ class Cache:
     num_proc: int | None
     _checked: set[Path] = field(default_factory=set)  # stores that this object has built or checked
 
-    def store(
-        self,
-        reader: SourceReader,
-        settings: dict[str, Any],
-        prepare: Prepare,
-        rebuild: bool = False,
-        contents: bool = True,
-    ) -> Store:
+    def store(self, reader: SourceReader, settings: dict[str, Any], prepare: Prepare, rebuild: bool = False,
+              contents: bool = True) -> Store:
         """The store of a source.
 
         Args:

@@ -103,10 +103,8 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
     num_usable = int(usable.sum())
     count = val_size if isinstance(val_size, int) else max(round(val_size * num_usable), int(val_size > 0))
     if not 0 <= count < num_usable or val_size < 0:
-        raise UserError(
-            f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; give a share below "
-            "1.0 or fewer rows"
-        )
+        raise UserError(f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; give a "
+                        "share below 1.0 or fewer rows")
     drawn = np.random.default_rng([seed, total]).permutation(total)
     held_out = np.zeros(total, bool)
     held_out[drawn[usable[drawn]][:count]] = True

@@ -19,23 +19,11 @@ COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-m
                   "16-mixed": torch.float16}
 
 
-def load_pretrained(
-    auto_class: type,
-    pretrained: str,
-    *,
-    overrides: dict[str, Any] | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    quantize: Quantize | None = None,
-    double_quant: bool = True,
-    quant_storage: str | None = None,
-    precision: str = "32-true",
-    frozen: bool = False,
-    attention: str | None = None,
-    device: torch.device | None = None,
-    max_memory: str | dict[int | str, str] | None = None,
-    seed: int = 0,
-) -> nn.Module:
+def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, Any] | None = None,
+                    revision: str | None = None, trust_remote_code: bool = False, quantize: Quantize | None = None,
+                    double_quant: bool = True, quant_storage: str | None = None, precision: str = "32-true",
+                    frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
+                    max_memory: str | dict[int | str, str] | None = None, seed: int = 0) -> nn.Module:
     """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
@@ -105,20 +93,14 @@ def _start_missing(model: nn.Module, names: Iterable[str], seed: int) -> None:
             params[name].copy_(torch.from_numpy(init_weight(seed, name, tuple(params[name].shape), std)))
 
 
-def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype,
-                  skip: list[str] | None):
+def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype, skip: list[str] | None):
     from transformers import BitsAndBytesConfig
 
     if quantize == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantize,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=compute,
-        bnb_4bit_quant_storage=storage,
-        llm_int8_skip_modules=skip,
-    )
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantize, bnb_4bit_use_double_quant=double_quant,
+                              bnb_4bit_compute_dtype=compute, bnb_4bit_quant_storage=storage,
+                              llm_int8_skip_modules=skip)
 
 
 def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:

@@ -42,15 +42,8 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def token_loss(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Callable[[Tensor], Tensor],
-    params: list[Tensor],
-    vocab_size: int,
-    count_correct: bool = False,
-    plain: bool = False,
-) -> LossSums:
+def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
+               count_correct: bool = False, plain: bool = False) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Args:

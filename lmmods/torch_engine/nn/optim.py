@@ -17,10 +17,8 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     Matrices decay, biases and norms (everything with one dimension) do not; each parameter is in one group.
     """
     params = [p for _, p in named_params if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": settings.weight_decay},
+              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
         return _bitsandbytes(groups, settings)

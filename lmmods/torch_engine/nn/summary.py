@@ -37,12 +37,9 @@ def summarize(model: nn.Module) -> Summary:
     for param in params:
         kind = storage_name(param)
         dtypes[kind] = dtypes.get(kind, 0) + num_elements(param)
-    return Summary(
-        num_params=sum(num_elements(p) for p in params),
-        num_trainable=sum(num_elements(p) for p in params if p.requires_grad),
-        dtypes=dtypes,
-        weight_bytes=sum(p.numel() * p.element_size() + _scale_bytes(p) for p in params),
-    )
+    return Summary(num_params=sum(num_elements(p) for p in params),
+                   num_trainable=sum(num_elements(p) for p in params if p.requires_grad), dtypes=dtypes,
+                   weight_bytes=sum(p.numel() * p.element_size() + _scale_bytes(p) for p in params))
 
 
 def num_elements(param: Tensor) -> int:
