@@ -24,6 +24,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
 
+from tests import programs  # noqa: E402
+
 torch.set_num_threads(1)
 
 TEXTS = ["Below is an instruction that describes a task. Write a response.", "### Instruction:\nAdd 1 and 2.\n\n",
@@ -53,9 +55,17 @@ def few_memory_maps():
     if "jax" not in sys.modules or time.process_time() - looked_at["seconds"] < 2 or not maps.exists():
         return
     if len(maps.read_bytes().splitlines()) > 25_000:
+        programs.forget()
         sys.modules["jax"].clear_caches()
         gc.collect()
     looked_at["seconds"] = time.process_time()
+
+
+@pytest.fixture(autouse=True)
+def programs_are_shared():
+    """What a run on JAX compiles is there for the runs after it, in tests that have the engine loaded."""
+    if "jax_engine" in sys.modules:
+        programs.share()
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +181,10 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
 
     def write(name: str = "recipe.yaml", **changes) -> list[str]:
         content = copy.deepcopy(base)
+        if changes.get("engine") == "jax":
+            programs.share()
+            # batches of one length, as programs are compiled for each
+            content["data"]["init_args"]["pad_to_multiple_of"] = 192
         for key, value in changes.items():
             *parents, leaf = key.split("__")
             node = content
