@@ -1,5 +1,6 @@
 """Shared by all tests: offline, one thread, compiled programs kept, and a tiny Llama with its tokenizer in a folder."""
 
+import functools
 import gc
 import hashlib
 import json
@@ -41,6 +42,25 @@ def pytest_configure(config: pytest.Config) -> None:
         for path in Path(COMPILED).glob("*-cache"):
             if time.time() - path.stat().st_atime > 30 * 24 * 3600:
                 path.unlink(missing_ok=True)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The garbage collector spares the libraries, which tests have imported by now, and comes less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 10)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap_ends():
+    """Nobody draws the plug here, and few look at the picture with which a run ends: a tenth of its time each."""
+    from matplotlib.figure import Figure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(Figure, "savefig",
+                      functools.wraps(Figure.savefig)(lambda figure, path, **_: Path(path).write_bytes(b"a picture")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +212,7 @@ def recipe(tmp_path, llama_folder, instructions, monkeypatch):
                 node = node.setdefault(parent, {})
             node[leaf] = value
         path = tmp_path / name
-        path.write_text(yaml.safe_dump(content))
+        path.write_text(yaml.dump(content, Dumper=yaml.CSafeDumper))
         return ["--config", str(path)]
 
     return write

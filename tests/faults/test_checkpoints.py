@@ -164,7 +164,6 @@ def save_all(folder: RunFolder, policy: CheckpointPolicy, writer) -> None:
 def dies_at(monkeypatch):
     """Let the process die before the n-th change of a name in a file system; returns the count of those done."""
     count = {"left": -1, "done": 0}
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # nobody draws the plug here
 
     def counted(function):
         def call(*args, **kwargs):
