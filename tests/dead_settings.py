@@ -6,6 +6,7 @@ Storing it and checking its range are not reading.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,10 +15,17 @@ CHECKS = {"require", "check_range"}  # functions that only raise
 
 
 class Owner(NamedTuple):
-    """A class in the source: the tree of its body, and the dotted names of its bases."""
+    """A class in the source.
 
-    node: ast.ClassDef
+    Args:
+        bases: Their dotted names.
+        fields: As `_fields`.
+        loads: Attributes of self that it loads.
+    """
+
     bases: list[str]
+    fields: dict[str, set[str] | None]
+    loads: set[str]
 
 
 def dead_settings(sources: dict[str, str], templates: str = "") -> set[tuple[str, str]]:
@@ -27,17 +35,24 @@ def dead_settings(sources: dict[str, str], templates: str = "") -> set[tuple[str
         sources: Text by module name.
         templates: Text of jinja templates, which read attributes too.
     """
-    trees = {module: ast.parse(text) for module, text in sources.items()}
-    owners = {name: owner for module, tree in trees.items() for name, owner in _classes(module, tree)}
-    others = set(re.findall(r"\.(\w+)", templates)).union(*map(_loads_of_others, trees.values()))
-    own = {name: _loads_of_self(owner.node) for name, owner in owners.items()}
+    read = [_read(module, text) for module, text in sources.items()]
+    owners = {name: owner for found, _ in read for name, owner in found.items()}
+    others = set(re.findall(r"\.(\w+)", templates)).union(*(loads for _, loads in read))
+    ancestors = {name: _ancestors(name, owners) for name in owners}
     dead = set()
     for name, owner in owners.items():
-        family = {name} | _ancestors(name, owners) | {other for other in owners if name in _ancestors(other, owners)}
-        read = others.union(*(own[member] for member in family))
-        dead |= {(name, field) for field, stored in _fields(owner.node).items()
-                 if stored is not None and not (stored and stored <= read)}
+        family = {name} | ancestors[name] | {other for other in owners if name in ancestors[other]}
+        loads = others.union(*(owners[member].loads for member in family))
+        dead |= {(name, field) for field, stored in owner.fields.items()
+                 if stored is not None and not (stored and stored <= loads)}
     return dead
+
+
+@functools.cache
+def _read(module: str, text: str) -> tuple[dict[str, Owner], set[str]]:
+    """The classes of a module, and what it reads of anything but self."""
+    tree = ast.parse(text)
+    return dict(_classes(module, tree)), _loads_of_others(tree)
 
 
 def _classes(module: str, tree: ast.Module) -> Iterator[tuple[str, Owner]]:
@@ -46,7 +61,8 @@ def _classes(module: str, tree: ast.Module) -> Iterator[tuple[str, Owner]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             bases = [base.id if isinstance(base, ast.Name) else ast.unparse(base) for base in node.bases]
-            yield f"{module}.{node.name}", Owner(node, [known.get(base, f"{module}.{base}") for base in bases])
+            yield f"{module}.{node.name}", Owner([known.get(base, f"{module}.{base}") for base in bases], _fields(node),
+                                                 _loads_of_self(node))
 
 
 def _ancestors(name: str, owners: dict[str, Owner]) -> set[str]:

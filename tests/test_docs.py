@@ -2,12 +2,12 @@
 
 import ast
 import contextlib
+import functools
 import io
 import itertools
 import re
 import shlex
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ TINY = ("--trainer.limit_val_batches 1 --trainer.limit_predict_batches 1 --train
         "--trainer.accelerator cpu --trainer.devices 1").split()
 TINY_FIT = ("--trainer.val_check_interval 2 --trainer.log_every_n_steps 1 --trainer.logger null --samples.prompts null "
             "--checkpoint.every_n_steps 2").split()
-PARSERS = {"report": report_parser, **{name: partial(command_parser, name) for name in COMMANDS}}
+PARSERS = {"report": report_parser, **{name: functools.partial(command_parser, name) for name in COMMANDS}}
 VALUE = "…"
 FORM = "… is …, but must be …"  # explains all messages of this form, whatever the key
 
@@ -238,6 +238,7 @@ def expressions(tree: ast.AST) -> list[ast.expr]:
     return found
 
 
+@functools.cache
 def messages() -> set[str]:
     """Every message that a mistake of the user can bring, with … for values."""
     files = [*(ROOT / "lmmods").rglob("*.py"), *(ROOT / "jax_engine").rglob("*.py")]

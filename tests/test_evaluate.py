@@ -1,5 +1,6 @@
 """`evaluate`: lm-eval on a finished run, with a task of local files, beside likelihoods computed by hand."""
 
+import functools
 import json
 import sys
 
@@ -10,7 +11,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lmmods.cli import main
-from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 
 QUESTIONS = [("the quick brown", ["fox", "dog", "3"], 0), ("Add 1 and 2.", ["1", "2", "3"], 2),
@@ -18,18 +18,22 @@ QUESTIONS = [("the quick brown", ["fox", "dog", "3"], 0), ("Add 1 and 2.", ["1",
              ("one two", ["three", "response", "the"], 0), ("over the lazy", ["brown", "dog", "fox"], 2)]
 
 
-@pytest.fixture
-def task_folder(tmp_path):
-    """A multiple-choice task over a file."""
-    rows = tmp_path / "questions.jsonl"
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+    """A multiple-choice task over a file. lm-eval reads its thousands of own ones once, not for each command."""
+    tasks = pytest.importorskip("lm_eval.tasks")
+    top = tmp_path_factory.mktemp("tasks")
+    rows = top / "questions.jsonl"
     rows.write_text("".join(json.dumps({"question": q, "choices": c, "answer": a}) + "\n" for q, c, a in QUESTIONS))
-    folder = tmp_path / "tasks"
+    folder = top / "tasks"
     folder.mkdir()
     (folder / "guess.yaml").write_text(yaml.safe_dump({
         "task": "guess", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
         "doc_to_target": "answer", "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}]}))
-    return str(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "TaskManager", functools.cache(tasks.TaskManager))
+        yield str(folder)
 
 
 def accuracy_by_hand(model, tokenizer) -> float:
@@ -49,10 +53,8 @@ def accuracy_by_hand(model, tokenizer) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"model__init_args__quantize": None, "model__init_args__lora": None}],
                          ids=["qlora", "full"])
-def test_scores_of_a_local_task(recipe, llama_folder, task_folder, tmp_path, changes, capsys):
-    pytest.importorskip("lm_eval")
-    run = RunFolder(tmp_path / "run")
-    assert main(["fit", *recipe(**changes, trainer__max_steps=3)]) == 0
+def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, capsys):
+    run = finished("run", **changes)
     before = json.loads(run.metrics_json.read_text())
     assert main(["evaluate", "--run", str(run.root), "--tasks", "guess", "--task_folder", task_folder]) == 0
     assert "guess" in capsys.readouterr().out

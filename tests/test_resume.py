@@ -32,16 +32,18 @@ EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val
     pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0}, id="packing",
                  marks=pytest.mark.slow),
 ])
-def test_interrupted_at_every_micro_batch(recipe, tmp_path, stop_at, changes):
-    straight = RunFolder(tmp_path / "straight")
-    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
+def test_interrupted_at_every_micro_batch(recipe, finished, tmp_path, stop_at, changes):
+    """Four runs, each interrupted in every fourth micro-batch and taken up again, meet every place."""
+    straight = finished(**changes)
     special = any(word in str(changes) for word in ("num_workers", "streaming", "packing"))
-    for batch in (1, 5, 8, 11) if special else range(1, 16):
-        broken = RunFolder(tmp_path / f"broken{batch}")
-        arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
-        stop_at(batch)
-        assert main(["fit", *arguments]) == 130, batch
-        assert not broken.completed.exists()
+    for places in [(1, 5, 8, 11)] if special else [range(first, 16, 4) for first in (1, 2, 3, 4)]:
+        broken = RunFolder(tmp_path / f"broken{places[0]}")
+        arguments, done = recipe(**changes, trainer__default_root_dir=str(broken.root)), 0
+        for place in places:
+            stop_at(place - done)
+            assert main(["fit", *arguments, *(["--ckpt_path", "last"] if done else [])]) == 130, place
+            assert not broken.completed.exists()
+            done = place
         stop_at(0)
         assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
         assert_same_run(straight, broken)

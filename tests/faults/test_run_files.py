@@ -184,14 +184,14 @@ HARMLESS = {
 
 
 @pytest.fixture
-def finished(recipe, tmp_path):
+def finished(finished, recipe, tmp_path):
     """A run of two steps, as often as it is asked for, and the arguments to go on to the fourth."""
     changes = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2, "alpha": 4},
                "trainer__limit_val_batches": 0}
 
     def make(engine: str):
-        assert main(["fit", *recipe(**changes, engine=engine, trainer__max_steps=2)]) == 0
-        shutil.copytree(tmp_path / "run", tmp_path / "whole", symlinks=True)
+        run = finished("run", **changes, engine=engine, trainer__max_steps=2)
+        shutil.copytree(run.root, tmp_path / "whole", symlinks=True)
         arguments = recipe(**changes, engine=engine, trainer__max_steps=4)
 
         def again() -> RunFolder:
