@@ -10,7 +10,8 @@ from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.templates import ChatTemplateRenderer, TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.fields import SFTDataFields
-from lmmods.data.sources.formats import RowProblem, detect_format, find_format
+from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
 
@@ -50,7 +51,7 @@ class SFTData(SFTDataFields, DataModule):
         row = self.example(index)
         layout = self._rows("predict").info(index)["format"]
         try:
-            messages = find_format(layout).convert(row, self.roles)
+            messages = read_conversation(layout, row, self.roles).messages
         except RowProblem:
             return None
         return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None

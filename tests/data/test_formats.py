@@ -6,7 +6,8 @@ import pytest
 
 from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.formats import FORMATS, RowProblem, detect_format, find_format
+from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.formats import FORMATS, detect_format, find_format
 from lmmods.data.sources.readers import Row
 
 EXCHANGE = [("user", "ask"), ("assistant", "reply")]

@@ -20,7 +20,7 @@ from jinja2.visitor import NodeTransformer
 
 from lmmods.core.compat import chat_template_environment, namespace_values
 from lmmods.core.errors import UserError
-from lmmods.data.sources.formats import Message, RowProblem
+from lmmods.data.sources.conversation import Message, RowProblem
 
 MAX_SOURCE = 1_000_000  # characters of a template; those of published models have up to 20,000
 # What a conversation may cost. Published templates need a hundredth of it.

@@ -10,7 +10,8 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged, RowError
 from lmmods.data.encode.templates import Renderer
 from lmmods.data.encode.text_encoder import Run, TextEncoder
-from lmmods.data.sources.formats import Roles, RowProblem, check_unicode, find_format
+from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.formats import Roles, check_unicode, find_format, read_conversation
 
 
 @dataclass
@@ -84,7 +85,7 @@ class SFTEncoder:
         return Encoded(columns, np.array(kept, np.int64), dropped, counts)
 
     def _runs(self, row: dict[str, Any], counts: Counter) -> list[Run]:
-        messages = find_format(self.dataset_format).convert(row, self.roles)
+        messages = read_conversation(self.dataset_format, row, self.roles).messages
         for message in messages:
             for text in message.values():
                 check_unicode(text)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.encode.text_encoder import TextEncoder
-from lmmods.data.sources.formats import Message, RowProblem
+from lmmods.data.sources.conversation import Message, RowProblem
 
 
 class Segment(NamedTuple):

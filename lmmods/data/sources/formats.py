@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmmods.core.errors import UserError
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_trees
 
-Message = dict[str, str]
 Values = dict[str, Any]
 Roles = dict[str, str]
 Converter = Callable[[Values, Roles], list[Message]]
@@ -27,10 +27,6 @@ ROLES: Roles = {
                     "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
-
-
-class RowProblem(Exception):
-    """Why one row cannot be used. The reason is counted in the data report."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +207,11 @@ FORMATS: dict[str, Format] = {
     "text": Format(("text",), _text, template="plain"),
 }
 ALIASES = {"alpaca-clean": "alpaca", "longform": "input-output", "gsm8k": "question-answer"}
+
+
+def read_conversation(layout: str, row: Values, roles: Roles) -> Conversation:
+    """The conversation of a row. Raises RowProblem where it holds none; UserError for an unknown layout."""
+    return Conversation(find_format(layout).convert(row, roles))
 
 
 def find_format(name: str) -> Format:
