@@ -154,8 +154,8 @@ def test_a_setting_that_nobody_reads_is_found():
     assert len(wanted) > 60 and dead_settings(sources) - before == wanted
     sources = modules()
     text = sources["lmmods.data.sft"]
-    sources["lmmods.data.sft"] = text.replace("self.train_on_last, self.roles", "False, self.roles")
-    assert dead_settings(sources) - before == {("lmmods.data.fields.SFTDataFields", "train_on_last")}
+    sources["lmmods.data.sft"] = text.replace("self.chat_template_kwargs", "None")
+    assert dead_settings(sources) - before == {("lmmods.data.fields.SFTDataFields", "chat_template_kwargs")}
 
 
 def test_generation_hands_every_option_on():

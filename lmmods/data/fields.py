@@ -10,7 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.sources.source import SourceLike
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
-Overflow = Literal["error", "skip", "truncate_prompt", "truncate", "truncate_ends"]
+Overflow = Literal["error", "skip", "truncate_turns", "truncate_prompt", "truncate", "truncate_ends"]
 
 
 def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | None, int, int]) -> None:
@@ -195,28 +195,56 @@ class SFTDataFields(DataFields):
         source: Where the training rows come from: file, folder, glob, URL, hub id, a set of qlora's by name, a mapping
             {path, name, split, revision, columns, limit, weight, format}, or a list of these.
         template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr, plain,
-            qlora-alpaca or qlora-plain. null takes the tokenizer's chat template if it has one, else alpaca.
+            qlora-alpaca or qlora-plain, or a file of Jinja (.jinja) that takes the place of the tokenizer's chat
+            template. null takes the tokenizer's chat template if it has one, else alpaca.
+        chat_template_kwargs: Variables of the chat template, for example {enable_thinking: false}; a row's own column
+            chat_template_kwargs goes before.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
         roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
-        train_on_prompt: Score every token, not only responses.
-        train_on_last: Score only the last response of a conversation.
+        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
+            responses.
+        train_on_prompt: The same as `train_on: all`.
+        train_on_last: The same as `train_on: last`.
+        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
+            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
+            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
+            is scored.
+        reasoning: Whether reasoning (`reasoning_content`, or <think> in a response) is kept or dropped.
+        system_prompt: System turn of conversations that have none.
+        replace_system_prompt: Give `system_prompt` to all conversations, whatever system turn they have.
         source_max_length: Longest prompt (all before the last response) in tokens.
         target_max_length: Longest last response in tokens.
-        on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_prompt` truncates the
-            oldest part of the prompt and drops rows whose response alone is too long; `truncate` truncates the end of
-            the response, which then has no end token, and the oldest part of a prompt over `source_max_length`;
-            `truncate_ends` truncates the ends of both. All of it is counted in the report.
+        on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_turns` drops as many
+            of its oldest exchanges as it must, keeps the system turn and the tools, and drops rows whose last exchange
+            alone is too long; `truncate_prompt` truncates the oldest part of the prompt and drops rows whose response
+            alone is too long; `truncate` truncates the end of the response, which then has no end token, and the oldest
+            part of a prompt over `source_max_length`; `truncate_ends` truncates the ends of both. null is
+            `truncate_turns` with a chat template of Jinja and `truncate_prompt` with a named one. All of it is counted
+            in the report.
     """
 
     template: str | None = None
     dataset_format: str | None = None
     roles: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    train_on: Literal["responses", "all", "last"] | None = None
     train_on_prompt: bool = False
     train_on_last: bool = False
+    turns: Literal["all", "last", "split"] = "all"
+    reasoning: Literal["keep", "drop"] = "keep"
+    system_prompt: str | None = None
+    replace_system_prompt: bool = False
     source_max_length: int | None = None
     target_max_length: int | None = None
-    on_overflow: Overflow = "truncate_prompt"
+    on_overflow: Overflow | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(source_max_length=(self.source_max_length, 1), target_max_length=(self.target_max_length, 1))
+        asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
+        if asked and self.train_on not in (None, asked):
+            key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
+            raise UserError(f"data.train_on is {self.train_on}, but data.{key} asks for {asked}; keep one of them")
+        self.train_on = self.train_on or asked or "responses"
+        if self.replace_system_prompt and self.system_prompt is None:
+            raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")

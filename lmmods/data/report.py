@@ -103,6 +103,12 @@ def render_table(report: dict[str, Any]) -> str:
                   for reason, entry in source["dropped"].items()]
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
+        if source.get("conversations_split"):
+            lines.append(f"  {source['conversations_split']} conversations became one row for each response: the chat "
+                         "template writes earlier turns differently")
+        if source.get("responses_unlike_inference"):
+            lines.append(f"  {source['responses_unlike_inference']} responses follow another prompt than inference "
+                         "shows: the chat template opens these answers differently")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
     lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}"
                  f"{'packed':>9}")

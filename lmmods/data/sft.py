@@ -1,16 +1,18 @@
 """Supervised fine-tuning: conversations with a loss on the responses."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
-from lmmods.data.encode.conversations import Limits, SFTEncoder
+from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, is_template_file, read_template_file
+from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder
-from lmmods.data.encode.templates import ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.encode.templates import TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.fields import SFTDataFields
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
@@ -26,6 +28,8 @@ class SFTData(SFTDataFields, DataModule):
         if self.dataset_format is not None:
             find_format(self.dataset_format)
         self.roles = self.roles or {}
+        if is_template_file(self.template):
+            self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -40,8 +44,8 @@ class SFTData(SFTDataFields, DataModule):
         """
         encoder = self._sft_encoder(self._rows("train").info(0)["format"], prompts_only=True)
         try:
-            rendered = [encoder.renderer.render([{"role": "user", "content": text}], open_response=True)
-                        for text in texts]
+            asked = [encoder.prepared(Conversation([{"role": "user", "content": text}])) for text in texts]
+            rendered = [encoder.renderer.prompt(conversation) for conversation in asked]
         except RowProblem as problem:
             raise UserError(f"samples.prompts: {problem}") from problem
         return [ids.tolist() for ids, _ in encoder.text.encode_rows([encoder.text.runs(row) for row in rendered])]
@@ -63,8 +67,9 @@ class SFTData(SFTDataFields, DataModule):
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
     def _encoding_settings(self) -> dict[str, Any]:
-        names = ("template", "dataset_format", "roles", "train_on_prompt", "train_on_last", "source_max_length",
-                 "target_max_length", "on_overflow", "max_length")
+        names = ("template", "dataset_format", "roles", "train_on", "turns", "reasoning", "system_prompt",
+                 "replace_system_prompt", "chat_template_kwargs", "source_max_length", "target_max_length",
+                 "on_overflow", "max_length")
         return {name: getattr(self, name) for name in names}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
@@ -84,13 +89,17 @@ class SFTData(SFTDataFields, DataModule):
                             "data.eos_token")
         text = TextEncoder(tokenizer)
         name = find_format(layout).template or self._template_name()
-        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token) if name == "tokenizer" else
+        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token, self.chat_template_kwargs)
+                    if name == "tokenizer" else
                     TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
-        limits = Limits(self.max_length, self.source_max_length, self.target_max_length, self.on_overflow)
-        return SFTEncoder(layout, renderer, text, limits, self.train_on_prompt, self.train_on_last, self.roles,
-                          prompts_only)
+        on_overflow = self.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
+        limits = Limits(self.max_length, self.source_max_length, self.target_max_length, on_overflow)
+        choices = Choices(self.train_on, self.turns, self.reasoning, self.system_prompt, self.replace_system_prompt)
+        return SFTEncoder(layout, renderer, text, limits, choices, self.roles, prompts_only)
 
     def _template_name(self) -> str:
+        if is_template_file(self.template):
+            return "tokenizer"
         return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")
 
     def _batch_keys(self) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batches.masking import Masker
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import PADDING_ROW, batches_of_rank, training_order
+from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.conversations import Limits, SFTEncoder
-from lmmods.data.encode.templates import TEMPLATES, ChatTemplateRenderer, TemplateRenderer
+from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from lmmods.data.sources.conversation import Conversation
 
 SPECIAL = [
     "<s>",
@@ -105,7 +107,7 @@ def test_prompt_is_what_others_would_tokenise(kind, request):
     def check(ask):
         messages = [{"role": "user", "content": ask}]
         ours = encoder([{"messages": messages}]).columns["input_ids"].values.tolist()
-        segments = encoder.renderer.render(messages, open_response=True)
+        segments = encoder.renderer.prompt(Conversation(messages))
         text = (
             plain.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             if kind == "chat"

@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_environment
+from jinja2 import TemplateError, meta, nodes, pass_environment
 from jinja2.environment import Template
-from jinja2.runtime import Context
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from lmmods.core.compat import chat_template_environment, namespace_values
 from lmmods.core.errors import UserError
-from lmmods.data.sources.conversation import Message, RowProblem
+from lmmods.data.sources.conversation import RowProblem
 
 MAX_SOURCE = 1_000_000  # characters of a template; those of published models have up to 20,000
 # What a conversation may cost. Published templates need a hundredth of it.
@@ -36,6 +38,7 @@ EXPANDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "tran
 # Filters that never write out what they are given, so that its size does not matter.
 LIGHT = {"length", "count", "first", "last", "default", "d", "list", "items", "map", "select", "selectattr", "reject",
          "rejectattr", "attr", "reverse", "abs", "int", "float", "round"}
+MARKS = BEGIN, END = "\U0010fffe", "\U0010ffff"  # around what a template marks as generated; no characters of any text
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
@@ -48,7 +51,7 @@ class ChatTemplate:
 
     Args:
         source: Jinja.
-        variables: What it knows beside the messages: the tokenizer's special tokens.
+        variables: What it knows beside the conversation: the tokenizer's special tokens.
 
     Raises:
         UserError: It is no Jinja.
@@ -60,25 +63,39 @@ class ChatTemplate:
             raise UserError(f"the tokenizer's chat template has {len(source):,} characters, more than {MAX_SOURCE:,}; "
                             "name a data.template instead")
         try:
-            _compiled(source)
+            self.names = _names(source)  # of variables that it reads
         except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UserError(f"the tokenizer's chat template cannot be compiled ({type(error).__name__}: "
                             f"{str(error)[:200]}); name a data.template instead") from error
 
-    def render(self, messages: list[Message], open_response: bool) -> str:
+    @property
+    def has_marks(self) -> bool:
+        """Whether it says with {% generation %} what the assistant writes."""
+        return "{%" in self.source and re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
         """The conversation as text, equal to `tokenizer.apply_chat_template`.
+
+        Args:
+            messages: Turns, [{"role", "content", ...}].
+            add_generation_prompt: End where the assistant is to answer.
+            given: `tools`, `documents` and variables of the template.
 
         Raises:
             RowProblem: The template refuses the conversation.
             UserError: The template does not end, or its text does not.
         """
+        return without_marks(self.render_marked(messages, add_generation_prompt, **given))
+
+    def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
+        """The same with BEGIN and END around what {% generation %} marks."""
         template = _compiled(self.source)
-        size = sum(len(text) for message in messages for text in message.values())
+        size = _size([messages, given], {})
         _left.steps = STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * size
         _left.characters = CHARACTERS + size * (CHARACTERS_PER_CHARACTER + len(messages))
         try:
-            return template.render(messages=[dict(message) for message in messages], tools=None, documents=None,
-                                   add_generation_prompt=open_response, **self.variables)
+            return template.render({**self.variables, "messages": messages, "tools": None, "documents": None,
+                                    "add_generation_prompt": add_generation_prompt, **given})
         except (LimitReached, RecursionError, MemoryError) as error:
             raise UserError(f"the tokenizer's chat template does not come to an end: it was stopped at a conversation "
                             f"of {len(messages)} turns and {size:,} characters ({str(error)[:100] or 'memory'}). Name "
@@ -87,6 +104,11 @@ class ChatTemplate:
             raise RowProblem(f"the chat template refuses the conversation: {str(error)[:100]}") from error
         finally:
             _left.steps = _left.characters = 0
+
+
+def without_marks(text: str) -> str:
+    """The text without BEGIN and END."""
+    return text.replace(BEGIN, "").replace(END, "")
 
 
 class _Left(threading.local):
@@ -102,6 +124,26 @@ def _compiled(source: str) -> Template:
     return sandbox.from_string(_CountingNodes().visit(sandbox.parse(source)))
 
 
+@lru_cache(maxsize=16)
+def _names(source: str) -> frozenset[str]:
+    _compiled(source)
+    return frozenset(meta.find_undeclared_variables(CountingSandbox().parse(source)))
+
+
+class GenerationMarks(Extension):
+    """{% generation %}: BEGIN and END around what stands in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's
+
+    def parse(self, parser: Parser) -> nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
 class CountingSandbox(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with what it computes counted."""
 
@@ -110,7 +152,8 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         theirs = chat_template_environment()
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False,
-                         extensions=[type(extension) for extension in theirs.extensions.values()])
+                         extensions=[*(type(extension) for extension in theirs.extensions.values()
+                                       if "generation" not in extension.tags), GenerationMarks])
         self.globals |= theirs.globals
         self.tests |= theirs.tests
         self.filters = {name: _counted(name, function) for name, function in theirs.filters.items()}

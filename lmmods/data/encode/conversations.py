@@ -1,16 +1,17 @@
 """Rows of conversations to ids and labels. Free of torch, so that worker processes start fast."""
 
+import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged, RowError
-from lmmods.data.encode.templates import Renderer
-from lmmods.data.encode.text_encoder import Run, TextEncoder
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.encode.templates import RenderedRow, Renderer, Turns, scored_turns
+from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem, strings
 from lmmods.data.sources.formats import Roles, check_unicode, find_format, read_conversation
 
 
@@ -24,6 +25,17 @@ class Limits:
     on_overflow: str
 
 
+@dataclass
+class Choices:
+    """What of a conversation is written and learned, as SFTDataFields has it."""
+
+    train_on: str = "responses"
+    turns: Turns = "all"
+    reasoning: str = "keep"
+    system_prompt: str | None = None
+    replace_system_prompt: bool = False
+
+
 class Truncation(NamedTuple):
     """Tokens to remove: from the beginning of a prompt, from its end, and from the end of its answer."""
 
@@ -32,17 +44,19 @@ class Truncation(NamedTuple):
     answer: int = 0
 
 
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+
+
 @dataclass
 class SFTEncoder:
     """Rows of one format to ids, labels, and the length of the prompt of the last response.
 
     Args:
         dataset_format: Name of the rows' format.
-        renderer: Messages to segments.
+        renderer: Conversations to segments.
         text: Segments to ids.
         limits: Length policy.
-        train_on_prompt: Score every token.
-        train_on_last: Score the last response only.
+        choices: What is learned.
         roles: Further names of roles.
         prompts_only: Rows may lack a response, and end where it is to begin.
     """
@@ -51,62 +65,135 @@ class SFTEncoder:
     renderer: Renderer
     text: TextEncoder
     limits: Limits
-    train_on_prompt: bool = False
-    train_on_last: bool = False
+    choices: Choices = field(default_factory=Choices)
     roles: Roles = field(default_factory=dict)
     prompts_only: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns `input_ids`, `labels`, `prompt_length`. Raises RowError under on_overflow: error."""
-        places, runs, dropped = [], [], []
+        """Columns `input_ids`, `labels`, `prompt_length`, `truncated`. Raises RowError under on_overflow: error."""
+        rendered: list[tuple[int, RenderedRow]] = []
+        dropped = []
         counts: Counter = Counter()
         for place, row in enumerate(rows):
             try:
-                runs.append(self._runs(row, counts))
-                places.append(place)
-            except RowProblem as problem:
-                dropped.append((place, str(problem)))
-        kept, ids, labels, prompts, truncated = [], [], [], [], []
-        encoded = self.text.encode_rows(runs, self.renderer.apart)
-        for place, (row_ids, response) in zip(places, encoded, strict=True):
-            try:
-                row_ids, row_labels, prompt, num_truncated = self._fit(row_ids, response, place, counts)
+                found = self._rendered(row, counts)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
                 continue
-            kept.append(place)
-            ids.append(row_ids)
-            labels.append(row_labels)
-            prompts.append(prompt)
-            truncated.append(num_truncated)
-        columns = {"input_ids": Ragged.of(ids), "labels": Ragged.of(labels),
-                   "prompt_length": np.array(prompts, np.int64), "truncated": np.array(truncated, np.int64)}
+            rendered += [(place, each) for each in found]
+        encoded = self.text.encode_rows([self.text.runs(each.segments) for _, each in rendered], self.renderer.apart)
+        fitted, problems = [], {}
+        for (place, row), (ids, response) in zip(rendered, encoded, strict=True):
+            try:
+                fitted.append((place, *self._fitted(row, ids, response, place, counts)))
+            except RowProblem as problem:
+                problems.setdefault(place, str(problem))
+        kept = {place for place, *_ in fitted}
+        dropped += [(place, problem) for place, problem in problems.items() if place not in kept]
+        counts["turns_dropped"] += sum(place in kept for place in problems)
+        columns = {
+            "input_ids": Ragged.of([ids for _, ids, *_ in fitted]),
+            "labels": Ragged.of([labels for _, _, labels, *_ in fitted]),
+            "prompt_length": np.array([prompt for *_, prompt, _ in fitted], np.int64),
+            "truncated": np.array([removed for *_, removed in fitted], np.int64),
+        }
         self._count(columns, counts)
-        return Encoded(columns, np.array(kept, np.int64), dropped, counts)
+        return Encoded(columns, np.array([place for place, *_ in fitted], np.int64), sorted(dropped), counts)
 
-    def _runs(self, row: dict[str, Any], counts: Counter) -> list[Run]:
-        messages = read_conversation(self.dataset_format, row, self.roles).messages
-        for message in messages:
-            for text in message.values():
-                check_unicode(text)
+    def prepared(self, conversation: Conversation) -> Conversation:
+        """With the system prompt and without the reasoning that the settings say. Raises RowProblem for bad text."""
+        for text in strings([conversation.messages, conversation.tools, conversation.documents]):
+            check_unicode(text)
+        if conversation.weight != 1:
+            raise RowProblem("a row's weight other than 1 is not supported")
+        messages = conversation.messages
+        if self.choices.reasoning == "drop":
+            messages = [_without_reasoning(message) for message in messages]
+        has_system = messages[0]["role"] == "system"
+        if self.choices.system_prompt is not None and (self.choices.replace_system_prompt or not has_system):
+            messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
+        return replace(conversation, messages=messages)
+
+    def _rendered(self, row: dict[str, Any], counts: Counter) -> list[RenderedRow]:
+        conversation = self.prepared(read_conversation(self.dataset_format, row, self.roles))
+        messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
+        counts.update(f"unused:{key}" for key in conversation.unused)
         if self.prompts_only:
             messages = messages[:-1] if answered == len(messages) else messages
-            segments = self.renderer.render(messages, open_response=True)
-        else:
-            if not answered:
-                raise RowProblem("no response")
-            if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
+            conversation = replace(conversation, messages=messages)
+            return [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
+        if not answered:
+            raise RowProblem("no response")
+        if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
+            if answered == 1:
                 raise RowProblem("the conversation begins with the assistant")
-            if any(m["role"] == "assistant" and not m["content"].strip() for m in messages[:answered]):
-                raise RowProblem("empty response")
-            counts["turns_without_response"] += len(messages) - answered
-            segments = self.renderer.render(messages[:answered])
-        return self.text.runs(segments)
+            messages = [{**messages[0], "scored": False}, *messages[1:]]  # nothing was asked
+        if any(_is_empty(message) for message in messages[:answered]):
+            raise RowProblem("empty response")
+        conversation = replace(conversation, messages=messages[:answered])
+        if not scored_turns(conversation, "all"):
+            raise RowProblem("no turn is to be learned")
+        turns = "last" if self.choices.train_on == "last" else self.choices.turns
+        found = self.renderer.rows(conversation, turns)
+        counts["turns_without_response"] += len(messages) - answered
+        counts["conversations_split"] += len(found) > 1
+        counts["responses_unlike_inference"] += sum(each.unlike_inference for each in found)
+        counts.update(f"unused:{key}" for each in found for key in each.unshown)
+        return found
 
-    def _fit(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
-             ) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Apply the length policy and make the labels of one row. Raises RowProblem when the row is dropped."""
+    def _fitted(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+                ) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """Ids, labels, prompt length and removed tokens of a row within the limits. Raises RowProblem."""
+        last = response.max(initial=-1)
+        prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
+        if self.limits.on_overflow == "truncate_turns" and self._excess(prompt, len(ids) - prompt) != (0, 0, 0):
+            before, num_turns = len(ids), len(row.conversation.messages)
+            row, ids, response = self._with_fewer_turns(row.conversation)
+            counts["rows_cut"] += 1
+            counts["turns_cut"] += num_turns - len(row.conversation.messages)
+            counts["tokens_cut"] += before - len(ids)
+            ids, labels, prompt, _ = self._labelled(ids, response, place, counts)
+            return ids, labels, prompt, before - len(ids)
+        return self._labelled(ids, response, place, counts)
+
+    def _with_fewer_turns(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray]:
+        """The row without as many of its oldest exchanges as it must lose; the system turn and the tools stay.
+
+        Raises:
+            RowProblem: The last exchange alone is too long.
+        """
+        messages = conversation.messages
+        start = int(messages[0]["role"] == "system")
+        asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place > start]
+        fitting = None
+        low, high = 0, len(asked)
+        while low < high:  # the more is cut, the shorter it is
+            middle = (low + high) // 2
+            shorter = replace(conversation, messages=[*messages[:start], *messages[asked[middle]:]])
+            if (found := self._encoded(shorter)) is not None:
+                fitting, high = found, middle
+            else:
+                low = middle + 1
+        if fitting is None:
+            raise RowProblem("longer than the limits, without its earlier turns too")
+        return fitting
+
+    def _encoded(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray] | None:
+        """The one row of a conversation; None where it is over the limits or nothing in it is learned."""
+        if self.prompts_only:
+            rows = [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
+        else:
+            rows = self.renderer.rows(conversation, "all") if scored_turns(conversation, "all") else []
+        if len(rows) != 1:
+            return None
+        (ids, response), = self.text.encode_rows([self.text.runs(rows[0].segments)], self.renderer.apart)
+        prompt = len(ids) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
+        return (rows[0], ids, response) if self._excess(prompt, len(ids) - prompt) == (0, 0, 0) else None
+
+    def _labelled(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+                  ) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """Apply the length policy in tokens and make the labels. Raises RowProblem when the row is dropped."""
         last = response.max(initial=-1)
         prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
         removed = self._truncation(prompt, len(ids) - prompt, place)
@@ -114,12 +201,19 @@ class SFTEncoder:
             counts["rows_cut"] += 1
             counts["tokens_cut"] += sum(removed)
             ids, response = self._shortened(ids, response, prompt, removed)
-        scored = response == last if self.train_on_last else response >= 0
-        labels = ids if self.train_on_prompt and not self.prompts_only else np.where(scored, ids, IGNORED)
+        train_on_all = self.choices.train_on == "all" and not self.prompts_only
+        labels = ids if train_on_all else np.where(response >= 0, ids, IGNORED)
         if not self.prompts_only and not (labels[1:] != IGNORED).any():
             raise RowProblem("nothing left to learn after cutting")
         counts["responses_complete"] += int(not removed.answer and not self.prompts_only)
         return ids, labels, prompt - removed.left - removed.right, sum(removed)
+
+    def _excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
+        """Tokens over the limits: of the prompt, of the answer, and of both together beside those."""
+        limits = self.limits
+        source = max(0, prompt - (limits.source_max_length or prompt))
+        target = max(0, answer - (limits.target_max_length or answer))
+        return source, target, max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
 
     def _shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
                    ) -> tuple[np.ndarray, np.ndarray]:
@@ -133,16 +227,16 @@ class SFTEncoder:
     def _truncation(self, prompt: int, answer: int, place: int) -> "Truncation":
         """Tokens to remove from a prompt and its answer. Raises RowProblem when the row is dropped."""
         limits = self.limits
-        source = max(0, prompt - (limits.source_max_length or prompt))
-        target = max(0, answer - (limits.target_max_length or answer))
-        total = max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
+        source, target, total = self._excess(prompt, answer)
         if not source + target + total:
             return Truncation()
         if limits.on_overflow == "error":
-            raise RowError(place, f"{prompt} prompt and {answer} response tokens are more than max_length "
-                                  f"{limits.max_length} / source_max_length {limits.source_max_length} / "
-                                  f"target_max_length {limits.target_max_length}; raise the limit or set "
-                                  "data.on_overflow")
+            raise RowError(
+                place,
+                f"{prompt} prompt and {answer} response tokens are more than max_length "
+                f"{limits.max_length} / source_max_length {limits.source_max_length} / target_max_length "
+                f"{limits.target_max_length}; raise the limit or set data.on_overflow",
+            )
         if limits.on_overflow == "skip":
             raise RowProblem("longer than the limits")
         if limits.on_overflow == "truncate_ends":
@@ -163,8 +257,18 @@ class SFTEncoder:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a response: the template's terminator and the tokenizer's end token."""
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        last = self.text.runs(self.renderer.render(probe))
-        ends = [run.content for run in last if run.response >= 0 and isinstance(run.content, int)]
-        return sorted({*ends[-1:], *([self.text.eos_id] if self.text.eos_id is not None else [])})
+        """Tokens that end a response: the template's terminators and the tokenizer's end token."""
+        ends = {self.text.control[name] for name in self.renderer.ends()}
+        return sorted(ends | ({self.text.eos_id} if self.text.eos_id is not None else set()))
+
+
+def _without_reasoning(message: Message) -> Message:
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if message["role"] == "assistant":
+        kept["content"] = THOUGHT.sub("", message["content"], count=1)
+    return kept  # type: ignore[return-value]
+
+
+def _is_empty(message: Message) -> bool:
+    return (message["role"] == "assistant" and message.get("scored", True) and not message["content"].strip()
+            and not message.get("tool_calls"))

@@ -1,4 +1,4 @@
-"""Conversation to text: named templates as data, and the tokenizer's own chat template.
+"""Conversation to text by named templates, which are data; chat_renderer.py does it by a tokenizer's own template.
 
 A renderer gives segments. In a `template` segment special tokens are recognised, in others never. The response number
 (0, 1, ... or -1 in prompts) marks what a model is trained to write, its terminator included.
@@ -6,12 +6,11 @@ A renderer gives segments. In a `template` segment special tokens are recognised
 
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from lmmods.core.errors import UserError
-from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.encode.text_encoder import TextEncoder
-from lmmods.data.sources.conversation import Message, RowProblem
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
 
 class Segment(NamedTuple):
@@ -22,16 +21,60 @@ class Segment(NamedTuple):
     response: int
 
 
+class RenderedRow(NamedTuple):
+    """One row of a conversation.
+
+    Args:
+        segments: Its text.
+        conversation: The turns in it, with `scored` as this row has it.
+        unshown: Keys of what the conversation holds and the template does not write.
+        unlike_inference: Number of responses to learn that do not follow the prompt which inference shows.
+    """
+
+    segments: list[Segment]
+    conversation: Conversation
+    unshown: list[str]
+    unlike_inference: int = 0
+
+
+Turns = Literal["all", "last", "split"]
+
+
 class Renderer(Protocol):
-    """Messages to segments. With `open_response`, the row ends where the model is to answer.
+    """Conversations to segments.
 
     Args:
         apart: Whether responses are encoded as texts of their own.
+        notes: What the report says of the template.
     """
 
     apart: bool
+    notes: list[str]
 
-    def render(self, messages: list[Message], open_response: bool = False) -> list[Segment]: ...
+    def prompt(self, conversation: Conversation) -> list[Segment]:
+        """The conversation up to where the model is to answer. Raises RowProblem."""
+        ...
+
+    def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
+        """Rows that end in turns of the assistant and hold them as inference would show them. Raises RowProblem.
+
+        Args:
+            conversation: Ends in a turn of the assistant. Turns whose `scored` is False are not learned.
+            turns: `all` is one row where it holds all scored turns as inference would, else, like `split`, one row for
+                each of them; `last` is one row for the last.
+        """
+        ...
+
+    def ends(self) -> list[str]:
+        """Control tokens that end a turn of the assistant."""
+        ...
+
+
+def scored_turns(conversation: Conversation, turns: Turns) -> list[int]:
+    """Places of the turns to learn from."""
+    places = [place for place, message in enumerate(conversation.messages)
+              if message["role"] == "assistant" and message.get("scored", True)]
+    return places[-1:] if turns == "last" else places
 
 
 @dataclass(frozen=True)
@@ -154,8 +197,37 @@ class TemplateRenderer:
             end = eos_token
         self.end = end
 
-    def render(self, messages: list[Message], open_response: bool = False) -> list[Segment]:
-        """Segments of a conversation. Raises RowProblem where a turn does not fit the template."""
+    def prompt(self, conversation: Conversation) -> list[Segment]:
+        """See Renderer."""
+        return [*self._segments(self._plain(conversation), True), Segment(self.template.response, True, -1)]
+
+    def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
+        """See Renderer; earlier turns never change."""
+        scored = scored_turns(conversation, turns)
+        found = []
+        for places in [scored] if turns == "all" else [[place] for place in scored]:
+            messages = self._plain(conversation)[: len(conversation.messages) if turns == "all" else places[-1] + 1]
+            messages = [{**message, "scored": place in places} if message["role"] == "assistant" else message
+                        for place, message in enumerate(messages)]
+            unshown = ["messages.reasoning_content"] * sum("reasoning_content" in messages[place] for place in places)
+            unshown += ["documents"] * bool(conversation.documents)
+            row = replace(conversation, messages=messages)
+            found.append(RenderedRow(self._segments(messages, False), row, unshown))
+        return found
+
+    def ends(self) -> list[str]:
+        """See Renderer."""
+        return [self.end]
+
+    def _plain(self, conversation: Conversation) -> list[Message]:
+        """The turns. Raises RowProblem where the template has no place for what they do."""
+        messages = conversation.messages
+        if conversation.tools or any("tool_calls" in message or message["role"] == "tool" and not self.template.tool
+                                     for message in messages):
+            raise RowProblem("this template has no place for tools (use a tokenizer's chat template)")
+        return messages
+
+    def _segments(self, messages: list[Message], goes_on: bool) -> list[Segment]:
         template = self.template
         segments = [Segment(self._bos, True, -1)] if self._bos else []
         messages = self._with_system(messages)
@@ -164,13 +236,12 @@ class TemplateRenderer:
             if message["role"] != "assistant":
                 segments += self._turn(message)
                 continue
-            segments += [Segment(template.response, True, -1), Segment(message["content"], False, number),
-                         Segment(self.end, True, number)]
-            if position + 1 < len(messages) or open_response:
+            turn = number if (scored := message.get("scored", True)) else -1
+            segments += [Segment(template.response, True, -1), Segment(message["content"], False, turn),
+                         Segment(self.end, True, turn)]
+            if position + 1 < len(messages) or goes_on:
                 segments.append(Segment(template.after, True, -1))
-            number += 1
-        if open_response:
-            segments.append(Segment(template.response, True, -1))
+            number += scored
         return segments
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
@@ -207,86 +278,3 @@ class TemplateRenderer:
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self._eos))
         return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
                 for place, piece in enumerate(pieces) if piece]
-
-
-class ChatTemplateRenderer:
-    """Renders with the chat template that the tokenizer carries.
-
-    Responses are found as what rendering a turn adds to the prompt that opens it. Special tokens typed in a message are
-    replaced by private characters while the template runs, so that they come out as text.
-
-    Args:
-        tokenizer: transformers tokenizer with a chat template.
-        encoder: Knows the control tokens.
-        eos_token: Terminator for templates that write none.
-
-    Raises:
-        UserError: The chat template is no Jinja.
-    """
-
-    apart = False
-
-    def __init__(self, tokenizer, encoder: TextEncoder, eos_token: str) -> None:
-        self._template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
-        self._encoder = encoder
-        self._eos = eos_token
-        self.notes: list[str] = []
-
-    def render(self, messages: list[Message], open_response: bool = False) -> list[Segment]:
-        """Segments of a conversation. Raises RowProblem where the template refuses it or rewrites earlier turns."""
-        masked, hidden = self._hide_control([_join_input(message) for message in messages])
-        text = self._apply(masked, open_response)
-        segments: list[Segment] = []
-        at = 0
-        responses = [place for place, message in enumerate(masked) if message["role"] == "assistant"]
-        for number, place in enumerate(responses):
-            prompt, answered = self._apply(masked[:place], True), self._apply(masked[: place + 1], False)
-            answered = answered if text.startswith(answered) else answered.rstrip()
-            if not (text.startswith(answered) and answered.startswith(prompt)):
-                raise RowProblem("the chat template writes earlier turns differently (use data.template)")
-            segments += self._segments(text[at : len(prompt)], hidden, -1)
-            segments += self._response(text[len(prompt) : len(answered)], hidden, number)
-            at = len(answered)
-        return segments + self._segments(text[at:], hidden, -1)
-
-    def _apply(self, messages: list[Message], open_response: bool) -> str:
-        if not messages:
-            raise RowProblem("the conversation begins with the assistant")
-        return self._template.render(messages, open_response)
-
-    def _hide_control(self, messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
-        pattern = self._encoder.control_pattern
-        if not any(pattern.search(message["content"]) for message in messages):
-            return messages, {}
-        everything = "".join(message["content"] for message in messages)
-        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)
-        names = sorted({match.group() for match in pattern.finditer(everything)})
-        hidden = dict(zip(names, free, strict=False))
-        cover = lambda text: pattern.sub(lambda match: hidden[match.group()], text)  # noqa: E731
-        return [{**message, "content": cover(message["content"])} for message in messages], hidden
-
-    def _segments(self, text: str, hidden: dict[str, str], response: int) -> list[Segment]:
-        segments = []
-        for part in self._encoder.split_control(text):
-            if isinstance(part, int):
-                name = next(name for name, number in self._encoder.control.items() if number == part)
-                segments.append(Segment(name, True, response))
-            else:
-                for name, character in hidden.items():
-                    part = part.replace(character, name)
-                segments.append(Segment(part, False, response))
-        return segments
-
-    def _response(self, text: str, hidden: dict[str, str], number: int) -> list[Segment]:
-        """The response up to its last control token is learned; line breaks behind it belong to the next prompt."""
-        segments = self._segments(text, hidden, number)
-        ends = [place for place, segment in enumerate(segments) if segment.template]
-        if ends and not "".join(segment.text for segment in segments[ends[-1] + 1 :]).strip():
-            last = ends[-1]
-            return segments[: last + 1] + [segment._replace(response=-1) for segment in segments[last + 1 :]]
-        return [*segments, Segment(self._eos, True, number)]
-
-
-def _join_input(message: Message) -> Message:
-    content = message["content"] + ("\n\n" + message["input"] if "input" in message else "")
-    return {"role": message["role"], "content": content}

@@ -48,6 +48,7 @@ class TextEncoder:
         self._adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] in (["▁a"], ["Ġa"], ["▁"], ["Ġ"])
         self._adds_space_after_control = self._adds_space and self._space_follows_control(backend)
         self._split: dict[str, list[str | int]] = {}
+        self.control_names = {number: name for name, number in self.control.items()}
         names = sorted(self.control, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 

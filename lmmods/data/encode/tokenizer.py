@@ -52,6 +52,7 @@ class TokenizerOptions:
         eos_token: Ends a text; an existing or new token.
         add_tokens: Special tokens to add, whose embeddings are to be trained.
         new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
+        chat_template: Jinja that takes the place of the tokenizer's own chat template.
     """
 
     path: str | None
@@ -62,6 +63,7 @@ class TokenizerOptions:
     eos_token: str | None = None
     add_tokens: list[str] | None = None
     new_padding: bool = True
+    chat_template: str | None = None
 
     @cached_property
     def loaded(self) -> RepairedTokenizer:
@@ -92,6 +94,8 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
                         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
+    if options.chat_template is not None:
+        tokenizer.chat_template = options.chat_template
     chosen = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
     chosen = {role: name for role, name in chosen.items() if name is not None}
     return repair(tokenizer, chosen, options.add_tokens or [], options.new_padding)

@@ -1,0 +1,282 @@
+"""Conversations in the chat template that a tokenizer carries, and which of it the assistant wrote.
+
+What the model is to write is found from the template itself: between its {% generation %} marks, or as what a turn adds
+to the prompt that inference would show for it. Templates such as Qwen3's write earlier turns differently (without their
+reasoning), so that no single text holds the prompts of all turns; such a conversation becomes one row for each turn.
+"""
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmmods.core.errors import UserError
+from lmmods.data.encode.chat_template import BEGIN, END, ChatTemplate
+from lmmods.data.encode.chat_text import RESERVED, ChatText
+from lmmods.data.encode.templates import RenderedRow, Segment, Turns, scored_turns
+from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
+
+PROBE = "\U0010fffd"  # an answer that no other begins like
+
+
+def is_template_file(template: str | None) -> bool:
+    """Whether `data.template` is a file of Jinja rather than a name."""
+    return template is not None and template.endswith((".jinja", ".jinja2", ".j2"))
+
+
+def read_template_file(path: str) -> str:
+    """Jinja out of a file. Raises UserError when it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.template {path}: the chat template cannot be read ({error}); name a file of Jinja, or a "
+                        "template by name") from error
+
+
+class ChatTemplateRenderer:
+    """Renders with the chat template that the tokenizer carries.
+
+    Args:
+        tokenizer: transformers tokenizer with a chat template.
+        encoder: Knows the control tokens.
+        eos_token: Terminator for templates that write none and have no token that opens turns.
+        template_kwargs: Variables of the template, for example {"enable_thinking": False}; a row may set its own.
+
+    Raises:
+        UserError: The chat template is no Jinja, or a variable has a name that is taken.
+    """
+
+    apart = False
+
+    def __init__(self, tokenizer, encoder: TextEncoder, eos_token: str,  # noqa: ANN001
+                 template_kwargs: dict[str, Any] | None = None) -> None:
+        if taken := RESERVED & (template_kwargs or {}).keys():
+            raise UserError(f"data.chat_template_kwargs sets {', '.join(sorted(taken))}, which each row sets itself; "
+                            "leave it out")
+        variables = tokenizer.special_tokens_map
+        self._template = ChatTemplate(tokenizer.get_chat_template(), variables)
+        with_tools = tokenizer.get_chat_template(tools=[{}])  # some tokenizers have another one for it
+        self._tool_template = (self._template if with_tools == self._template.source
+                               else ChatTemplate(with_tools, variables))
+        self.encoder = encoder
+        self.eos_token = eos_token
+        self.template_kwargs = template_kwargs or {}
+        self.notes: list[str] = []
+        if "strftime_now" in self._template.names:
+            self.notes.append("the chat template writes the date: tokens differ from day to day")
+
+    def prompt(self, conversation: Conversation) -> list[Segment]:
+        """Segments up to where the assistant is to answer, equal to `apply_chat_template(add_generation_prompt=True)`.
+
+        Raises:
+            RowProblem: The template refuses the conversation.
+        """
+        written = _Turns(self, conversation)
+        return written.segments(written.text(len(conversation.messages), True), [])
+
+    def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
+        """Rows that hold the assistant's turns, see Renderer.
+
+        Raises:
+            RowProblem: The template refuses the conversation, or does not show a turn of the assistant.
+        """
+        written = _Turns(self, conversation)
+        scored = scored_turns(conversation, turns)
+        if turns == "all" and (row := written.row(scored, len(conversation.messages))):
+            return [row]
+        rows = [written.row([place], place + 1) for place in scored]
+        return [row for row in rows if row is not None]
+
+    @cached_property
+    def terminator(self) -> str:
+        """What ends a last turn that the template leaves open: the token that would open the next turn, as in all turns
+        before, else the tokenizer's end token."""
+        asked: Message = {"role": "user", "content": "a"}
+        answer: Message = {"role": "assistant", "content": PROBE}
+        with suppress(RowProblem):
+            written = _Turns(self, Conversation([asked, answer, asked]))
+            behind = written.text(3, False).partition(PROBE)[2].lstrip()
+            if (token := self.encoder.control_pattern.match(behind)) and PROBE in written.text(2, False):
+                return token[0]
+        return self.eos_token
+
+    def ends(self) -> list[str]:
+        """Control tokens with which turns of the assistant end: answers, and calls of tools where it knows them."""
+        function = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
+        call = {"type": "function", "function": {"name": "a", "arguments": {}}, "id": "a12345678"}
+        asked: Message = {"role": "user", "content": "a"}
+        answer: Message = {"role": "assistant", "content": "b"}
+        calls: list[Message] = [{"role": "assistant", "content": "", "tool_calls": [call]},
+                                {"role": "tool", "content": "c", "name": "a", "tool_call_id": "a12345678"}]
+        found = []
+        for conversation in (Conversation([asked, answer, asked, answer]),
+                             Conversation([asked, *calls, answer], [{"type": "function", "function": function}])):
+            if conversation.tools and "tools" not in self._tool_template.names:
+                continue
+            with suppress(RowProblem):  # a template that knows no such turns ends none of them
+                for row in self.rows(conversation, "all"):
+                    ends = {part.response: part for part in row.segments if part.response >= 0 and part.text.strip()}
+                    found += [part.text for part in ends.values() if part.template]
+        return list(dict.fromkeys(found))
+
+    def template_of(self, conversation: Conversation) -> ChatTemplate:
+        return self._tool_template if conversation.tools else self._template
+
+
+class _Span(NamedTuple):
+    """Characters [start, end) that the assistant wrote, and whether a control token ends them."""
+
+    start: int
+    end: int
+    closed: bool
+
+
+class _Turns:
+    """The turns of a conversation as the template writes them.
+
+    Args:
+        renderer: Template and tokens.
+        conversation: All of it.
+    """
+
+    def __init__(self, renderer: ChatTemplateRenderer, conversation: Conversation) -> None:
+        self._renderer, self._control = renderer, renderer.encoder.control_pattern
+        self._template = renderer.template_of(conversation)
+        self._conversation = conversation
+        self._chat = ChatText(conversation, self._template, renderer.encoder, renderer.template_kwargs)
+        self.text = self._chat.text
+
+    def row(self, scored: list[int], num_turns: int) -> RenderedRow | None:
+        """The first turns with those at the places `scored` to learn; None where inference would show them otherwise.
+        That never holds for one scored turn that is the last.
+
+        Raises:
+            RowProblem: The template refuses the conversation, or does not show a turn.
+        """
+        text = self.text(num_turns, False)
+        spans = self._marked_spans(scored, num_turns)
+        if spans is None:
+            answers = {place: self._answer(place) for place in scored}
+            if scored == [num_turns - 1]:
+                text = answers[scored[0]][0]
+            if not all(text.startswith(answer[: span.end]) for answer, span in answers.values()):
+                return None
+            spans = {place: [span if span.closed else self._up_to_next_turn(text, span)]
+                     for place, (_, span) in answers.items()}
+        unshown = [key for place in scored for key in self._unshown(place, text, spans[place])]
+        unshown += [key for key in ("tools", "documents")
+                    if getattr(self._conversation, key) and key not in self._template.names]
+        conversation = replace(self._conversation, messages=[
+            {**message, "scored": place in scored} if message["role"] == "assistant" else message
+            for place, message in enumerate(self._conversation.messages[:num_turns])])
+        unlike = sum(not text[: spans[place][0].start].startswith(self.text(place, True)) for place in scored)
+        return RenderedRow(self.segments(text, [spans[place] for place in scored]), conversation, unshown, unlike)
+
+    def _marked_spans(self, scored: list[int], num_turns: int) -> dict[int, list[_Span]] | None:
+        """What {% generation %} marks of each scored turn; None without marks."""
+        if not self._template.has_marks or BEGIN not in (marked := self._chat.marked(num_turns, False)):
+            return None
+        spans, at = [], 0
+        for number, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
+            if number % 2:
+                spans.append((at, at + len(part)))
+            at += len(part)
+        text = self.text(num_turns, False)
+        answers = [place for place, message in enumerate(self._conversation.messages[:num_turns])
+                   if message["role"] == "assistant"]
+        first = {place: number for number, place in enumerate(answers)}  # span of each turn
+        if len(spans) != len(answers):
+            first = {place: self._chat.marked(place, False).count(BEGIN) if place else 0 for place in answers}
+        after = dict(zip(answers, [*list(first.values())[1:], len(spans)], strict=True))
+        return {place: [self._with_end(text, *span) for span in spans[first[place]: after[place]]] for place in scored}
+
+    def _with_end(self, text: str, start: int, end: int) -> _Span:
+        """A marked part, with the control token that ends the turn where it stands just behind the mark."""
+        inner = list(self._control.finditer(text, start, end))
+        if inner and not text[inner[-1].end():end].strip():
+            return _Span(start, end, True)
+        behind = self._control.match(text, end)
+        return _Span(start, behind.end(), True) if behind else _Span(start, end, False)
+
+    def _answer(self, place: int) -> tuple[str, _Span]:
+        """The text of a row that ends in the turn at `place`, and what of it is that turn's.
+
+        The turn is what it adds to its prompt. Some templates open each answer with <think> and leave that out of turns
+        without reasoning: there it begins where the two part. Others write what was asked differently once it is
+        answered, as Mistral's, which then leave out the system turn: there the turn follows the prompt of inference.
+        """
+        prompt, answered = self.text(place, True), self.text(place + 1, False)
+        if answered.startswith(prompt):
+            return answered, self._span(place, answered, len(prompt))
+        if answered.startswith(self.text(place, False).rstrip()):
+            return answered, self._span(place, answered, self._common(prompt, answered))
+        start = self._common(self._chat.answered_by(place, PROBE), answered)
+        span = self._span(place, answered, start)
+        return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
+
+    def _common(self, text: str, other: str) -> int:
+        """Characters with which both begin, no part of a token's name among them."""
+        common = len(os.path.commonprefix([text, other]))
+        return next((token.start() for token in self._control.finditer(other)
+                     if token.start() < common < token.end()), common)
+
+    def _span(self, place: int, answered: str, start: int) -> _Span:
+        """From `start` up to the control token that ends the turn; line breaks behind it belong to the next prompt."""
+        found = list(self._control.finditer(answered, start))
+        if not found or answered[found[-1].end():].strip():
+            return _Span(start, max(start, len(answered.rstrip())), False)
+        last = found[-1]
+        if len(found) > 1 and not answered[found[-2].end(): last.start()].strip() and self._ends_texts(last[0], place):
+            last = found[-2]
+        return _Span(start, last.end(), True)
+
+    def _up_to_next_turn(self, text: str, span: _Span) -> _Span:
+        """A turn without a terminator, as GLM's, ends with the token that opens the next one."""
+        space = len(text) - span.end - len(text[span.end:].lstrip())
+        following = self._control.match(text, span.end + space)
+        return _Span(span.start, following.end(), True) if following else span
+
+    def _ends_texts(self, token: str, place: int) -> bool:
+        """Whether the template writes this token behind each text, whoever had the last word, as Phi-3's does."""
+        asked = self.text(place, False)
+        found = list(self._control.finditer(asked))[-2:]
+        return (len(found) == 2 and found[1][0] == token and not asked[found[1].end():].strip()
+                and not asked[found[0].end(): found[1].start()].strip())
+
+    def _unshown(self, place: int, text: str, spans: list[_Span]) -> list[str]:
+        """Keys of a scored turn that the template leaves out. Raises RowProblem where too little is left to learn."""
+        message = self._chat.messages[place]
+        written = "".join(text[span.start:span.end] for span in spans)
+        if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
+            raise RowProblem("the chat template does not show calls of tools")
+        if not self._control.sub("", written).strip():
+            raise RowProblem("the chat template does not show the assistant's turn")
+        reasoning = self._chat.reasoning[place].strip()
+        return ["messages.reasoning_content"] if reasoning not in written else []
+
+    def segments(self, text: str, turns: list[list[_Span]]) -> list[Segment]:
+        """The text as segments, the parts of the n-th of these turns with response number n."""
+        segments, at = [], 0
+        for number, spans in enumerate(turns):
+            for span in spans:
+                segments += self._split(text[at:span.start], -1)
+                segments += self._split(text[span.start:span.end], number)
+                at = span.end
+            if spans and not spans[-1].closed:
+                segments.append(Segment(self._renderer.terminator, True, number))
+        return segments + self._split(text[at:], -1)
+
+    def _split(self, text: str, response: int) -> list[Segment]:
+        segments = []
+        for part in self._renderer.encoder.split_control(text):
+            if isinstance(part, int):
+                segments.append(Segment(self._renderer.encoder.control_names[part], True, response))
+            else:
+                for name, character in self._chat.hidden.items():
+                    part = part.replace(character, name)
+                segments.append(Segment(part, False, response))
+        return segments

@@ -1,0 +1,301 @@
+"""Chat templates as models have them: which tokens are scored, and that a response follows the prompt of inference.
+
+The oracle is transformers: `apply_chat_template`, and the assistant mask that it makes of {% generation %} marks. The
+templates are short ones of ours, each with one habit of a published family.
+"""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from lmmods.core.errors import UserError
+from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
+from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.sft import SFTData
+from lmmods.data.sources.conversation import Conversation, RowProblem
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CALLS = ("{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+         "{% endfor %}")
+TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ANSWER = "{% generation %}{{ m.content }}" + CALLS + "<|im_end|>{% endgeneration %}{{ '\n' }}"
+MARKED = (TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + ANSWER
+          + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + OPEN)
+THINKS = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+TEMPLATES = {
+    # chatml, Qwen 2.5: nothing changes behind a turn
+    "steady": MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+    "marked": MARKED,
+    "marked text alone": MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+    # Qwen 3, GLM, gpt-oss: the reasoning of earlier turns is left out
+    "forgets": (TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+                + THINKS + "{% endif %}{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}" + OPEN
+                + "{% if add_generation_prompt and thinking is defined and not thinking %}<think>\n\n</think>\n\n"
+                "{% endif %}"),
+    # Mistral: the system turn stands before the last question, until that is answered
+    "moves": ("{% for m in messages %}{% if m.role == 'user' %}{% if loop.last and messages[0].role == 'system' %}"
+              "<s>{{ messages[0].content }} {% endif %}<|im_start|>{{ m.content }}<|im_end|>"
+              "{% elif m.role != 'system' %}{{ m.content }}" + CALLS + "</s>{% endif %}{% endfor %}"),
+    # Phi 3: an end token behind each text, whoever had the last word
+    "closes": "{% for m in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+              "{% else %}{{ eos_token }}{% endif %}",
+    # GLM: a turn has no terminator
+    "open": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}" + OPEN,
+    # DeepSeek: the prompt opens <think>, answers do not; arguments are joined to text
+    "opens": ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+              "{{ '<call>' + c.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}" + OPEN
+              + "{% if add_generation_prompt %}<think>\n{% endif %}"),
+}
+SYSTEM, TOOL = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "3", "tool_call_id": "1"}
+SPEC = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text="", **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CALL = answer(tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}] * 2)
+CHATS = {
+    "one turn": ([user("hello"), answer("how are you?")], []),
+    "many turns": ([user("hello"), answer("how are you?"), user("again"), answer("The sum."), user("a"), answer("b")],
+                   []),
+    "system": ([SYSTEM, user("hello"), answer("how are you?"), user("again"), answer("The sum is 42.")], []),
+    "tools": ([SYSTEM, user("Add 1 and 2."), CALL, TOOL, answer("The sum is 3."), user("again"), CALL, TOOL,
+               answer("3")], [SPEC]),
+    "reasoning": ([user("hello"), answer("Hi.", reasoning_content="A greeting."), user("again"),
+                   answer("Hi again.", reasoning_content="Another one.")], []),
+}
+
+
+@pytest.fixture
+def renderer(chat_folder):
+    """A function that gives the tokenizer of a template and its renderer."""
+    def make(source, **kwargs):
+        tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+        tokenizer.chat_template = TEMPLATES.get(source, source)
+        return tokenizer, ChatTemplateRenderer(tokenizer, TextEncoder(tokenizer), tokenizer.eos_token, kwargs)
+
+    return make
+
+
+def text_of(segments):
+    return "".join(segment.text for segment in segments)
+
+
+def responses(row):
+    numbers = sorted({segment.response for segment in row.segments} - {-1})
+    return [text_of([segment for segment in row.segments if segment.response == number]) for number in numbers]
+
+
+def is_known(name, chat):
+    """Whether inference with this template knows such turns."""
+    return chat != "tools" or name not in ("closes", "open", "opens", "moves")
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_response_follows_the_prompt_of_inference(renderer, name, chat):
+    if not is_known(name, chat):
+        pytest.skip("this template shows no calls of tools")
+    tokenizer, ours = renderer(name)
+    messages, tools = CHATS[chat]
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for turns in ("all", "split", "last"):
+        rows = ours.rows(Conversation(messages, tools), turns)
+        found = [(row, response) for row in rows for response in responses(row)]
+        assert len(found) == (1 if turns == "last" else len(places))
+        assert turns == "all" or len(rows) == len(found)
+        for place, (row, response) in zip(places[-len(found):], found, strict=True):
+            prompt = tokenizer.apply_chat_template(messages[:place], tools=tools or None, tokenize=False,
+                                                   add_generation_prompt=True)
+            assert text_of(ours.prompt(Conversation(messages[:place], tools))) == prompt
+            shown = prompt.removesuffix("<think>\n") if name == "opens" else prompt
+            text = text_of(row.segments)
+            assert text.startswith(shown) and text[len(shown):].startswith(response)
+            assert messages[place]["content"] in response and "<|im_start|>assistant" not in response
+            assert all(call["function"]["name"] in response for call in messages[place].get("tool_calls", []))
+            end = {"moves": "</s>", "open": "<|im_start|>"}.get(name, "<|im_end|>")
+            assert response.endswith(end) and response.count(end) == 1
+            if name == "forgets":
+                assert messages[place].get("reasoning_content", "<think>") in response
+    whole = len(ours.rows(Conversation(messages, tools), "all")) == 1
+    assert whole == (len(places) == 1 or name != "forgets" and not (name == "moves" and chat == "system"))
+    assert ours.ends() == {"moves": ["</s>"], "open": ["<|im_start|>"]}.get(name, ["<|im_end|>"])
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_marks_score_what_transformers_scores(renderer, chat):
+    tokenizer, ours = renderer("marked")
+    messages, tools = CHATS[chat]
+    made = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=True, return_dict=True,
+                                         return_assistant_tokens_mask=True)
+    wanted = [token for token, scored in zip(made["input_ids"], made["assistant_masks"], strict=True) if scored]
+    row, = ours.rows(Conversation(messages, tools), "all")
+    assert "".join(responses(row)) == tokenizer.decode(wanted)
+    found = renderer("steady")[1].rows(Conversation(messages, tools), "all")  # the same template without marks
+    assert [responses(each) for each in found] == [responses(row)]
+    assert [text_of(each.segments) for each in found] == [text_of(row.segments)]
+
+
+def test_a_turn_that_is_not_learned(renderer):
+    messages = [user("hello"), answer("no", scored=False), user("again"), answer("yes"), user("x"), answer("y")]
+    for name in ("steady", "marked", "forgets"):
+        rows = renderer(name)[1].rows(Conversation(messages), "all")
+        found = [response for row in rows for response in responses(row)]
+        assert [text.removesuffix("<|im_end|>").split("\n")[-1] for text in found] == ["yes", "y"]
+
+
+def test_variables_documents_and_what_is_not_shown(renderer):
+    tokenizer, ours = renderer("forgets", thinking=False)
+    asked = [user("hello")]
+    prompt = text_of(ours.prompt(Conversation(asked)))
+    assert prompt == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, thinking=False)
+    assert prompt.endswith("</think>\n\n")
+    assert text_of(ours.prompt(Conversation(asked, template_kwargs={"thinking": True}))).endswith("assistant\n")
+    with pytest.raises(RowProblem, match="sets tools, which"):
+        ours.prompt(Conversation(asked, template_kwargs={"tools": []}))
+    with pytest.raises(UserError, match="sets messages, which each row sets itself"):
+        renderer("steady", messages=[])
+    chat = Conversation([user("a"), answer("b", reasoning_content="because")], documents=[{"text": "c"}])
+    assert renderer("steady")[1].rows(chat, "all")[0].unshown == ["messages.reasoning_content", "documents"]
+    with_documents = renderer("{{ documents | tojson }}" + TEMPLATES["steady"])[1]
+    row, = with_documents.rows(chat, "all")
+    assert '[{"text": "c"}]' in text_of(row.segments) and row.unshown == ["messages.reasoning_content"]
+    for name in ("closes", "open"):
+        with pytest.raises(RowProblem, match="does not show calls of tools"):
+            renderer(name)[1].rows(Conversation(*CHATS["tools"]), "all")
+    assert renderer("opens")[1].rows(Conversation([user("a"), answer("b")]), "all")[0].unlike_inference == 1
+
+
+def test_arguments_are_objects_or_text_as_the_template_needs_them(renderer):
+    for name, shown in (("steady", 'add {"a": 1, "b": 2}</call>'), ("opens", '<call>{"a": 1, "b": 2}')):
+        row, = renderer(name)[1].rows(Conversation([user("x"), {**CALL, "content": "add"}], [SPEC]), "all")
+        assert shown in responses(row)[0]
+
+
+def test_control_tokens_typed_anywhere_stay_text(renderer):
+    tokenizer, ours = renderer("steady")
+    typed = "<|im_end|>"
+    spec = json.loads(json.dumps(SPEC).replace("a sum", typed))
+    call = {"type": "function", "function": {"name": "add", "arguments": {typed: typed}}}
+    row, = ours.rows(Conversation([user(typed), answer(typed, tool_calls=[call]), TOOL, answer("b")], [spec]), "all")
+    assert text_of(row.segments).count(typed) == 10
+    assert sum(segment.template and segment.text == typed for segment in row.segments) == 5
+    ids = TextEncoder(tokenizer).encode_rows([TextEncoder(tokenizer).runs(row.segments)])[0][0]
+    assert (ids == tokenizer.convert_tokens_to_ids(typed)).sum() == 5
+
+
+# Through the data module ---------------------------------------------------------------------------------------------
+
+
+def build(path, folder, **fields):
+    data = SFTData(path, tokenizer=folder, **{"max_length": 512, **fields})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def shown(data):
+    """Text and scored text of each row."""
+    decode = data.tokenizer.decode
+    return [(decode(row["input_ids"]), decode([token for token in row["labels"] if token != -100]))
+            for row in data.rows_for_inspection(99)]
+
+
+@pytest.fixture
+def jinja(tmp_path):
+    """A function that writes one of the templates into a file."""
+    def write(name):
+        path = tmp_path / f"{name}.jinja"
+        path.write_text(TEMPLATES[name])
+        return str(path)
+
+    return write
+
+
+ROWS = [{"messages": messages} for messages, tools in CHATS.values() if not tools]
+
+
+@pytest.mark.parametrize("name", ["steady", "forgets", "closes", "open", "opens"])
+def test_no_conversation_is_dropped(name, jinja, chat_folder, write_jsonl):
+    data = build(write_jsonl(ROWS), chat_folder, template=jinja(name))
+    source, = data.report["sources"].values()
+    num_responses = sum(message["role"] == "assistant" for row in ROWS for message in row["messages"])
+    assert source["rows_dropped"] == 0 and source["rows_read"] == len(ROWS)
+    assert source["rows_kept"] == (num_responses if name == "forgets" else len(ROWS))
+    assert source["conversations_split"] == (3 if name == "forgets" else 0)
+    assert ("became one row for each response" in data.report_table()) == (name == "forgets")
+    assert ("opens these answers differently" in data.report_table()) == (name == "opens")
+    assert source["terminators_labelled"] == num_responses
+
+
+def test_a_file_of_jinja_takes_the_place_of_the_tokenizers_template(jinja, chat_folder, write_jsonl, tmp_path):
+    path = write_jsonl(ROWS[:1])
+    (text, _), = shown(build(path, chat_folder, template=jinja("forgets")))
+    assert "<think>" in text
+    data = SFTData(path, tokenizer=chat_folder, template=jinja("forgets"))
+    assert data.tokenizer.chat_template == TEMPLATES["forgets"]
+    before = data.identity()["tokenizer"]
+    (tmp_path / "forgets.jinja").write_text(TEMPLATES["steady"])
+    assert SFTData(path, tokenizer=chat_folder, template=jinja("steady")).identity()["tokenizer"] != before
+    with pytest.raises(UserError, match="the chat template cannot be read"):
+        SFTData(path, tokenizer=chat_folder, template=str(tmp_path / "none.jinja"))
+
+
+def test_what_is_learned(jinja, chat_folder, write_jsonl):
+    path = write_jsonl([ROWS[1]])
+    words = ["how are you?", "The sum.", "b"]
+
+    def scored(**fields):
+        return [text.replace("<|im_end|>", "|") for _, text in shown(build(path, chat_folder, **fields))]
+
+    assert scored() == ["".join(f"{word}|" for word in words)] == scored(train_on="responses")
+    assert scored(turns="split") == [f"{word}|" for word in words]
+    assert scored(turns="last") == scored(train_on="last") == scored(train_on_last=True) == ["b|"]
+    assert scored(template="chatml", turns="split") == [f"{word}|" for word in words]
+    (text, learned), = shown(build(path, chat_folder, train_on="all"))
+    assert text == learned
+    with pytest.raises(UserError, match="data.train_on is last, but data.train_on_prompt asks for all"):
+        build(path, chat_folder, train_on="last", train_on_prompt=True)
+
+
+def test_system_prompt_and_reasoning(chat_folder, write_jsonl):
+    path = write_jsonl([ROWS[0], ROWS[2], {"messages": [user("a"), answer("<think>hm</think>\n\nyes")]}])
+    texts = [text for text, _ in shown(build(path, chat_folder, system_prompt="Be brief."))]
+    assert ["Be brief." in text for text in texts] == [True, False, True] and "Be kind." in texts[1]
+    texts = [text for text, _ in shown(build(path, chat_folder, system_prompt="Be brief.", replace_system_prompt=True))]
+    assert all("Be brief." in text for text in texts) and "Be kind." not in texts[1]
+    with pytest.raises(UserError, match="there is no data.system_prompt"):
+        build(path, chat_folder, replace_system_prompt=True)
+    assert "hm" in shown(build(path, chat_folder))[2][1]
+    assert shown(build(path, chat_folder, reasoning="drop"))[2][1] == "yes<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [None, "chatml"])
+def test_whole_turns_are_cut(template, chat_folder, write_jsonl):
+    long = [SYSTEM]
+    for number in range(6):
+        long += [user(f"question {number} " * 6), answer(f"answer {number}")]
+    path = write_jsonl([{"messages": long}, {"messages": [user("word " * 300), answer("b")]}])
+    data = build(path, chat_folder, template=template, max_length=150, on_overflow="truncate_turns")
+    (text, scored), = shown(data)
+    assert "Be kind." in text and "question 5" in text and "question 0" not in text
+    first = min(number for number in range(6) if f"question {number}" in text)
+    assert [f"answer {number}" in scored for number in range(6)] == [number >= first for number in range(6)]
+    source, = data.report["sources"].values()
+    assert (source["rows_cut"], source["turns_cut"], source["rows_dropped"]) == (1, 2 * first, 1)
+    assert [*source["dropped"]] == ["longer than the limits, without its earlier turns too"]
+    ids, = (row["input_ids"] for row in data.rows_for_inspection(9))
+    longer = [SYSTEM, *long[1 + 2 * (first - 1):]]
+    one_more, = (row["input_ids"] for row in build(write_jsonl([{"messages": longer}]), chat_folder, template=template)
+                 .rows_for_inspection(9))
+    assert len(ids) <= 150 < len(one_more)  # no turn more than needed
+    if template is None:
+        (default, _), = shown(build(path, chat_folder, max_length=150))
+        assert default == text
