@@ -69,6 +69,7 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
             "QA": (AutoModelForQuestionAnswering, BERT, bert_folder, {"class_path": "QAData", "init_args": {
                 "source": source, "val_source": source, "max_length": 48, "stride": 16, "question_max_length": 16}}),
         }[name]
+        longest = data["init_args"]["max_length"] if data else 192  # JAX compiles programs for each length of a batch
         runs = []
         for engine in ("torch", "jax"):
             run = RunFolder(tmp_path / engine)
@@ -78,7 +79,8 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
                 model["generation"] = {"max_new_tokens": 8}
             arguments = recipe(f"{engine}.yaml", **{
                 "engine": engine, "model": {"class_path": name, "init_args": model}, **({"data": data} if data else {}),
-                "data__init_args__batch_size": 3, "trainer__max_steps": 20, "trainer__gradient_clip_val": 0.5,
+                "data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": longest,
+                "trainer__max_steps": 20, "trainer__gradient_clip_val": 0.5,
                 "trainer__val_check_interval": 20, "trainer__accumulate_grad_batches": 2,
                 "trainer__default_root_dir": str(run.root), **changes})
             assert main(["fit", *arguments]) == 0
@@ -115,11 +117,11 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [
-    ("SFT", {}),
+    ("SFT", {"data__init_args__pad_to_multiple_of": 48}),
     ("SFT", {**QLORA, "data__init_args__packing": True}),
     ("SFT", {"model__init_args__lora": {**LORA, "dora": True}, "data__init_args__group_by_length": True}),
     ("SFT", {**QLORA, "model__init_args__quantize": "fp4", "model__init_args__double_quant": False}),
-    ("CLM", {}),
+    ("CLM", {"data__init_args__pad_to_multiple_of": 8}),
     ("CLM", {"model__init_args__lora": {**LORA, "rslora": True, "modules_to_save": ["lm_head"]}}),
     ("CLM", QLORA),
     ("MLM", {}),
