@@ -32,7 +32,8 @@ RECIPE = ["--config", "configs/sft_qlora.yaml"]
 ANSWERS = {
     "--help": ([], 0), "fit --help": ([], 0), "inspect --help --engine jax": ([], 0), "merge --help": ([], 0),
     "fit --model.help SFT": ([], 0), "fit … --trainer.max_stepz 3": (RECIPE, 2),
-    "fit … --trainer.max_steps many": (RECIPE, 2),
+    "fit … --trainer.max_steps many": (RECIPE, 2), "fit … --model.class_path SFTT": (RECIPE, 2),
+    "fit … --data.batch_size 0": (RECIPE, 2),
 }
 NUM_ROWS, HIT_SECONDS = 50_000, 1.0
 HITS = {"rows": {}, "packing": {"packing": True}, "group_by_length": {"group_by_length": True}}

@@ -35,7 +35,6 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
 
     Args:
         state: On the host (`Parallel.fetch_state`).
-        settings: The recipe's optimizer block.
         step: Optimiser steps taken, of `num_steps`.
         to_torch: `Network.to_torch`.
     """
@@ -59,7 +58,6 @@ def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch
     """State on the host from a checkpoint; `Parallel.put_state` brings it to the devices.
 
     Args:
-        content: From `read_checkpoint`.
         like: Shapes and dtypes of this run's state (`Parallel.shapes`).
 
     Raises:

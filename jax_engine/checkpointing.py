@@ -16,14 +16,7 @@ from lmmods.runs.wandb import log_checkpoint
 
 
 class Checkpointer:
-    """Restores and saves all that a run needs to go on exactly.
-
-    Args:
-        run: What is saved.
-        policy: Which checkpoints are written and kept.
-        callbacks: Their state is saved too.
-        identity: What the run is, noted in each checkpoint.
-    """
+    """Restores and saves all that a run needs to go on exactly."""
 
     def __init__(self, run: Training, policy: CheckpointPolicy, callbacks: list[EarlyStopping], identity: RunIdentity):
         self._run, self._policy = run, policy

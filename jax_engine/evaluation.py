@@ -11,13 +11,7 @@ from lmmods.evaluation.samples import SampleWriter
 
 
 class Evaluation:
-    """Without dropout and without side effects on training. All processes must call each method.
-
-    Args:
-        run: What is evaluated.
-        samples: Prompts to answer.
-        mmlu: Questions to ask.
-    """
+    """Without dropout and without side effects on training. All processes must call each method."""
 
     def __init__(self, run: Run, samples: SampleWriter, mmlu: MMLUEvaluator):
         self._run, self.samples, self.mmlu = run, samples, mmlu

@@ -13,12 +13,7 @@ from lmmods.runs.wandb import log_checkpoint
 
 
 class Exporter:
-    """Writes and uploads the model. All processes must call each method.
-
-    Args:
-        run: Whose model.
-        publish: Where to, and when.
-    """
+    """Writes and uploads the model. All processes must call each method."""
 
     def __init__(self, run: Training, publish: Publisher):
         self._run, self._publish = run, publish

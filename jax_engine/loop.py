@@ -21,13 +21,7 @@ class Loop:
     """Train until the schedule or early stopping ends the run.
 
     Args:
-        run: Changed by each step.
         accumulate: Micro-batches of each rank that make an optimiser step; the last of an epoch may have fewer.
-        events: What is due and when.
-        evaluation: Validates, asks and samples.
-        checkpointer: Saves.
-        exporter: Exports the model and uploads it.
-        callbacks: Watch the metrics.
         interruption: Whether the user has asked to stop.
     """
 

@@ -41,7 +41,6 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
     """The optimiser of `settings`; its `update` takes the scalars of the step as extra arguments.
 
     Args:
-        settings: The recipe's optimizer block.
         decays: For each parameter whether it decays, which it does if it is a matrix (Network.decays). A parameter
             with one more dimension than that is a stack of layers, each of which is a parameter of its own.
 

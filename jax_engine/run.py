@@ -27,16 +27,11 @@ class Run:
     """One command at work.
 
     Args:
-        folder: The run folder.
         data: The DataModule, set up.
-        task: Network and loss.
         description: Of the network, in a line.
         flops_per_token: Arithmetic of one training token.
-        parallel: How arrays lie on the devices.
-        steps: The compiled steps.
         weights: Parameters on the devices, as they are now.
         limits: `trainer.limit_<role>_batches` by role: train, val, test, predict.
-        bar: The progress bar.
         stopwatch: Time of training proper.
         loggers: Of this process; those of the first log, from when the run folder is ready.
         progress: How far training is.
@@ -70,8 +65,6 @@ class Run:
         """At most `num_batches` global micro-batches of a pass over a loader.
 
         Args:
-            batch_size: Rows of a micro-batch.
-            epoch: Epoch of this pass.
             start: Global micro-batches of the epoch before this pass.
             max_length: Longest row in tokens; None is `data.max_length`.
         """

@@ -13,7 +13,6 @@ class Schedule:
 
     Args:
         batches_per_epoch: Global micro-batches of an epoch of training.
-        num_steps: Optimiser steps of the run.
         num_val_batches: Global micro-batches of a validation; 0 where there is nothing to validate on.
         batches_per_validation: Global micro-batches from one validation to the next, counted anew in each epoch or
             over the run.
@@ -32,16 +31,13 @@ class Schedule:
     def from_keys(cls, *, batches_per_epoch: int, batches_per_step: int, num_val_batches: int,
                   max_epochs: int | float | None, max_steps: int, val_check_interval: int | float | None,
                   val_epochs: int | None) -> "Schedule":
-        """The schedule that the trainer's keys ask for.
+        """The schedule that the trainer's keys ask for. Raises UserError: the run has no end.
 
         Args:
             batches_per_step: Global micro-batches of an optimiser step; the last of an epoch may have fewer.
             max_epochs: Epochs, a fraction allowed; None or -1 leave it to `max_steps`.
             max_steps: Optimiser steps; -1 leaves it to `max_epochs`.
             val_check_interval: Global micro-batches over the whole run, or share of an epoch; None is a whole epoch.
-
-        Raises:
-            UserError: The run has no end.
         """
         by_share = isinstance(val_check_interval, float)
         interval = max(int(batches_per_epoch * val_check_interval), 1) if by_share else val_check_interval

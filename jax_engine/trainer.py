@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch, peak_flops
+from lmmods.core.trainer_fields import JaxTrainerFields
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain
@@ -38,69 +40,35 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
-from lmmods.runs.start import RunStart
-from lmmods.runs.step_metrics import StepMetrics
+from lmmods.runs.start import RunStart, say_precision
+from lmmods.runs.step_metrics import StepMetrics, check_evaluated
 from lmmods.runs.wandb import log_predictions
 
 
-class Trainer:
-    """Train, evaluate and predict on JAX; names and meanings of Lightning's Trainer.
+@dataclass(kw_only=True, eq=False, repr=False)
+class Trainer(JaxTrainerFields):
+    """Train, evaluate and predict on JAX; names and meanings of Lightning's Trainer."""
 
-    Its keys are explained where the command line declares them, in TrainerKeys.
-    """
+    strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto"
+    logger: Logger | list[Logger] | bool | None = None
+    callbacks: EarlyStopping | list[EarlyStopping] | None = None
 
-    def __init__(
-        self,
-        *,
-        accelerator: Literal["auto", "cpu", "gpu", "cuda", "tpu"] = "auto",
-        devices: int | Literal["auto"] = "auto",
-        num_nodes: int = 1,
-        strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto",
-        precision: Literal["auto", "32-true", "bf16-true", "bf16-mixed"] = "auto",
-        logger: Logger | list[Logger] | bool | None = None,
-        callbacks: EarlyStopping | list[EarlyStopping] | None = None,
-        max_epochs: int | float | None = None,
-        max_steps: int = -1,
-        accumulate_grad_batches: int = 1,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        overfit_batches: int | float = 0.0,
-        num_sanity_val_steps: int | None = None,
-        log_every_n_steps: int | None = None,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        default_root_dir: str = "runs/default",
-        detect_anomaly: bool = False,
-    ):
-        check_length(max_epochs, max_steps)
-        self.max_epochs, self.max_steps = max_epochs, max_steps
-        self.precision, self.accumulate = precision, accumulate_grad_batches
-        self.clipping = Clipping(gradient_clip_val, gradient_clip_algorithm or "norm")
-        self.val_check_interval, self.check_val_every_n_epoch = val_check_interval, check_val_every_n_epoch
-        self.limits = {"train": limit_train_batches, "val": limit_val_batches, "test": limit_test_batches,
-                       "predict": limit_predict_batches}
-        if overfit_batches:
-            self.limits["val"] = overfit_batches
-        self.overfit_batches = overfit_batches
-        self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
-        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
-        self.callbacks = [callbacks] if isinstance(callbacks, EarlyStopping) else callbacks or []
-        self.checkpoint, self.samples, self.mmlu, self.publish = (
-            CheckpointPolicy(), SampleWriter(), MMLUEvaluator(), Publisher())
-        self.enable_checkpointing, self.enable_progress_bar = enable_checkpointing, enable_progress_bar
-        self.run_folder = RunFolder(default_root_dir)
-        extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
-        self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv), *extra]
+    def __post_init__(self) -> None:
+        check_length(self.max_epochs, self.max_steps)
+        self.limits = {"train": self.limit_train_batches, "val": self.overfit_batches or self.limit_val_batches,
+                       "test": self.limit_test_batches, "predict": self.limit_predict_batches}
+        self.num_sanity_val_steps = 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
+        self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
+        self.callbacks = [self.callbacks] if isinstance(self.callbacks, EarlyStopping) else self.callbacks or []
+        self.checkpoint, self.samples = CheckpointPolicy(), SampleWriter()
+        self.mmlu, self.publish = MMLUEvaluator(), Publisher()
+        self.run_folder = RunFolder(self.default_root_dir)
+        extra = self.logger if isinstance(self.logger, list) else [self.logger]
+        self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv),
+                            *(logger for logger in extra if isinstance(logger, Logger))]
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
-        self.interruption = Interruption(saves=enable_checkpointing)
-        self._devices = (accelerator, devices, num_nodes, strategy, detect_anomaly)
+        self.interruption = Interruption(saves=self.enable_checkpointing)
         # What the data modules ask of a trainer: every process reads all micro-batches, see `Prefetcher`.
         self.global_rank, self.world_size = 0, 1
         self.state = SimpleNamespace(fn=None)
@@ -121,8 +89,8 @@ class Trainer:
         checkpointer = Checkpointer(run, self.checkpoint, self.callbacks, self.identity)
         events = Events(self.checkpoint if self.enable_checkpointing else None, self.samples, self.mmlu, self.publish,
                         may_stop_early=bool(self.callbacks))
-        loop = Loop(run, self.accumulate, events, evaluation, checkpointer, Exporter(run, self.publish), self.callbacks,
-                    self.interruption)
+        loop = Loop(run, self.accumulate_grad_batches, events, evaluation, checkpointer, Exporter(run, self.publish),
+                    self.callbacks, self.interruption)
         if resumed:
             checkpointer.restore(resumed)
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
@@ -156,8 +124,7 @@ class Trainer:
         evaluation = Evaluation(run, self.samples, self.mmlu)
         metrics = evaluation.evaluate(role)
         run.bar.close()
-        if not metrics:
-            raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        check_evaluated(metrics)
         if self.mmlu.is_on:
             metrics |= evaluation.ask()
         run.bar.say(describe(metrics, f"{role}/"))
@@ -200,7 +167,8 @@ class Trainer:
 
     def _connect(self) -> None:
         """Devices and the other processes."""
-        self.parallel: Parallel = machines.start(*self._devices)
+        self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
+                                                self.detect_anomaly)
 
     @contextmanager
     def _in_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -224,12 +192,9 @@ class Trainer:
         """A run before its first step, and its loader."""
         run, loader = self._prepare("fit", model, datamodule, checkpoint), datamodule.train_dataloader()
         schedule = Schedule.from_keys(
-            batches_per_epoch=run.num_batches(loader, "train"),
-            batches_per_step=self.accumulate,
-            num_val_batches=run.num_batches(datamodule.val_dataloader(), "val"),
-            max_epochs=self.max_epochs,
-            max_steps=self.max_steps,
-            val_check_interval=self.val_check_interval,
+            batches_per_epoch=run.num_batches(loader, "train"), batches_per_step=self.accumulate_grad_batches,
+            num_val_batches=run.num_batches(datamodule.val_dataloader(), "val"), max_epochs=self.max_epochs,
+            max_steps=self.max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
         peak, state = peak_flops(jax.devices()[0].device_kind), run.steps.new_state(run.weights.trainable)
         flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
@@ -242,7 +207,7 @@ class Trainer:
         """Data, network, first parameters on the devices; `checkpoint` must fit them, and shapes them."""
         if self.precision == "auto":
             self.precision, reason = machines.choose_precision()
-            say(f"precision {self.precision}: {reason}. Another one is set with trainer.precision.")
+            say_precision(self.precision, reason)
             if self.recipe:
                 self.recipe["trainer"]["precision"] = self.precision
         self.state.fn = SimpleNamespace(value=command)
@@ -258,17 +223,13 @@ class Trainer:
             model.choice_ids = self.mmlu.choice_ids
         trainable, frozen = model.build(self.precision, datamodule, datamodule.seed)
         optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
+        clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
         return Run(
-            folder=self.run_folder,
-            data=datamodule,
-            task=model,
-            description=model.describe(trainable, frozen),
-            flops_per_token=model.flops_per_token(trainable, frozen),
-            parallel=self.parallel,
-            steps=Steps(self.parallel, model.loss, optimizer, datamodule.seed, self.clipping, model.predict),
+            folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),
+            flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
+            steps=Steps(self.parallel, model.loss, optimizer, datamodule.seed, clipping, model.predict),
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
-            limits=self.limits,
-            bar=Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory),
+            limits=self.limits, bar=Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory),
             stopwatch=Stopwatch())
 
     def _prepare_data(self, data: Any, checkpoint: Path | None) -> dict[str, Any]:

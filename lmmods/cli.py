@@ -111,10 +111,8 @@ def enable_collector() -> None:
 def peek_engine(arguments: list[str]) -> str:
     """The engine named by `--engine`, or else by the last `--config` that names one.
 
-    It decides which classes the parser knows, so it is read before the parser is built.
-
-    Raises:
-        UserError: A recipe file cannot be read, or no engine has this name.
+    It decides which classes the parser knows, so it is read before the parser is built. Raises UserError: a recipe file
+    cannot be read, or no engine has this name.
     """
     engine = "torch"
     for value in _values(arguments, ("--config", "-c")):

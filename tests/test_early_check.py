@@ -16,7 +16,7 @@ from lmmods.commands.early_check import EarlyCommandLine, check_early
 from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import guarded_imports
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, user_error_in
 from tests.faults.test_mutations import RECIPES, mutate, places
 from tests.faults.test_odd_recipes import VALUES
 
@@ -128,6 +128,12 @@ def compare(parsers, arguments, capsys) -> tuple[str | None, str | None]:
         with guarded_imports():
             config = real.parse(arguments)
             check_recipe_values(real.commands["fit"], config.fit, early.engine)
+            for key in declarations.CLASSES[early.engine]:
+                config.fit[key] = None
+            try:
+                real.parser.instantiate(config)
+            except Exception as error:
+                raise user_error_in(error) or error from error
 
     first = verdict(lambda: early.judge(arguments), capsys)
     second = verdict(judge_for_real, capsys)
@@ -168,6 +174,31 @@ def test_mutated_recipes(parsers, path, capsys, tmp_path, monkeypatch):
     for _ in range(6):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mutate(base, places(base), chance)[0], allow_unicode=True))
         compare(parsers, ["fit", *layers, "--config", str(tmp_path / "recipe.yaml")], capsys)
+
+
+@pytest.mark.parametrize(("engine", "key", "value", "message"), [
+    ("torch", "model__class_path", "SFTT",
+     "model is SFTT, but must be CLM, MLM, QA, SFT or the import path of a class. Did you mean SFT?"),
+    ("jax", "data__class_path", "Data",
+     "data is Data, but must be CLMData, MLMData, QAData, SFTData or the import path of a class."),
+    ("torch", "trainer__logger", [{"class_path": "WandbLoger"}], "Did you mean WandbLogger?"),
+    ("jax", "trainer__callbacks", [{"class_path": "Timer"}], "trainer.callbacks is Timer, but must be EarlyStopping"),
+    ("torch", "trainer__callbacks", [{"class_path": "Timer"}], "Timer does not work here. Set trainer.max_time"),
+    ("torch", "data__init_args__batch_size", 0, "data.batch_size is 0, but must be 1 or more"),
+    ("jax", "model__init_args__lora", {"rank": 0}, "lora.rank is 0, but must be 1 or more."),
+    ("jax", "samples", {"every_n_steps": 0}, "samples.every_n_steps is 0, but must be 1 or more."),
+])
+def test_wrong_names_and_values_of_fields_are_errors(recipe, engine, key, value, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_early(["fit", *recipe(**{key: value})], engine)
+
+
+@pytest.mark.parametrize(("engine", "key", "value"), [
+    ("torch", "model__class_path", "CausalModule"), ("jax", "model__class_path", "CausalTask"),
+    ("torch", "data__class_path", "DataModule"), ("torch", "trainer__callbacks", [{"class_path": "StartReport"}]),
+    ("jax", "trainer__logger", [True]), ("torch", "trainer__logger", [{"class_path": "mine.Logger"}])])
+def test_names_that_only_the_engine_can_judge_are_left_to_it(recipe, engine, key, value):
+    check_early(["fit", *recipe(**{key: value})], engine)
 
 
 def test_words_that_only_the_engine_understands_are_left_to_it(recipe, capsys):

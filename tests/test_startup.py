@@ -34,7 +34,9 @@ EARLY = {  # what is answered without libraries, and with which status
     "dashboard --help": 0, "report --help": 0, "fit --model.help SFT": 0, "fit --data.help=SFTData": 0,
     "merge --rum x": 2, "fit --config none.yaml": 2, f"fit {RECIPE} --trainer.max_stepz 3": 2,
     f"fit {RECIPE} --model.lora.rank many": 2, f"fit {RECIPE} --trainer.devices 0": 2,
-    f"inspect {RECIPE} --engine jax --data.batch_sise 3": 2}
+    f"inspect {RECIPE} --engine jax --data.batch_sise 3": 2, f"fit {RECIPE} --model.class_path SFTT": 2,
+    f"fit {RECIPE} --trainer.logger WandbLoger": 2, f"fit {RECIPE} --trainer.callbacks Timer": 2,
+    f"fit {RECIPE} --data.batch_size 0": 2, f"fit {RECIPE} --engine jax --checkpoint.keep_last 0": 2}
 
 
 @pytest.fixture

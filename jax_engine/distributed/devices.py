@@ -42,10 +42,8 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
           ) -> Parallel:
     """Connect to the other processes, if any, and choose the devices and how the run is spread over them.
 
-    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md).
-
-    Raises:
-        UserError: There are not as many devices or processes as asked for.
+    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md). Raises UserError: there are not as
+    many devices or processes as asked for.
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))

@@ -49,7 +49,6 @@ class Parallel(ABC):
 
         Args:
             function: Called with local arrays: a batch is [`num_visible_ranks()`, B, ...]. Returns a tuple.
-            inputs: Kind of each argument.
             outputs: Kind of each result. State is created in its layout: no device ever holds more than its shard.
             donate: Arguments whose memory the results may take.
         """
@@ -106,9 +105,7 @@ class Compiled:
     steps in flight could deadlock, each waiting for threads that the other holds.
 
     Args:
-        call: Runs the program.
         lower: Takes the same arguments and returns the program as jax.stages.Lowered.
-        num_devices: Devices it runs on.
     """
 
     def __init__(self, call: Callable, lower: Callable, num_devices: int):

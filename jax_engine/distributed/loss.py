@@ -58,7 +58,6 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         targets: [B, T] token ids or IGNORED.
         head: Maps [..., D] to float32 logits [..., V]; arrays it closes over get their gradient.
         vocab_size: V, which decides the chunk length.
-        count_correct: Also count argmax hits.
         plain: Make the logits of all positions at once.
     """
     if plain:

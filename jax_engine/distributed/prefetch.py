@@ -45,10 +45,7 @@ class Prefetcher:
 
     Args:
         loader: Yields dicts of CPU tensors, rows first.
-        parallel: Ranks and devices.
         batch_size: Rows of a micro-batch; smaller ones are filled up.
-        pad_id: Token to fill with.
-        epoch: Epoch of this pass.
         start: Number of its first micro-batch within the epoch.
         max_length: Lengths are rounded up, but not above this; None leaves them as they are.
         ahead: Groups to prepare in advance.

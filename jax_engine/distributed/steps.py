@@ -37,11 +37,8 @@ class Steps:
     the micro-batch in it.
 
     Args:
-        parallel: Spread over devices.
         loss: The task's loss of rows [N, T].
-        optimizer: From `optim.build`.
         seed: Seed of the run; with a row's place in the data it decides the row's dropout.
-        clipping: What happens to large gradients.
         predict: (parameters, rows) -> tree of arrays [N, ...].
     """
 

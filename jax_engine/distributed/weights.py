@@ -7,13 +7,7 @@ from jax_engine.distributed.tree import Tree, merge
 
 
 class Weights:
-    """Trainable and frozen parameters.
-
-    Args:
-        parallel: How they are spread over the devices.
-        trainable: A tree of kind state.
-        frozen: A tree of kind state.
-    """
+    """Trainable and frozen parameters, trees of kind state."""
 
     def __init__(self, parallel: Parallel, trainable: Tree, frozen: Tree):
         self._parallel, self.trainable, self.frozen = parallel, trainable, frozen

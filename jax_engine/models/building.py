@@ -24,7 +24,6 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     """The network that the fields of a task describe, and its first parameters as numpy arrays.
 
     Args:
-        data: The data module, for its tokenizer.
         precision: Lightning's name.
         seed: Of all parameters that no file holds.
 
@@ -76,11 +75,7 @@ def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dic
 
 
 def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int) -> Tree:
-    """The base's parameters with those of an adapter: new ones, or a folder's.
-
-    Args:
-        network: With adapters.
-    """
+    """The base's parameters with those of an adapter: new ones, or a folder's."""
     for path, leaf in flatten(base).items():
         if isinstance(leaf, Quantized) and network.trains(path):
             raise UserError(quantised_in_full(network.torch_modules(".".join(path[:-1]))[0], leaf.kind))

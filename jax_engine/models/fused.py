@@ -77,7 +77,6 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
     """The fused kernel for a network, or None where there is none or it fails its check; says which on a GPU.
 
     Args:
-        dtype: Compute dtype.
         requested: The recipe's choice of attention; `eager` is the plain one.
     """
     if jax.default_backend() != "gpu":

@@ -30,18 +30,12 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
              pad: int, seed: int = 0) -> list[list[int]]:
     """New tokens after each prompt, up to and without the first end token.
 
-    A row's answer does not depend on the other rows of the batch.
+    A row's answer does not depend on the other rows of the batch. Raises UserError: a way of decoding that the engine
+    does not have, or more tokens than the model has positions.
 
     Args:
-        network: With a causal head.
         prompts: Token ids, at least one each; filled up on the left with `pad`.
-        settings: Names and meanings of transformers' GenerationConfig.
-        eos: Tokens that end an answer.
-        pad: Any token id.
         seed: Of the sampling; row n draws from key n.
-
-    Raises:
-        UserError: A way of decoding that the engine does not have, or more tokens than the model has positions.
     """
     check_supported(settings)
     longest = max(len(prompt) for prompt in prompts)
@@ -67,11 +61,7 @@ def _until(tokens: list[int], ends: list[int]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...]) -> Callable:
-    """The jitted program (params, ids [B, width], mask [B, width], key) -> new tokens [B, max_new_tokens].
-
-    Args:
-        fields: Of Generation.
-    """
+    """The jitted program (params, ids [B, width], mask [B, width], key) -> new tokens [B, max_new_tokens]."""
     settings = Generation(*fields)
     make = beam_search if settings.num_beams > 1 else single_search
     return jax.jit(make(network, width, settings, jnp.array(eos, jnp.int32)))

@@ -39,16 +39,13 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     """Weights of a folder or hub id as numpy arrays, with fresh adapters where the network has them.
 
     Strict: every leaf is filled once, and every key of the files is consumed, tied, or known not to be needed. A head
-    that a base model lacks starts at random and is reported.
+    that a base model lacks starts at random and is reported. Raises UserError: keys that are missing, left over, or of
+    another shape.
 
     Args:
-        dtype: Of all weights.
         seed: Of what starts at random.
         quantize: Keep linear layers in this code, layer by layer, so that the whole model is never there in full.
         double_quant: Quantise the scales of 4-bit codes too.
-
-    Raises:
-        UserError: Keys that are missing, left over, or of another shape.
     """
     leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant)
     wanted = _wanted(network)
@@ -100,8 +97,6 @@ class Leaves:
     """The leaves of a network as they are filled, each place once.
 
     Args:
-        network: Whose.
-        dtype: Of plain weights.
         quantize: Code of the weights of linear layers.
         double_quant: Quantise the scales of 4-bit codes too.
     """

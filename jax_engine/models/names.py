@@ -17,8 +17,6 @@ class Names:
     """Torch's names of a network's parameters.
 
     Args:
-        family: Key table.
-        head: Which head.
         shapes: Tree of shapes of the parameters.
         arch: Numbers of layers.
         adapted: Paths of modules with an adapter.

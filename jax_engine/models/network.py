@@ -35,10 +35,6 @@ class Network:
 
     Args:
         config: Configuration of transformers; written back as it is on saving.
-        family: Its family.
-        arch: The configuration in this package's terms.
-        head: Which head.
-        build: Compute dtype and adapters.
         to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.
         remat: What the backward pass computes again: nothing, all but matrix products, or whole layers.
         unroll: Layers per step of the scan; None takes 8 on a CPU where all of a network trains, else 1.

@@ -1,5 +1,7 @@
 """Which of Lightning's callbacks a recipe may name: those that leave the numbers and the resume of a run exact."""
 
+from lmmods.core.errors import UserError
+
 ALLOWED = {
     "EarlyStopping": "Stops when a metric no longer improves.",
     "LearningRateMonitor": "Logs the learning rate of each parameter group, beside train/lr.",
@@ -36,6 +38,12 @@ REFUSED = {
     "Timer": "Set trainer.max_time, for example {hours: 8}.",
     "WeightAveraging": "Its checkpoints cannot be resumed from.",
 }
+
+
+def check_callback(class_path: str) -> None:
+    """Raise UserError for a callback that a recipe may not name."""
+    if reason := reason_against(class_path):
+        raise UserError(f"trainer.callbacks: {class_path.rsplit('.', 1)[-1]} does not work here. {reason}")
 
 
 def reason_against(class_path: str) -> str | None:

@@ -41,7 +41,6 @@ class CommandLine:
     `parser` is its parser, `commands` are those of the engine's commands, `options` what these take beside a recipe.
 
     Args:
-        types: Of the engine.
         engine: Its name, the only value that the key `engine` may then have.
         arguments: What is to be parsed: where it begins with a command, only that one's parser is made.
     """

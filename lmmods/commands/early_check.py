@@ -1,36 +1,41 @@
 """Help, and what is wrong with a command line or its recipes, before the libraries of an engine are imported.
 
-Importing them takes seconds, so the command line is first parsed with declarations in their classes' places; only if
-that finds nothing wrong, the engine's own parser reads it again. What the declarations do not know, such as a task of
-one's own or the settings of a callback, is left to that one: nothing is refused here that it would accept.
+Importing them takes seconds, so the command line is first parsed with declarations in their classes' places, whose
+fields are checked as those of the classes are; only if that finds nothing wrong, the engine's own parser reads it. What
+the declarations do not know, such as a task of one's own or the settings of a callback, is left to that one: nothing is
+refused here that it would accept.
 """
 
+import difflib
+import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lmmods.commands import declarations
+from lmmods.commands.allowed_callbacks import REFUSED, check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.jsonargparse_compat import list_classes, options_of, replace_check
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import ForeignCode, guarded_imports
+from lmmods.core.errors import UserError, user_error_in
+from lmmods.core.trainer_fields import JaxTrainerFields
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.hub_upload import Publisher
 
-TRAINERS = {"torch": declarations.TorchTrainerKeys, "jax": declarations.JaxTrainerKeys}
+TRAINERS = {"torch": declarations.TorchTrainerFields, "jax": JaxTrainerFields}
 # All that this stage imports because a recipe names it; none of it imports a library.
 LIGHT = (declarations.__name__, "lmmods.core.settings", "lmmods.data.sources.source")
 LEFT = object()  # in place of a value that only the engine can judge
 
 
 class EarlyCommandLine(CommandLine):
-    """The command line over declarations.
-
-    Args:
-        engine: `torch` or `jax`.
-        arguments: What is to be parsed.
-    """
+    """The command line over declarations."""
 
     def __init__(self, engine: str, arguments: list[str]):
         types = RecipeTypes(TRAINERS[engine], declarations.TaskModule, declarations.DataModule, CheckpointPolicy,
@@ -40,19 +45,53 @@ class EarlyCommandLine(CommandLine):
         for option in (option for parser in self.commands.values() for option in options_of(parser)):
             if option.dest in listed:
                 list_classes(option, listed[option.dest])
-                replace_check(option, _check_known(declarations.TASKS.get(option.dest, ())))
+                replace_check(option, self._check_known(option.dest, listed[option.dest]))
 
     def judge(self, arguments: list[str]) -> None:
         """As `check_early`."""
         try:
             with guarded_imports(LIGHT):
                 config = self.parse(arguments)
+                recipe = config[config.subcommand]
+                if config.subcommand in self.commands and all(recipe.get(key) is None or _is_known(recipe[key], names)
+                                                              for key, names in declarations.TASKS.items()):
+                    check_recipe_values(self.commands[config.subcommand], recipe, self.engine)
+                    self._check_fields(config, recipe)
         except (ForeignCode, ImportError):  # of code that the engine's parser may know
             return
-        recipe = config[config.subcommand]
-        if config.subcommand in self.commands and all(recipe.get(key) is None or _is_known(recipe[key], names)
-                                                      for key, names in declarations.TASKS.items()):
-            check_recipe_values(self.commands[config.subcommand], recipe, self.engine)
+
+    def _check_fields(self, config: Any, recipe: Any) -> None:
+        """Raise the UserError of a constructor that refuses its fields; what else one raises is left to the engine."""
+        for key in declarations.CLASSES[self.engine]:
+            recipe[key] = None
+        try:
+            self.parser.instantiate(config)
+        except Exception as error:
+            if mistake := user_error_in(error):
+                raise mistake from error
+
+    def _check_known(self, key: str, listed: tuple[str, ...]) -> Callable[[Callable[[Any], Any], Any, Any], Any]:
+        """A check of blocks whose class is declared; those of others it leaves to the engine."""
+        names = declarations.TASKS.get(key, ())
+
+        def check(original: Callable[[Any], Any], value: Any, before: Any) -> Any:
+            for path in map(_class_path, value if isinstance(value, list) else [value]):
+                if re.fullmatch(r"[A-Z]\w+", path) and yaml.safe_load(path) == path:
+                    self._check_name(key, path, listed)
+            return original(value) if _is_known(value if _class_path(value) else before, names) else LEFT
+
+        return check
+
+    def _check_name(self, key: str, name: str, listed: tuple[str, ...]) -> None:
+        """Raise UserError for the name of a class that is nowhere."""
+        folder = declarations.FOLDERS[self.engine].get(key)
+        if key == "trainer.callbacks" and self.engine == "torch" and name in REFUSED:
+            check_callback(f"lightning.{name}")
+        if folder is None or name in listed or name in _classes_in(folder):
+            return
+        near = difflib.get_close_matches(name, listed, 1)
+        raise UserError(f"{key} is {name}, but must be {', '.join(listed)} or the import path of a class."
+                        + (f" Did you mean {near[0]}?" if near else ""))
 
 
 def check_early(arguments: list[str], engine: str) -> None:
@@ -75,10 +114,10 @@ def _is_judged(word: str, following: str) -> bool:
     return not option.startswith("--pr") and "://" not in word  # --print_config; files that are read over the network
 
 
-def _check_known(names: tuple[str, ...]) -> Callable[[Callable[[Any], Any], Any, Any], Any]:
-    """A check of blocks whose class is one of these; those of others it leaves to the engine."""
-    return lambda check, value, before: (check(value) if _is_known(value if _class_path(value) else before, names)
-                                         else LEFT)
+def _classes_in(package: str) -> set[str]:
+    """Names of the classes that the files of a package define, which are not imported for that."""
+    files = Path(importlib.import_module(package).__path__[0]).glob("*.py")
+    return {name for path in files for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
 
 
 def _is_known(value: Any, names: tuple[str, ...]) -> bool:

@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lmmods.commands.allowed_callbacks import reason_against
+from lmmods.commands.allowed_callbacks import check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.lightning_compat import CLI
 from lmmods.commands.trainer_keys import BLOCKS, check_recipe_values
@@ -54,13 +54,7 @@ def jax_engine() -> RecipeTypes:
 
 
 class EngineCLI(CLI):
-    """fit, validate, test, predict and inspect over one engine's classes.
-
-    Args:
-        types: Its classes.
-        engine: `torch` or `jax`.
-        arguments: Arguments without the program's name.
-    """
+    """fit, validate, test, predict and inspect over one engine's classes."""
 
     def __init__(self, types: RecipeTypes, engine: str, arguments: list[str]):
         self.types, self.engine, self.arguments = types, engine, arguments
@@ -89,8 +83,8 @@ class EngineCLI(CLI):
         recipe = self.config[self.config.subcommand]
         check_recipe_values(self.parser.commands[self.config.subcommand], recipe, self.engine)
         for spec in _as_list(recipe.trainer.get("callbacks")):
-            if self.engine == "torch" and (reason := reason_against(spec.class_path)):
-                raise UserError(f"trainer.callbacks: {spec.class_path.rsplit('.', 1)[-1]} does not work here. {reason}")
+            if self.engine == "torch":
+                check_callback(spec.class_path)
 
     def instantiate_classes(self) -> None:
         """As Lightning's; what a class of Lightning has against its settings is the recipe's mistake."""

@@ -16,7 +16,6 @@ class FinishedRun:
     """What a run of either engine leaves.
 
     Args:
-        folder: The run folder.
         has_adapter: Whether model/ holds an adapter; a whole model otherwise.
         pretrained: What the adapter was trained on, and the fields with which it was loaded.
     """
@@ -32,13 +31,10 @@ class FinishedRun:
 
     @classmethod
     def read(cls, run: str, command: str) -> "FinishedRun":
-        """Take up the run in a folder.
+        """Take up the run in a folder. Raises UserError: no run there, not a finished one, or one of another task.
 
         Args:
             command: Which needs a causal LM.
-
-        Raises:
-            UserError: No run there, not a finished one, or one of another task.
         """
         folder = RunFolder(run)
         if not folder.config.is_file():

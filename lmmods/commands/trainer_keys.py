@@ -22,15 +22,11 @@ LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch"
 
 
 def check_recipe_values(parser: Any, recipe: Any, engine: str) -> None:
-    """Refuse what no engine could use.
+    """Refuse what no engine could use. Raises UserError: one of its values, with its key.
 
     Args:
         parser: Of the command, which knows types and defaults.
         recipe: Parsed and of the right types.
-        engine: `torch` or `jax`.
-
-    Raises:
-        UserError: One of its values, with its key.
     """
     check_blocks(recipe)
     check_nulls(parser, recipe)
@@ -38,11 +34,7 @@ def check_recipe_values(parser: Any, recipe: Any, engine: str) -> None:
 
 
 def check_blocks(recipe: Any) -> None:
-    """Every block that is no class is a mapping of its keys.
-
-    Raises:
-        UserError: One is a list or a single value.
-    """
+    """Every block that is no class is a mapping of its keys. Raises UserError: one is a list or a single value."""
     for name in BLOCKS:
         value = recipe.get(name)
         if not hasattr(value, "__dict__"):
@@ -58,14 +50,7 @@ def check_blocks(recipe: Any) -> None:
 
 
 def check_nulls(parser: Any, recipe: Any) -> None:
-    """Keys that must have a value have one: to the parser null is a value of any key.
-
-    Args:
-        parser: Of the command, which knows types and defaults.
-
-    Raises:
-        UserError: One is null.
-    """
+    """Keys that must have a value have one: to the parser null is a value of any key. Raises UserError: one is null."""
     for option in options_of(parser):
         takes_null = type(None) in get_args(type_of(option))
         if (option.dest.split(".")[0] in BLOCKS[1:] and option.default is not None and not takes_null
@@ -74,15 +59,7 @@ def check_nulls(parser: Any, recipe: Any) -> None:
 
 
 def check_values(recipe: Any, engine: str) -> None:
-    """Numbers, names and paths that no engine could use.
-
-    Args:
-        recipe: Parsed and of the right types.
-        engine: `torch` or `jax`.
-
-    Raises:
-        UserError: One of them, with its key.
-    """
+    """Numbers, names and paths that no engine could use. Raises UserError: one of them, with its key."""
     check_texts({key: value for key, value in vars(recipe).items() if key != "config"}, "")
     check_seed(recipe.get("seed_everything"))
     trainer = recipe.trainer

@@ -26,7 +26,6 @@ def first_damaged(folder: Path, manifest: Any, contents: bool = True) -> str | N
     """Name of the first file of a folder that is missing, truncated or altered.
 
     Args:
-        folder: Folder of the files.
         manifest: Stamps by file name, as read from disk, so not to be trusted.
         contents: Also verify contents; otherwise only sizes.
 

@@ -27,10 +27,7 @@ def whole_file(path: str | os.PathLike) -> str:
 def sampled_file(path: str | os.PathLike) -> str:
     """Hash of the size and of 256 evenly spaced blocks, as weights and streams are too large to read twice.
 
-    Files of up to 16 MiB are hashed whole.
-
-    Raises:
-        UserError: It cannot be read.
+    Files of up to 16 MiB are hashed whole. Raises UserError: it cannot be read.
     """
     try:
         size = os.path.getsize(path)

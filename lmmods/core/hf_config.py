@@ -17,7 +17,6 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
 
     Args:
         source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
-        overrides: Fields changed in it.
         defaults: Fields that a mapping may leave out (`vocabulary_fields`).
 
     Raises:
@@ -152,11 +151,7 @@ def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
 
 
 def saved_quantization(config: Any) -> str | None:
-    """How a folder stores its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None.
-
-    Args:
-        config: The folder's configuration.
-    """
+    """How a folder stores its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None."""
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return None

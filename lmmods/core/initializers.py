@@ -13,7 +13,6 @@ def init_lora_A(seed: int, name: str, shape: tuple[int, int]) -> np.ndarray:  # 
     """Initial A of a LoRA adapter, float32 [rank, inputs]: PEFT's distribution, uniform in +-1/sqrt(inputs).
 
     Args:
-        seed: Seed of the run.
         name: The parameter's name in a PEFT model, `base_model.model....lora_A.default.weight`.
     """
     bound = 1 / math.sqrt(shape[-1])
@@ -24,7 +23,6 @@ def init_weight(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.
     """Initial parameter of a head that the checkpoint lacks, float32: a matrix is normal, a bias zero.
 
     Args:
-        seed: Seed of the run.
         name: The parameter's name in transformers, for example `qa_outputs.weight`.
         std: Standard deviation: `initializer_range` of the configuration.
     """

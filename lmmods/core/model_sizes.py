@@ -2,11 +2,7 @@
 
 
 def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int]) -> str:
-    """Parameters and the types they are stored in, in a line.
-
-    Args:
-        by_type: Parameters by storage type.
-    """
+    """Parameters and the types they are stored in, in a line."""
     share = ", ".join(f"{name} {count / num_params:.1%}" for name, count in by_type.items())
     return (f"Parameters: {num_params:,}, of which {num_trainable:,} train ({num_trainable / num_params:.2%}). "
             f"Stored as: {share}.")

@@ -16,16 +16,13 @@ def check_length(max_epochs: int | float | None, max_steps: int) -> None:
 
 
 def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | float | None, max_steps: int) -> int:
-    """Optimiser steps of a run.
+    """Optimiser steps of a run. Raises UserError: the run has no end.
 
     Args:
         batches_per_epoch: Micro-batches of each device in an epoch.
         batches_per_step: Micro-batches of each device in an optimiser step; the last step of an epoch may have fewer.
         max_epochs: Epochs; a fraction is rounded up to whole steps. None or -1: max_steps decides.
         max_steps: Optimiser steps; -1: max_epochs decides.
-
-    Raises:
-        UserError: The run has no end.
     """
     check_length(max_epochs, max_steps)
     by_epochs = math.inf

@@ -59,7 +59,6 @@ def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], v
     Args:
         predictions: Question id -> text; a missing one counts as the empty answer.
         golds: Question id -> right answers, none for an unanswerable question (v2.0).
-        version_2: Which evaluation.
     """
     best = best_over_golds if version_2 else _version_1
     scored = {name: {key: best(score, predictions.get(key, ""), texts) for key, texts in golds.items()}

@@ -51,9 +51,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
         Args:
             pretrained: Folder or hub id of the model, for its tokenizer.
-            revision: Its revision.
             trust_remote_code: Whether code of the repository may run.
-            seed: Seed of the run.
             max_positions: Longest row the model can take.
             token_types: Whether the model tells kinds of token apart.
 
@@ -114,8 +112,9 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
         self.max_length = self.max_length or DEFAULT_MAX_LENGTH
-        if not self._splits.sets and hasattr(self.trainer, "strategy"):  # the JAX trainer hands them over itself
-            self.adopt_contents(self.trainer.strategy.broadcast(self.contents))
+        strategy = getattr(self.trainer, "strategy", None)
+        if not self._splits.sets and hasattr(strategy, "broadcast"):  # the JAX trainer hands them over itself
+            self.adopt_contents(strategy.broadcast(self.contents))
         self._report = None
         self._splits.open(stage, self._shard().rank == 0)
 

@@ -18,9 +18,7 @@ def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int]
     Args:
         items: Rows of batches, a data set with `lengths` and `truncated`.
         rows: The rows that these are made of.
-        num_rows: How many.
         which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens the vocabulary lacks), or places.
-        unknown_id: Id of the unknown token.
 
     Raises:
         UserError: A place does not exist.

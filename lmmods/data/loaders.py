@@ -42,7 +42,6 @@ class Loaders:
         """Training batches from the cache.
 
         Args:
-            shard: Those of this rank.
             overfit: So many batches of each rank, or this share of all, in each epoch the same; 0 is all.
         """
         task, items = self._task, self.items("train")

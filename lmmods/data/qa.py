@@ -38,7 +38,6 @@ class QAData(QADataFields, DataModule):
 
         Args:
             role: Set the batch is of: train, val, test or predict.
-            index: Number of the window.
 
         Returns:
             `question`: number of the question, as `question_row` takes it; `offsets` [T, 2]: first and last character
@@ -69,7 +68,6 @@ class QAData(QADataFields, DataModule):
         """Answers, scores and files of an evaluation or of predict.
 
         Args:
-            role: Set the windows are of.
             logits: Start and end logits [T] by window. Questions without any window here are left out.
 
         Returns:

@@ -19,10 +19,7 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
     """The report of all that is open.
 
     Args:
-        task: Sizes of rows and batches.
-        sets: Rows by role.
         items_of: Role -> rows of batches, a data set with `lengths`.
-        tokenizer_notes: What was repaired in the tokenizer.
     """
     stores = {store.name: store for rows in sets.values() for store in rows.stores}
     sources: dict[str, Any] = {}
@@ -60,10 +57,7 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
 
     Args:
         items: Data set with `lengths`.
-        batch_size: Rows per batch.
         multiple: Batch lengths are rounded up to a multiple of this.
-        max_length: Longest row.
-        seed: Seed of the orders.
     """
     lengths = items.lengths
     waste = {

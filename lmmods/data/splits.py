@@ -32,7 +32,6 @@ class SourceStores:
     """The rows of single sources: encoded in the cache, or as a stream.
 
     Args:
-        task: How rows are read and encoded.
         contents: Hashes of sources that are known; those that are made here are added.
     """
 
@@ -45,7 +44,6 @@ class SourceStores:
         """The store of a source, built when the cache lacks it.
 
         Args:
-            source: The source.
             prompts_only: Whether rows end where a response is to begin.
             is_first: Whether this is the first process of the run; the others read what that wrote or checked.
             prepares: Whether this is `prepare_data`, which one process of each machine runs.
@@ -89,7 +87,6 @@ class Splits:
 
     Args:
         task: Its sources, `val_size`, and how a stream is buffered.
-        stores: Of the sources.
     """
 
     def __init__(self, task: TaskHooks, stores: SourceStores) -> None:

@@ -90,11 +90,7 @@ class EarlyStoppingRule:
         return self.reason is Reason.NOT_STOPPED and (epoch_ends if self.check_on_train_epoch_end else validated)
 
     def check(self, metrics: dict[str, float]) -> bool:
-        """Look at the metric, and say whether the run stops.
-
-        Raises:
-            UserError: The run does not log it.
-        """
+        """Look at the metric, and say whether the run stops. Raises UserError: the run does not log it."""
         if self.monitor not in metrics:
             if self.strict:
                 raise UserError(f"EarlyStopping.monitor is {self.monitor!r}, which this run does not log "

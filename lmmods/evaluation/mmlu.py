@@ -69,10 +69,6 @@ class MMLUEvaluator:
     def prepare(self, datamodule: Any, model: Any) -> None:
         """Read and encode the questions.
 
-        Args:
-            datamodule: Of the run, set up.
-            model: The engine's task.
-
         Raises:
             UserError: The task predicts no next token, a row is no question, or a letter is no token of its own.
         """
@@ -171,14 +167,7 @@ def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) 
     """The tokens that the letters become directly after a prompt: " A" as one token, or "A" (first after a newline).
 
     Appending the letter may change tokens of the prompt after its last visible character, as with line breaks in many
-    tokenizers; it must not change the prompt's text.
-
-    Args:
-        tokenizer: transformers tokenizer.
-        text: Its encoder.
-
-    Raises:
-        UserError: Neither is a token of its own for each letter.
+    tokenizers; it must not change the prompt's text. Raises UserError: neither is a token of its own for each letter.
     """
     for space in ("", " ") if prompt[-1:].isspace() else (" ", ""):
         begun, *whole = text.encode_texts([prompt, *(prompt + space + letter for letter in letters)],

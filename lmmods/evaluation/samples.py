@@ -37,14 +37,10 @@ class SampleWriter:
         self._base: dict[str, str] = {}  # prompt -> answer before training
 
     def prepare(self, datamodule: Any, max_positions: int | None) -> None:
-        """Encode the prompts.
+        """Encode the prompts. Raises UserError: the task generates nothing, or a prompt leaves no room for an answer.
 
         Args:
-            datamodule: Of the run, set up.
             max_positions: Longest row the model takes, if it has an end.
-
-        Raises:
-            UserError: The task generates nothing, or a prompt leaves no room for an answer.
         """
         if self.prompts is None:
             return

@@ -30,7 +30,6 @@ class CheckpointContent(TypedDict, total=False):
 
     Args:
         global_step: Optimiser steps done.
-        epoch: Epochs done.
         loops: Micro-batches, steps and epochs done as Lightning's loops count them (lmmods.runs.progress).
         state_dict: Parameters that train, by the names of the torch engine.
         param_names: Their order, in which `optimizer_states` numbers them.
@@ -40,7 +39,6 @@ class CheckpointContent(TypedDict, total=False):
             callbacks' state under their keys.
         window: Gradients of an optimiser step that is not complete; empty between two steps.
         world_size: Data-parallel ranks, in which `loops` counts micro-batches.
-        identity: What the run is (lmmods.runs.identity).
     """
 
     global_step: int

@@ -39,7 +39,6 @@ class ArrayLibrary:
         save: Write arrays by name as a safetensors file.
         load: Undo `save`.
         concatenate: Join arrays along their first dimension.
-        memory_of: What is equal for arrays that are the same memory read in the same way.
     """
 
     is_array: Callable[[Any], bool]
@@ -77,13 +76,10 @@ class Writers:
 
 def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLibrary = NUMPY,
                      writers: Writers = Writers()) -> None:
-    """Write a tree of plain data and arrays.
+    """Write a tree of plain data and arrays. Raises UserError: the disk failed.
 
     Args:
         folder: On a file system that the writers share. What is there is replaced.
-
-    Raises:
-        UserError: The disk failed.
     """
     temporary = folder.with_name(f".{folder.name}")
     tree, arrays = split(content, library.is_array, library.memory_of)

@@ -47,7 +47,6 @@ class Moment:
     """Where a run stands. What the events before may change is asked anew: early stopping may end the run.
 
     Args:
-        step: Optimiser steps done.
         step_done: Whether the micro-batch completed one.
         epoch_ends: Whether it was the last of its epoch.
         stops_inside_step: Whether an interruption is looked for after every micro-batch. Several processes agree on
@@ -74,9 +73,6 @@ class Events:
 
     Args:
         checkpoint: When checkpoints are written; None where none are.
-        samples: When to sample.
-        mmlu: When to ask.
-        publish: When to upload.
         may_stop_early: Whether anything watches the metrics.
     """
 

@@ -61,7 +61,6 @@ class RunFolder:
         Args:
             command: Its name, for whoever finds the folder in use.
             check: Looks whether the command may do its work in the folder; raises UserError.
-            is_first: Whether this process is the first.
             tells_later: Keep what is wrong as `problem`, because other processes are already waiting to hear of it.
         """
         try:

@@ -36,8 +36,6 @@ class Comparison:
     """Two identities beside each other.
 
     Args:
-        was: The one in a checkpoint.
-        now: The one of this start.
         defaults: What a key that one of them lacks stands for.
         trust_places: Assume that a changed path leads to the same content, as another process compares that.
     """
@@ -156,7 +154,6 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
     """A recipe in normal form, so that different spellings of one meaning are equal, with facts added to their keys.
 
     Args:
-        recipe: As config.yaml has it.
         data: DataModule, which knows the facts of data; None leaves all facts out.
         reads_model: Look into models all the same.
 

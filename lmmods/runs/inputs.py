@@ -14,9 +14,7 @@ def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> No
     """Refuse a recipe that reads what its run would replace.
 
     Args:
-        root: The run folder.
         names: What the run writes in it.
-        recipe: The whole of it.
 
     Raises:
         UserError: A model, an adapter, a tokenizer or rows lie under one of these names.

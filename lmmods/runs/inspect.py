@@ -13,9 +13,7 @@ def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | l
     """Print the resolved recipe, the data report and rows with their loss mask.
 
     Args:
-        recipe: As config.yaml will hold it.
         datamodule: Set up for `fit`.
-        rows: How many rows to show.
         which: `first`, `longest`, `most_cut`, `most_unknown` or numbers of rows.
     """
     print(as_yaml(recipe))

@@ -23,11 +23,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def shown_path(text: str, root: Path) -> str:
-    """A path as it may be published; other texts stay as they are.
-
-    Args:
-        root: The run folder.
-    """
+    """A path as it may be published; other texts stay as they are."""
     if not is_local_path(text):
         return text
     return "::".join(_shown(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))

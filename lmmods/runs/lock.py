@@ -35,11 +35,7 @@ class FolderLock:
         self._made: list[Path] = []
 
     def take(self, command: str) -> None:
-        """Acquire the lock.
-
-        Raises:
-            UserError: Another process holds it, or may hold it.
-        """
+        """Acquire the lock. Raises UserError: another process holds it, or may hold it."""
         try:
             while self._file is None:
                 self._make_folders()

@@ -23,9 +23,6 @@ class Manifest:
     """The list of one run folder: paths relative to it, each noted before it is created.
 
     A folder of an earlier version has no list; its run's files are recognised by its recipe and checkpoints.
-
-    Args:
-        root: The run folder.
     """
 
     def __init__(self, root: Path):
@@ -46,11 +43,7 @@ class Manifest:
                             "run is then recognised by its config.yaml and checkpoints.") from error
 
     def claim(self, *paths: str) -> None:
-        """Note paths that are about to be written.
-
-        Raises:
-            UserError: Something that no run wrote has one of them.
-        """
+        """Note paths that are about to be written. Raises UserError: something that no run wrote has one of them."""
         with self._turn:
             known = self.entries()
             for path in paths:

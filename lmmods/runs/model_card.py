@@ -25,7 +25,6 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
 
     Args:
         folder: The run, its other files written. Metrics are those of metrics.json, where there is one already.
-        base: Model it started from, if any.
         is_adapter: Whether model/ is an adapter of `base`.
         auto_class: transformers' class that loads it.
     """

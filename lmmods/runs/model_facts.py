@@ -15,12 +15,6 @@ _BOOKKEEPING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype",
 def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -> dict[str, Any]:
     """Configuration and weights behind a folder's or hub repository's name; as much as can be had without a download.
 
-    Args:
-        name: Folder or hub id.
-        revision: Of the hub repository.
-        adapter: Whether it is an adapter.
-        weights: Whether its weights count too.
-
     Returns:
         `config`; of a folder `weights`, a fingerprint of sizes and blocks of the files; of a hub model `commit`.
 

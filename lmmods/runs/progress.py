@@ -78,7 +78,6 @@ def recount(ready: int, data: dict[str, Any], before: int, now: int, kind: str) 
 
     Args:
         ready: Batches of `before` ranks in the current epoch.
-        data: State of the training data.
         before: Ranks that wrote the checkpoint.
         now: Ranks that go on.
         kind: What a rank is called.

@@ -22,7 +22,6 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int) -> Iterator[None]:
     """While a checkpoint is written: where the disk fails, take away what is half written, and say so.
 
     Args:
-        checkpoint: What the folder will be called.
         temporary: What it is called until it stands.
         num_bytes: Of its arrays.
 

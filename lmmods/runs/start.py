@@ -17,9 +17,7 @@ class RunStart:
     """What is written and said of a run before its first step.
 
     Args:
-        report: Of the data.
         resumed_from: The checkpoint that it goes on from, if any.
-        step: Optimiser steps done.
     """
 
     folder: RunFolder
@@ -49,3 +47,8 @@ class RunStart:
     def say_resumed(self) -> None:
         if self.resumed_from:
             say(f"Resumed at step {self.step} from {self.resumed_from}.")
+
+
+def say_precision(precision: str, reason: str) -> None:
+    """What `trainer.precision: auto` means on this machine, and why."""
+    say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")

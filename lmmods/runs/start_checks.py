@@ -36,10 +36,8 @@ def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
         last: Its last checkpoint, if it has saved one.
         completed: Whether it is finished.
     """
+    again = "start again with --overwrite true (its files are then deleted)"
     if completed:
-        raise UserError(f"{root} holds a finished run. Choose another trainer.default_root_dir, "
-                        "or start again with --overwrite true (its files are then deleted).")
-    remedy = "go on with --ckpt_path last, or start again with --overwrite true (its files are then deleted)"
-    if last is None:
-        remedy = "it saved no checkpoint yet; start again with --overwrite true (its files are then deleted)"
+        raise UserError(f"{root} holds a finished run. Choose another trainer.default_root_dir, or {again}.")
+    remedy = f"go on with --ckpt_path last, or {again}" if last else f"it saved no checkpoint yet; {again}"
     raise UserError(f"{root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")

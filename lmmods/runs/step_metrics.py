@@ -122,6 +122,12 @@ class StepMetrics:
                 "trainer/global_step": step}
 
 
+def check_evaluated(metrics: Any) -> None:
+    """Raise UserError where `validate` has measured nothing."""
+    if not metrics:
+        raise UserError("There is no validation set: set data.val_source or data.val_size.")
+
+
 def check_finite(figures: dict[str, float], step: int, epoch: int) -> None:
     """Raise UserError when `loss` or `grad_norm` of optimiser step `step` is not a number.
 

@@ -47,9 +47,7 @@ def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
 
 def known_wandb_id(folder: RunFolder) -> str | None:
     """Id under which W&B knows the run in a folder."""
-    if not folder.config.exists():
-        return None
-    return wandb_id(read_recipe(folder.config))
+    return wandb_id(read_recipe(folder.config)) if folder.config.exists() else None
 
 
 def has_wandb_key() -> bool:

@@ -10,11 +10,7 @@ from lmmods.torch_engine.compat.torch import cpu_multiplies_bfloat16
 
 
 def choose_precision(accelerator: str) -> tuple[str, str]:
-    """Precision and the reason for it.
-
-    Args:
-        accelerator: `trainer.accelerator`.
-    """
+    """Precision and the reason for it."""
     if accelerator != "cpu" and torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16-mixed", "this GPU multiplies bfloat16"

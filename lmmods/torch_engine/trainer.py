@@ -24,6 +24,8 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data
+from lmmods.runs.start import say_precision
+from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.metrics import Metrics
@@ -40,10 +42,7 @@ from lmmods.torch_engine.strategies.choose import choose_strategy
 
 
 class Trainer(L.Trainer):
-    """Train, evaluate and predict with Lightning.
-
-    Its keys are explained where the command line declares them, in TrainerKeys.
-    """
+    """Train, evaluate and predict with Lightning, whose keys are explained in TrainerFields and TorchTrainerFields."""
 
     def __init__(self, *, logger: Logger | list[Logger] | bool | None = None,
                  callbacks: L.Callback | list[L.Callback] | None = None,
@@ -56,7 +55,7 @@ class Trainer(L.Trainer):
                  plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None, **kwargs: Any):
         if precision == "auto":
             precision, reason = choose_precision(accelerator)
-            say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
+            say_precision(precision, reason)
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         check_length(max_epochs, max_steps)
         checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
@@ -125,8 +124,7 @@ class Trainer(L.Trainer):
         with self._run_folder("validate"):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
-        if not found:
-            raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        check_evaluated(found)
         return found
 
     def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:

@@ -12,8 +12,6 @@ class BlockSet(Dataset):
     """Blocks of at most `max_length` tokens. Item -1 is None, a padding row.
 
     Args:
-        rows: Encoded texts.
-        max_length: Tokens per block.
         joined: Split all rows as one, so that only the last block is short. Otherwise each row is split by itself.
     """
 

@@ -17,9 +17,7 @@ class Collator:
 
     Args:
         keys: Columns of a batch; `attention_mask` comes on top.
-        pad_id: Token to pad with.
         multiple: Lengths are rounded up to a multiple of this, but not above `max_length`.
-        max_length: Longest row.
         side: Where the padding goes.
     """
 

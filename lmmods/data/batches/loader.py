@@ -49,8 +49,6 @@ class EvaluationLoader:
     Args:
         rows: Map-style rows; number -1 is a padding row.
         order: Global micro-batches.
-        collate: Rows -> batch.
-        shard: This data-parallel rank.
     """
 
     def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], shard: Shard) -> None:
@@ -75,8 +73,6 @@ class StatefulLoader:
     Args:
         rows: Map-style rows; number -1 is a padding row.
         order_of: Epoch -> its global micro-batches.
-        collate: Rows -> batch.
-        shard: This data-parallel rank.
         batch_size: Rows per micro-batch; a position can only be continued with the same.
     """
 

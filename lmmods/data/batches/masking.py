@@ -16,11 +16,9 @@ class Masker:
     """BERT's masking.
 
     Args:
-        mask_id: Id of the mask token.
         special: For each id of the vocabulary, whether it is special: such are neither masked nor drawn. [V] bool.
         continues: For each id, whether it goes on with the word before it. [V] bool.
         probability: Share of tokens (or words) to predict.
-        whole_words: Choose whole words.
     """
 
     mask_id: int
@@ -60,9 +58,7 @@ class MaskedSet(Dataset):
 
     Args:
         blocks: Data set of {input_ids, index} with `lengths`.
-        masker: Draws masks.
         around: Ids before and behind each block.
-        seed: Seed of the draws.
     """
 
     def __init__(self, blocks: Any, masker: Masker, around: tuple[list[int], list[int]], seed: int) -> None:

@@ -16,7 +16,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
     Args:
         lengths: Tokens of each row, none above `capacity`.
-        capacity: Tokens per pack.
 
     Returns:
         The row numbers of each pack. Every row is in exactly one.
@@ -51,8 +50,6 @@ class PackedSet(Dataset):
 
     Args:
         items: Data set with `lengths` and items {input_ids, labels, index}.
-        max_length: Tokens per pack.
-        seed: Seed of the draw.
     """
 
     def __init__(self, items: Any, max_length: int, seed: int) -> None:

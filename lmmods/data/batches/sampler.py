@@ -51,8 +51,6 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], shuffl
     """Each row once, in an order drawn from the seed.
 
     Args:
-        lengths: Tokens of each row.
-        batch_size: Rows per micro-batch.
         seed: Seed of the run, epoch, and whatever else the order depends on.
         shuffle: Draw an order; otherwise rows come as they are stored.
         group_by_length: Put rows of similar length into a batch: sort within random stretches of the shuffled rows,

@@ -32,7 +32,6 @@ class StreamSource:
 
     Args:
         rows: Starts reading anew at each call.
-        encoder: Rows to ids.
         weight: Rows of this source come in proportion to its weight until it is exhausted.
         info: What was found out about it.
     """
@@ -107,13 +106,9 @@ class StreamLoader:
     """Training batches without end, epoch after epoch of a stream, with a position that can be saved.
 
     Args:
-        sources: What is read.
         arrange: Encoded rows -> data set of rows for batches, with `lengths`.
         order_of: (lengths, epoch, buffer) -> global micro-batches of a buffer.
-        collate: Rows -> batch.
-        shard: This data-parallel rank.
         settings: Seed, batch size and size of the buffer: a position can only be continued with the same.
-        num_proc: Processes that tokenise.
     """
 
     def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],

@@ -52,12 +52,7 @@ class SFTEncoder:
     """Rows of one format to ids, labels, and the length of the prompt of the last response.
 
     Args:
-        dataset_format: Name of the rows' format.
-        renderer: Conversations to segments.
-        text: Segments to ids.
-        limits: Length policy.
         choices: What is learned.
-        roles: Further names of roles.
         prompts_only: Rows may lack a response, and end where it is to begin.
     """
 

@@ -31,7 +31,6 @@ class Encoded(NamedTuple):
         columns: `input_ids` (Ragged) and others, one entry per kept row.
         positions: Place in the batch of each kept row.
         dropped: (place in the batch, reason) of each other row.
-        counts: Sums for the report.
     """
 
     columns: dict[str, Ragged | np.ndarray]

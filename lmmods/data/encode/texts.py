@@ -35,8 +35,6 @@ class TextRowEncoder:
     """Rows with a text to ids: `begin`, the text, `end`. A piece of a document gets what stands at its ends only.
 
     Args:
-        column: Column that holds the text.
-        text: Encodes it.
         begin: Ids before each document.
         end: Ids behind each document.
         longest: Longest row, truncated on the left; None is no limit.

@@ -41,16 +41,10 @@ class RepairedTokenizer:
 
 @dataclass
 class TokenizerOptions:
-    """Which tokenizer, and what is changed about it.
+    """Which tokenizer, and what is changed about it, as DataFields and TaskFields say it.
 
     Args:
-        path: Folder or hub id.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Allow Python code of the repository to run.
         pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds one.
-        bos_token: Begins a text; an existing or new token.
-        eos_token: Ends a text; an existing or new token.
-        add_tokens: Special tokens to add, whose embeddings are to be trained.
         new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
         chat_template: Jinja that takes the place of the tokenizer's own chat template.
     """
@@ -114,7 +108,6 @@ def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding:
     Args:
         tokenizer: transformers tokenizer, changed in place.
         roles: Roles that the user gives to tokens, for example {"pad_token": "<unk>"}.
-        add_tokens: Special tokens to add.
         new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
     """
     result = RepairedTokenizer(tokenizer)

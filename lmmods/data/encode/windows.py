@@ -108,9 +108,6 @@ class WindowEncoder:
     Args:
         backend: JSON of the tokenizer's backend.
         cls_id: Token that stands for "no answer here".
-        max_length: Tokens of a window.
-        stride: Tokens that neighbouring windows share.
-        question_max_length: Longest question in tokens; longer ones are truncated at their end.
         question_first: Whether the question stands before the context.
         prompts_only: Rows need no answers.
     """

@@ -24,14 +24,7 @@ class WindowLogits(NamedTuple):
 
 @dataclass
 class SpanSettings:
-    """How answers are chosen.
-
-    Args:
-        n_best_size: Candidates kept per window and in nbest_predictions.json.
-        max_answer_length: Longest answer in tokens.
-        null_score_diff_threshold: No answer is given where its score is above that of the best answer by more.
-        version_2_with_negative: Whether questions may have no answer.
-    """
+    """How answers are chosen, by the fields of QADataFields."""
 
     n_best_size: int = 20
     max_answer_length: int = 30

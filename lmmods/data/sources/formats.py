@@ -223,15 +223,11 @@ def find_format(name: str) -> Format:
 
 
 def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
-    """Name of the first format that fits a row.
+    """Name of the first format that fits a row. Raises UserError: none fits; names the columns found.
 
     Args:
         row: The first row of a source.
-        where: Its place, for the message.
         prompts_only: The rows may lack the column of the response, which is then found by the other columns.
-
-    Raises:
-        UserError: None fits; names the columns found.
     """
     for name, layout in FORMATS.items():
         if all(column in row for column in layout.columns) and layout.sniff(row):

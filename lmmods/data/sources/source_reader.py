@@ -34,7 +34,6 @@ class SourceReader:
     """Rows of one source, column names mapped, limited. Iterating it again reads again.
 
     Args:
-        source: What to read.
         documents: What a document of a .txt file is, see `read_file`.
         streaming: Read a hub data set as it comes over the network instead of downloading it first.
 

@@ -27,7 +27,6 @@ def damage(folder: Path, contents: bool = True) -> str | None:
     """What is wrong with a store, in words; None where nothing is.
 
     Args:
-        folder: The store's folder.
         contents: Also hold each byte against its checksum, at about 3 GiB in a second.
     """
     try:
@@ -44,11 +43,7 @@ def damage(folder: Path, contents: bool = True) -> str | None:
 
 
 class Store:
-    """A finished store, memory-mapped. Pickles by path.
-
-    Args:
-        folder: The store's folder.
-    """
+    """A finished store, memory-mapped. Pickles by path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

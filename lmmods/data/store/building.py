@@ -45,7 +45,6 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
     Args:
         folder: Where the store is to be. Until it is complete it has another name.
         rows: What to encode; read once, never held as a whole.
-        encoder: Rows to ids.
         num_proc: Processes that encode; 1 works in this process.
         info: Goes into info.json.
 

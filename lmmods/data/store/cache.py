@@ -42,7 +42,6 @@ class Cache:
         """The store of a source.
 
         Args:
-            reader: The source.
             settings: Everything besides its contents that a token could depend on; `task` names the store.
             prepare: Gives rows, encoder and info of a store that must be built.
             rebuild: Build the store anew, once in the life of this object.
@@ -123,7 +122,6 @@ def _remove(folder: Path, identity: int | None = None) -> None:
     """Remove a store; renamed first, so that no process meets half of it.
 
     Args:
-        folder: The store.
         identity: Inode of the one that is meant; where another process has put a new one, that stays.
     """
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")

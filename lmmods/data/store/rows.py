@@ -17,7 +17,6 @@ class RowSet(Dataset):
     padding row.
 
     Args:
-        stores: Where the rows lie.
         chosen: Numbers of kept rows (int64), counted through all stores; None is all.
     """
 
@@ -85,16 +84,12 @@ class RowSet(Dataset):
 def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSet]:
     """Training and validation rows: disjoint, together complete, the same for the same rows read and seed.
 
-    The draw is over rows as read and passes over those that were dropped, so that settings that drop or truncate
-    rows move as few others across as can be.
+    The draw is over rows as read and passes over those that were dropped, so that settings that drop or truncate rows
+    move as few others across as can be. Raises UserError: nothing is left on one side.
 
     Args:
         rows: All kept rows. What was made of one row as read (the windows of a question) stays together.
         val_size: Share of the usable rows (float) or number of them (int) for validation.
-        seed: Seed of the draw.
-
-    Raises:
-        UserError: Nothing is left on one side.
     """
     total = sum(store.info["rows_read"] for store in rows.stores)
     index = rows.index
@@ -131,7 +126,6 @@ class PromptSet(Dataset):
     """Prompts of kept rows. Item -1 is None, a padding row.
 
     Args:
-        rows: Kept rows.
         prompt_of: Columns of a row -> columns of its prompt.
     """
 

@@ -24,7 +24,6 @@ class RunEvents(L.Callback):
     """Stands behind all callbacks whose state is part of a checkpoint of the same moment.
 
     Args:
-        metrics: Logs.
         callbacks: Of the run; those of this project's kinds perform the other events.
     """
 
@@ -38,10 +37,10 @@ class RunEvents(L.Callback):
         self._events = Events(self._checkpoint, samples, self._mmlu, publish, bool(self._early_stopping))
         self._performers: dict[Event, Performer] = {
             Event.LOG: metrics.log_step,
-            Event.CHECK_EPOCH: self._check_epoch,
+            Event.CHECK_EPOCH: lambda trainer, _: self._check(trainer, validated=False),
             Event.SAMPLE: samples.sample,
             Event.ASK: self._mmlu.ask,
-            Event.CHECK_VALIDATION: self._check_validation,
+            Event.CHECK_VALIDATION: lambda trainer, _: self._check(trainer, validated=True),
             Event.STOP: self._stop,
             Event.UPLOAD: publish.upload,
             Event.FINISH: self._finish,
@@ -95,13 +94,9 @@ class RunEvents(L.Callback):
                 return  # Lightning does, and calls the hooks of it
             (performers or self._performers)[event](trainer, module)
 
-    def _check_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _check(self, trainer: L.Trainer, validated: bool) -> None:
         for callback in self._early_stopping:
-            callback.check(trainer, validated=False)
-
-    def _check_validation(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for callback in self._early_stopping:
-            callback.check(trainer, validated=True)
+            callback.check(trainer, validated)
 
     def _stop(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         stop(trainer.global_step, None if self._checkpoint is None else self._checkpoint.path(trainer))

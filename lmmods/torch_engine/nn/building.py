@@ -26,9 +26,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     Args:
         auto_class: `AutoModelFor...` of transformers.
         task_type: PEFT's name of the task.
-        data: The data module, for its tokenizer.
         precision: Lightning's name.
-        device: Where the network will train.
         seed: Of all weights that no file holds.
 
     Raises:

@@ -31,7 +31,6 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         model: A causal language model of transformers, bare or wrapped by PEFT.
         input_ids: [B, T] prompts, padded on the left.
         attention_mask: [B, T], 0 on padding.
-        generation_config: The options, left as they are.
         synced: Go on until all processes are done: each step gathers parameters that are cut over them.
         kwargs: Options that go before those of `generation_config`; all others go on to the model's `generate`.
 

@@ -24,7 +24,6 @@ class StepSums:
 
     Args:
         numbers: [5] float64, on the device: summed loss, weight, real tokens, rows, norm of the averaged gradient.
-        lr: Learning rate of the step.
     """
 
     numbers: Tensor
@@ -84,7 +83,6 @@ class GradientAccumulation:
         Lightning would average the means of micro-batches, and of ranks, however many tokens each held.
 
         Args:
-            strategy: Lightning's, to add up over the processes.
             accumulated: As in `divisor`.
 
         Returns:
@@ -105,7 +103,6 @@ class GradientAccumulation:
         Args:
             sums: [4] as in `sums`, added over the ranks.
             grad_norm: Norm of the averaged gradient before clipping.
-            lr: Learning rate of the step.
         """
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
@@ -126,8 +123,6 @@ class GradientAccumulation:
         All processes must call this.
 
         Args:
-            params: What trains, by name.
-            strategy: Lightning's, to add up over the processes.
             accumulated: As in `divisor`.
         """
         if not self.is_open:

@@ -14,10 +14,7 @@ def enable_checkpointing(model: nn.Module) -> None:
     """Recompute activations in the backward pass, in the form that also trains adapters.
 
     The reentrant form drops the gradient of a block whose input needs none, which is every block over a frozen
-    embedding.
-
-    Raises:
-        UserError: transformers cannot do it for this architecture, and its blocks are not found either.
+    embedding. Raises UserError: transformers cannot do it for this architecture, and its blocks are not found either.
     """
     arguments = {"use_reentrant": False}
     if not model.supports_gradient_checkpointing:

@@ -74,10 +74,8 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     """Summed next-token loss of a batch.
 
     Args:
-        model: The causal LM.
         head: Its head, or None to use the model's own logits [B, T, V].
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0.
-        count_correct: Also count argmax hits.
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
@@ -96,10 +94,8 @@ def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor
     """Logits [B, K] in float32 of the tokens `choices` [K] behind the last token of each row.
 
     Args:
-        model: The causal LM.
         head: Its head, or None to use the model's own logits [B, T, V].
         batch: `input_ids` and `attention_mask` [B, T], padded on the right.
-        choices: Token ids.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
     last = batch["attention_mask"].sum(1) - 1

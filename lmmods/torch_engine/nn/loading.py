@@ -28,21 +28,15 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
     precision. from_pretrained returns eval mode, in which Lightning would train without dropout and without gradient
-    checkpointing.
+    checkpointing. Raises UserError: the model cannot be found or read.
 
     Args:
-        auto_class: `AutoModelFor...` of transformers.
-        pretrained: Folder or hub id.
-        overrides: Fields changed in its configuration.
         quantize: 4-bit or 8-bit weights of every linear layer but the output head (bitsandbytes).
         precision: Lightning's name.
         frozen: The base itself does not train.
         device: Where quantised weights are made.
         max_memory: Spread the model over the GPUs of this machine under these limits; see `spreading`.
         seed: Of the weights of a head that the checkpoint lacks.
-
-    Raises:
-        UserError: The model cannot be found or read.
     """
     compute = COMPUTE_DTYPES[precision]
     stored = compute if frozen or precision.endswith("true") else torch.float32

@@ -11,16 +11,11 @@ from lmmods.core.settings import LoRA
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
              task_type: str | None = None, seed: int = 0) -> nn.Module:
-    """Wrap `model` with a fresh PEFT adapter; the base is frozen.
+    """Wrap `model` with a fresh PEFT adapter; the base is frozen. Raises UserError: a target matches no module.
 
     Args:
         trainable_tokens: Rows of the embedding that train beside the adapter (tokens new to the model).
-        dtype: Of the adapter's weights.
         task_type: PEFT's name of the task, by which its own loaders pick the model class.
-        seed: Of the first weights.
-
-    Raises:
-        UserError: A target matches no module.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -50,7 +50,6 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
         hidden: [B, T, H] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
         head: Maps [N, H] to logits [N, V]. Where it has an attribute `linear` that is not None, it is this layer alone.
-        params: The head's trainable parameters.
         vocab_size: V, which decides the chunk length.
         count_correct: Also count argmax hits (one more pass over the logits).
         plain: Make the logits of all positions at once and leave the gradient to autograd; `params` is then not used.

@@ -17,14 +17,12 @@ FEATURES, LEAST_TOKENS = 2**18, 512
 def tokens_per_piece(asked: int | None, is_alone: bool, device: torch.device, hidden_size: int) -> int:
     """Tokens of a piece of a micro-batch; 0 computes it whole.
 
-    Several processes meet in each backward pass, and GPUs like large products: only a CPU by itself splits.
+    Several processes meet in each backward pass, and GPUs like large products: only a CPU by itself splits. Raises
+    UserError: `piece_tokens` asks for what several processes, or 16-mixed with its scaled gradients, cannot do.
 
     Args:
         asked: `piece_tokens` of the recipe.
         is_alone: Whether one process trains, without scaling its gradients.
-
-    Raises:
-        UserError: `piece_tokens` asks for what several processes, or 16-mixed with its scaled gradients, cannot do.
     """
     if asked and not is_alone:
         raise UserError(f"model.piece_tokens is {asked}, but only one process splits micro-batches, and "
@@ -40,7 +38,6 @@ def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tens
     Args:
         batch: Arrays with one leading length; `attention_mask` [B, T] tells what is padding. Padding on the right that
             no row of a piece needs is cut off; positions on the left stay where they are.
-        num_tokens: Bound on rows times length.
     """
     mask = batch["attention_mask"]
     lengths = mask.shape[1] - mask.flip(1).argmax(1)  # up to the last real token

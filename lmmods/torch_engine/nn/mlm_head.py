@@ -48,9 +48,7 @@ def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = F
     """Summed loss over the masked positions of a batch.
 
     Args:
-        head: The model's head.
         batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` where the model has them.
-        count_correct: Also count argmax hits.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
     hidden = head.encoder(**inputs).last_hidden_state

@@ -19,9 +19,7 @@ class Summary:
 
     Args:
         num_params: All parameters, quantised ones counted unpacked, tied ones once.
-        num_trainable: Those that train.
         dtypes: Parameters by the type they are stored in.
-        weight_bytes: Memory of the weights as stored.
     """
 
     num_params: int

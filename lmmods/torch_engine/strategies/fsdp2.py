@@ -53,6 +53,7 @@ class FSDP2(ModelParallelStrategy):
             return local(tensor).detach().cpu()
         full = whole(tensor).detach()
         return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
+
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         return {name: self._stored(param) for name, param in self.lightning_module.trainable().items()}
 
