@@ -93,11 +93,7 @@ class Linear(nnx.Module):
                 self.lora_magnitude_vector = nnx.Param(row_norms(self.weight[...], conv1d))
 
     def __call__(self, x: Array, keys: Array | None = None) -> Array:
-        """Features [..., in] to [..., out].
-
-        Args:
-            keys: PRNG keys of the rows, for the adapter's dropout.
-        """
+        """Features [..., in] to [..., out]; `keys` are PRNG keys of the rows, for the adapter's dropout."""
         dtype, weight = self.build.dtype, self.weight.get_value()
         y = self._product(x, weight)
         if self.adapted:

@@ -56,11 +56,7 @@ def adapt(network: Network, lora: LoRA) -> Network:
 
 
 def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str, str]) -> set[str]:
-    """Our modules of these torch names.
-
-    Args:
-        ours: Our module of every torch name.
-    """
+    """Our modules of these torch names; `ours` has our module of every torch name."""
     found = {ours[name] for name in names}
     for module in sorted(found):
         if not names.issuperset(network.torch_modules(module)):
@@ -71,11 +67,7 @@ def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str,
 
 
 def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
-    """The base with new adapters beside it, float32: A as `init_lora_A`, B zero, DoRA's magnitudes |W|.
-
-    Args:
-        base: Numpy arrays without adapters.
-    """
+    """The base (numpy arrays) with new adapters, float32: A as `init_lora_A`, B zero, DoRA's magnitudes |W|."""
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
         # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.

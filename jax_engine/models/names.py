@@ -14,7 +14,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 class Names:
-    """Torch's names of a network's parameters.
+    """What a network knows of torch's names of its parameters.
 
     Args:
         shapes: Tree of shapes of the parameters.
@@ -30,10 +30,10 @@ class Names:
         self._leaves = flatten(shapes)
         self._per_group = arch.layers_per_group
         base = family.prefix(head)
-        self.modules = {ours: f"{base}.{theirs}" for ours, theirs in family.modules.items()}
-        self.modules |= family.head_modules[head]
-        self.stored = arch.num_stored_layers
-        order = list(self.modules)
+        self._modules = {ours: f"{base}.{theirs}" for ours, theirs in family.modules.items()}
+        self._modules |= family.head_modules[head]
+        self._stored = arch.num_stored_layers
+        order = list(self._modules)
         ranked = sorted(self._leaves, key=lambda path: (order.index(_module(path)), _leaf_rank(path[-1])))
         outer = [path for path in ranked if path[0] != "layers"]
         inner = [path for path in ranked if path[0] == "layers"]
@@ -41,14 +41,14 @@ class Names:
         before = [path for path in outer if order.index(_module(path)) < first]
         after = [path for path in outer if order.index(_module(path)) > first]
         places = [(path, None) for path in before]
-        places += [(path, layer) for layer in range(self.stored) for path in inner]
+        places += [(path, layer) for layer in range(self._stored) for path in inner]
         self._places: list[tuple[Path, int | None]] = places + [(path, None) for path in after]
 
-    def entries(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
-        """(torch name, path, layer) of every parameter, in torch's order.
+    def names(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
+        """(torch name, path in the tree, layer) of every parameter, in torch's order.
 
         Args:
-            plain: Names of the bare network, adapters left out; else as PEFT wraps it.
+            plain: Names of the network without PEFT's wrapping; adapters are left out.
         """
         return [(self._plain(path, layer) if plain else self.name(path, layer), path, layer)
                 for path, layer in self._places if not (plain and path[-1] in LORA_LEAVES)]
@@ -61,12 +61,12 @@ class Names:
     def module(self, ours: str, layer: int | None) -> str:
         """Torch's name of one of our modules, without any wrapping."""
         if layer is None:
-            return self.modules[ours]
-        return self.modules[ours].format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
+            return self._modules[ours]
+        return self._modules[ours].format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
 
-    def module_layers(self, ours: str) -> list[str]:
-        """Torch's names of a module in all layers."""
-        layers = range(self.stored) if ours.startswith("layers.") else [None]
+    def torch_modules(self, ours: str) -> list[str]:
+        """Torch's names of one of our modules, one per layer."""
+        layers = range(self._stored) if ours.startswith("layers.") else [None]
         return [self.module(ours, layer) for layer in layers]
 
     def name(self, path: Path, layer: int | None) -> str:
@@ -85,20 +85,24 @@ class Names:
         return f"{self.module(_module(path), layer)}.{path[-1]}"
 
     def trains(self, path: Path) -> bool:
-        """Whether a leaf trains."""
+        """Whether a leaf trains: all do without adapters, else those and the modules saved in full."""
         module = _module(path)
         return not self._wrapped or path[-1] in LORA_LEAVES or any(
             module == saved or module.startswith(f"{saved}.") for saved in self._to_save)
 
-    def to_torch(self, tree: Tree, plain: bool) -> dict[str, np.ndarray]:
-        """See Network.to_torch."""
+    def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
+        """Leaves of any tree shaped like the parameters or a part of them, by torch's names (`plain` as in `names`)."""
         leaves = {path: np.asarray(leaf) for path, leaf in flatten(tree).items()}
         return {name: np.ascontiguousarray(leaves[path] if layer is None else leaves[path][layer])
-                for name, path, layer in self.entries(plain) if path in leaves}
+                for name, path, layer in self.names(plain) if path in leaves}
 
     def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
-        """See Network.from_torch."""
-        known = {name: (path, layer) for name, path, layer in self.entries()}
+        """Undo `to_torch`; the tree has the leaves that are named.
+
+        Raises:
+            UserError: A name that the network does not have, or a stacked leaf of which layers are missing.
+        """
+        known = {name: (path, layer) for name, path, layer in self.names()}
         if unknown := sorted(set(named) - set(known)):
             raise UserError(f"These parameters are not of this network: {some(unknown)}.")
         pieces: dict[Path, dict[int | None, np.ndarray]] = {}
@@ -106,10 +110,10 @@ class Names:
             path, layer = known[name]
             pieces.setdefault(path, {})[layer] = np.asarray(value)
         missing = [self.name(path, layer) for path, parts in pieces.items() if path[0] == "layers"
-                   for layer in range(self.stored) if layer not in parts]
+                   for layer in range(self._stored) if layer not in parts]
         if missing:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
-        return unflatten({path: np.stack([parts[layer] for layer in range(self.stored)])
+        return unflatten({path: np.stack([parts[layer] for layer in range(self._stored)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
 
 

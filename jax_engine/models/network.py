@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
@@ -30,7 +29,7 @@ HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 UNROLL_CPU = 8
 
 
-class Network:
+class Network(Names):
     """A family's network with one head.
 
     Args:
@@ -60,7 +59,7 @@ class Network:
         stored = arch.num_stored_layers
         shapes["layers"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((stored, *s.shape), s.dtype), shapes["layers"])
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
-        self._names = Names(family, head, self.shapes, arch, build.adapted, to_save)
+        super().__init__(family, head, self.shapes, arch, build.adapted, to_save)
 
     def _parts(self) -> dict[str, Any]:
         """How to make each part of the network from random numbers."""
@@ -173,14 +172,6 @@ class Network:
         if "token_type_ids" in batch and not arch.num_types:
             raise UserError(f"The batch has token_type_ids, but {self.config.model_type} has no token types.")
 
-    def names(self, plain: bool = False) -> list[tuple[str, tuple[str, ...], int | None]]:
-        """Torch's name of each parameter, its path in the tree, and its layer; in torch's order.
-
-        Args:
-            plain: Names of the network without PEFT's wrapping; adapters are left out.
-        """
-        return self._names.entries(plain)
-
     def modules(self) -> list[str]:
         """Our paths of all modules with parameters."""
         return sorted({".".join(path[:-1]) for path in flatten(self.shapes)})
@@ -188,34 +179,6 @@ class Network:
     def linears(self) -> list[str]:
         """Our paths of the linear layers; the head that makes the logits is not among them."""
         return self._linears
-
-    def torch_modules(self, ours: str) -> list[str]:
-        """Torch's names of one of our modules, one per layer."""
-        return self._names.module_layers(ours)
-
-    def shape(self, path: tuple[str, ...]) -> tuple[int, ...]:
-        """Shape of a leaf, of one layer where it is stacked."""
-        return self._names.shape(path)
-
-    def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
-        """Leaves of any tree shaped like the parameters or a part of them, by torch's names and in torch's order.
-
-        Args:
-            plain: Names of the network without PEFT's wrapping; adapters are left out.
-        """
-        return self._names.to_torch(tree, plain)
-
-    def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
-        """Undo `to_torch`; the tree has the leaves that are named.
-
-        Raises:
-            UserError: A name that the network does not have, or a stacked leaf of which layers are missing.
-        """
-        return self._names.from_torch(named)
-
-    def trains(self, path: tuple[str, ...]) -> bool:
-        """Whether a leaf trains: all do without adapters, else those and the modules saved in full."""
-        return self._names.trains(path)
 
     def trainable(self, params: Tree) -> Tree:
         """`trains` for each leaf."""

@@ -72,11 +72,7 @@ class Task(TaskFields, ABC):
         self._sums.append(steps.eval_step(weights.trainable, weights.frozen, group.batch))
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics of the evaluation that ends, and JSON files it leaves; the sums start anew.
-
-        Args:
-            role: `val` or `test`.
-        """
+        """Metrics of the evaluation (`val` or `test`) that ends, and JSON files it leaves; the sums start anew."""
         sums, self._sums = jax.device_get(self._sums), []
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
         loss = total / weight if weight else math.nan

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lmmods.commands.trust import check_remote_code
@@ -31,11 +30,7 @@ class FinishedRun:
 
     @classmethod
     def read(cls, run: str, command: str) -> "FinishedRun":
-        """Take up the run in a folder. Raises UserError: no run there, not a finished one, or one of another task.
-
-        Args:
-            command: Which needs a causal LM.
-        """
+        """Take up the run in a folder. Raises UserError: no run there, not a finished one, or one of another task."""
         folder = RunFolder(run)
         if not folder.config.is_file():
             raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
@@ -61,15 +56,10 @@ class FinishedRun:
                             "it.")
         return model
 
-    @property
-    def model(self) -> Path:
-        """What the run has exported."""
-        return self.folder.model
-
     def tokenizer(self):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
+        return AutoTokenizer.from_pretrained(self.folder.model, trust_remote_code=self.trust_remote_code)
 
     def load(self, quantize: str | None, precision: str = "32-true", device: str | None = None):
         """The base of an adapter, or the whole model, freshly read, quantised or not, in evaluation mode.
@@ -84,7 +74,7 @@ class FinishedRun:
         from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 
         source = {"pretrained": self.pretrained, "overrides": self.config_overrides, "revision": self.revision
-                  } if self.has_adapter else {"pretrained": str(self.model)}
+                  } if self.has_adapter else {"pretrained": str(self.folder.model)}
         model = load_pretrained(transformers.AutoModelForCausalLM, **source, trust_remote_code=self.trust_remote_code,
                                 quantize=quantize, double_quant=self.double_quant, precision=precision, frozen=True,
                                 device=torch.device(device) if device else None)
@@ -95,7 +85,7 @@ class FinishedRun:
         """The base with the run's adapter on it, if it has one."""
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(base, self.model).eval() if self.has_adapter else base
+        return PeftModel.from_pretrained(base, self.folder.model).eval() if self.has_adapter else base
 
     def saved_quantization(self) -> str | None:
         """How the base itself is saved, if not in plain numbers."""

@@ -34,7 +34,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
     recipe = FinishedRun.read(run, "merge")
     if not recipe.has_adapter:
-        raise UserError(f"--run {run}: {recipe.model} is a plain model already.")
+        raise UserError(f"--run {run}: {recipe.folder.model} is a plain model already.")
     saved = recipe.saved_quantization()
     if saved and base == "original":
         raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
@@ -102,7 +102,7 @@ def _merged(recipe: FinishedRun, kind: str, dtype: str):
     model = recipe.unpack() if saved else recipe.load(None)
     if kind == "dequantized" and recipe.quantize and not saved:
         copy_dequantized(recipe.load(recipe.quantize), model)
-    merged = PeftModel.from_pretrained(model, recipe.model).merge_and_unload(safe_merge=True)
+    merged = PeftModel.from_pretrained(model, recipe.folder.model).merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, dtype))
 
 

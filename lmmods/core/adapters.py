@@ -26,11 +26,7 @@ def adapted_layers(lora: LoRA, linear: Iterable[str]) -> set[str]:
 
 
 def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -> set[str]:
-    """Names of the modules that `modules_to_save` names. Raises UserError: one matches none of them.
-
-    Args:
-        linear: As in `adapted_layers`.
-    """
+    """Names of the modules that `modules_to_save` names. Raises UserError: one matches none of them."""
     return _matching("lora.modules_to_save", lora.modules_to_save or [], list(modules), linear)
 
 

@@ -16,11 +16,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_to_lower(error: BaseException, checkpoint: str | None) -> UserError:
-    """The message of a command that ran out of memory.
-
-    Args:
-        checkpoint: Name of the last one, if there is any.
-    """
+    """The message of a command that ran out of memory; `checkpoint` names the last one, if there is any."""
     reason = next(iter(str(error).strip().splitlines()), "")[:300] or type(error).__name__
     goes_on = f" The last checkpoint is {checkpoint}: go on from it with --ckpt_path last." if checkpoint else ""
     return UserError(

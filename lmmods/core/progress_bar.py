@@ -23,11 +23,7 @@ class Bar:
         self._total = 0
 
     def open(self, phase: str, total: int, initial: int = 0, unit: str = "batch", first: str = "") -> None:
-        """Begin a phase.
-
-        Args:
-            first: What happens before the first step is done, such as compiling.
-        """
+        """Begin a phase; `first` is what happens before its first step is done, such as compiling."""
         self._started, self._total = (initial, time.perf_counter()), total
         if self._enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=initial, desc=phase, unit=unit, dynamic_ncols=True, postfix=first)

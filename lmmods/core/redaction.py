@@ -34,11 +34,7 @@ _NAMES_OF_DATA = ("columns", "roles")  # mappings whose keys are the user's own 
 
 
 def redact(text: str, *known: str | None) -> str:
-    """A text without the passwords and tokens in it.
-
-    Args:
-        known: Known secrets, such as the hub's token, to redact whatever they look like.
-    """
+    """A text without the passwords and tokens in it, and without the `known` ones, whatever they look like."""
     for secret in known:
         text = text.replace(secret, HIDDEN) if secret else text
     if "://" in text:

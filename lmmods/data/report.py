@@ -16,11 +16,7 @@ PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing woul
 
 def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str]
              ) -> dict[str, Any]:
-    """The report of all that is open.
-
-    Args:
-        items_of: Role -> rows of batches, a data set with `lengths`.
-    """
+    """The report of all that is open; `items_of` a role are its rows of batches, a data set with `lengths`."""
     stores = {store.name: store for rows in sets.values() for store in rows.stores}
     sources: dict[str, Any] = {}
     for store in stores.values():

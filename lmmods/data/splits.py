@@ -83,11 +83,7 @@ class SourceStores:
 
 
 class Splits:
-    """Rows by role.
-
-    Args:
-        task: Its sources, `val_size`, and how a stream is buffered.
-    """
+    """Rows by role."""
 
     def __init__(self, task: TaskHooks, stores: SourceStores) -> None:
         self._task, self._stores = task, stores

@@ -70,11 +70,7 @@ class EarlyStoppingRule:
         self.reason = Reason(state.get("stopping_reason", waited))
 
     def begin(self, validates: bool) -> str:
-        """Start or resume. Returns why a resumed run stays stopped (unless `patience` was raised), else "".
-
-        Args:
-            validates: Whether the run has validations.
-        """
+        """Start or resume. Returns why a resumed run stays stopped (unless `patience` was raised), else ""."""
         if self.check_on_train_epoch_end is None:
             self.check_on_train_epoch_end = not validates
         if self.reason is Reason.PATIENCE_EXHAUSTED and self.wait_count < self.patience:

@@ -29,11 +29,7 @@ CHECKPOINT_PREFIX = "step="
 
 
 class RunFolder:
-    """Paths and rules of one run.
-
-    Args:
-        root: `trainer.default_root_dir`.
-    """
+    """Paths and rules of one run; `root` is `trainer.default_root_dir`."""
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(root)

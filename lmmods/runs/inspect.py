@@ -27,11 +27,7 @@ def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | l
 
 
 def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
-    """Rows by length, a bar a bin.
-
-    Args:
-        counts: `edges` [n + 1] in tokens and `rows` [n].
-    """
+    """Rows by length, a bar a bin; `counts` has `edges` [n + 1] in tokens and `rows` [n]."""
     most = max(counts["rows"], default=0) or 1
     bins = zip(counts["edges"], counts["edges"][1:], counts["rows"])
     lines = [f"{low:>6} to {high:<6} {number:>8}  {'#' * round(width * number / most)}" for low, high, number in bins]

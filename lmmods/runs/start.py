@@ -14,11 +14,7 @@ from lmmods.runs.wandb import log_recipe
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is written and said of a run before its first step.
-
-    Args:
-        resumed_from: The checkpoint that it goes on from, if any.
-    """
+    """What is written and said of a run before its first step, or where it goes on from a checkpoint."""
 
     folder: RunFolder
     identity: RunIdentity
@@ -35,11 +31,7 @@ class RunStart:
             self.identity.note_resume(self.folder, self.resumed_from, self.step)
 
     def begin_logging(self, loggers: list[Logger]) -> None:
-        """Bring loggers to where the run stands.
-
-        Args:
-            loggers: Of this process, if any: metrics.csv first.
-        """
+        """Bring the loggers of this process, if any, to where the run stands; the first is metrics.csv's."""
         if self.resumed_from and loggers:
             loggers[0].rewind(self.step)
         log_recipe(loggers[1:], self.recipe, self.report)

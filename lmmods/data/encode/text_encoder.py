@@ -26,11 +26,7 @@ class Run(NamedTuple):
 
 
 class TextEncoder:
-    """Encodes runs with a tokenizer's fast backend; picklable, and independent of the tokenizer it was made from.
-
-    Args:
-        tokenizer: transformers fast tokenizer.
-    """
+    """Encodes runs with a tokenizer's fast backend; picklable, and independent of the tokenizer it is made from."""
 
     def __init__(self, tokenizer) -> None:
         self.eos_id: int | None = tokenizer.eos_token_id

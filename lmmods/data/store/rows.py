@@ -123,11 +123,7 @@ def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
 
 
 class PromptSet(Dataset):
-    """Prompts of kept rows. Item -1 is None, a padding row.
-
-    Args:
-        prompt_of: Columns of a row -> columns of its prompt.
-    """
+    """Prompts that `prompt_of` makes of kept rows. Item -1 is None, a padding row."""
 
     def __init__(self, rows: RowSet, prompt_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._rows, self._prompt_of = rows, prompt_of

@@ -143,11 +143,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics of the evaluation that ends, over all ranks, and JSON files it leaves; the sums start anew.
-
-        Args:
-            role: `val` or `test`.
-        """
+        """Metrics of the evaluation (`val` or `test`) that ends, over all ranks, and JSON files; sums start anew."""
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
         results["perplexity"] = perplexity(results["loss"])
         for metric in self.eval_metrics.values():
