@@ -8,7 +8,6 @@ reasoning), so that no single text holds the prompts of all turns; such a conver
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_template import BEGIN, END, ChatTemplate
 from lmmods.data.encode.chat_text import RESERVED, ChatText
-from lmmods.data.encode.templates import RenderedRow, Segment, Turns, scored_turns
+from lmmods.data.encode.templates import RenderedRow, Segment, Turns, only_turn, scored_turns
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
@@ -170,9 +169,9 @@ class _Turns:
         unshown = [key for place in scored for key in self._unshown(place, text, spans[place])]
         unshown += [key for key in ("tools", "documents")
                     if getattr(self._conversation, key) and key not in self._template.names]
-        conversation = replace(self._conversation, messages=[
-            {**message, "scored": place in scored} if message["role"] == "assistant" else message
-            for place, message in enumerate(self._conversation.messages[:num_turns])])
+        conversation = self._conversation
+        if scored == [num_turns - 1]:
+            conversation = only_turn(conversation, num_turns - 1)
         unlike = sum(not text[: spans[place][0].start].startswith(self.text(place, True)) for place in scored)
         return RenderedRow(self.segments(text, [spans[place] for place in scored]), conversation, unshown, unlike)
 

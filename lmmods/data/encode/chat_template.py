@@ -90,7 +90,8 @@ class ChatTemplate:
     def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
         """The same with BEGIN and END around what {% generation %} marks."""
         template = _compiled(self.source)
-        size = _size([messages, given], {})
+        size = sum(len(value) if value.__class__ is str else _size(value, {})
+                   for message in messages for value in message.values()) + _size(given, {})
         _left.steps = STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * size
         _left.characters = CHARACTERS + size * (CHARACTERS_PER_CHARACTER + len(messages))
         try:

@@ -55,10 +55,9 @@ class ChatText:
 
     def _hide_control(self, value: Any) -> tuple[Any, dict[str, str]]:
         pattern = self._control
-        texts = list(strings(value))
-        if not any(pattern.search(text) for text in texts):
+        everything = "\0".join(strings(value))
+        if not pattern.search(everything):
             return value, {}
-        everything = "".join(texts)
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)
         names = sorted({match.group() for match in pattern.finditer(everything)})
         hidden = dict(zip(names, free, strict=False))

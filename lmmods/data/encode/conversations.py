@@ -97,8 +97,12 @@ class SFTEncoder:
 
     def prepared(self, conversation: Conversation) -> Conversation:
         """With the system prompt and without the reasoning that the settings say. Raises RowProblem for bad text."""
-        for text in strings([conversation.messages, conversation.tools, conversation.documents]):
-            check_unicode(text)
+        for message in conversation.messages:
+            check_unicode(message["content"])
+            if len(message) > 2:
+                check_unicode("".join(strings(message)))
+        if conversation.tools or conversation.documents:
+            check_unicode("".join(strings([conversation.tools, conversation.documents])))
         if conversation.weight != 1:
             raise RowProblem("a row's weight other than 1 is not supported")
         messages = conversation.messages
@@ -107,13 +111,14 @@ class SFTEncoder:
         has_system = messages[0]["role"] == "system"
         if self.choices.system_prompt is not None and (self.choices.replace_system_prompt or not has_system):
             messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
-        return replace(conversation, messages=messages)
+        return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def _rendered(self, row: dict[str, Any], counts: Counter) -> list[RenderedRow]:
         conversation = self.prepared(read_conversation(self.dataset_format, row, self.roles))
         messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
-        counts.update(f"unused:{key}" for key in conversation.unused)
+        for key in conversation.unused:
+            counts[f"unused:{key}"] += 1
         if self.prompts_only:
             messages = messages[:-1] if answered == len(messages) else messages
             conversation = replace(conversation, messages=messages)
@@ -126,7 +131,8 @@ class SFTEncoder:
             messages = [{**messages[0], "scored": False}, *messages[1:]]  # nothing was asked
         if any(_is_empty(message) for message in messages[:answered]):
             raise RowProblem("empty response")
-        conversation = replace(conversation, messages=messages[:answered])
+        if messages is not conversation.messages or answered < len(messages):
+            conversation = replace(conversation, messages=messages[:answered])
         if not scored_turns(conversation, "all"):
             raise RowProblem("no turn is to be learned")
         turns = "last" if self.choices.train_on == "last" else self.choices.turns
@@ -134,7 +140,9 @@ class SFTEncoder:
         counts["turns_without_response"] += len(messages) - answered
         counts["conversations_split"] += len(found) > 1
         counts["responses_unlike_inference"] += sum(each.unlike_inference for each in found)
-        counts.update(f"unused:{key}" for each in found for key in each.unshown)
+        for each in found:
+            for key in each.unshown:
+                counts[f"unused:{key}"] += 1
         return found
 
     def _fitted(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter

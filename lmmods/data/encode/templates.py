@@ -40,6 +40,13 @@ class RenderedRow(NamedTuple):
 Turns = Literal["all", "last", "split"]
 
 
+def only_turn(conversation: Conversation, place: int) -> Conversation:
+    """The conversation up to the turn at `place`, which alone is scored."""
+    messages = [{**message, "scored": False} if message["role"] == "assistant" and number < place else message
+                for number, message in enumerate(conversation.messages[: place + 1])]
+    return replace(conversation, messages=messages)
+
+
 class Renderer(Protocol):
     """Conversations to segments.
 
@@ -203,17 +210,15 @@ class TemplateRenderer:
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
         """See Renderer; earlier turns never change."""
-        scored = scored_turns(conversation, turns)
-        found = []
-        for places in [scored] if turns == "all" else [[place] for place in scored]:
-            messages = self._plain(conversation)[: len(conversation.messages) if turns == "all" else places[-1] + 1]
-            messages = [{**message, "scored": place in places} if message["role"] == "assistant" else message
-                        for place, message in enumerate(messages)]
-            unshown = ["messages.reasoning_content"] * sum("reasoning_content" in messages[place] for place in places)
-            unshown += ["documents"] * bool(conversation.documents)
-            row = replace(conversation, messages=messages)
-            found.append(RenderedRow(self._segments(messages, False), row, unshown))
-        return found
+        rows = [conversation]
+        if turns != "all":
+            rows = [only_turn(conversation, place) for place in scored_turns(conversation, turns)]
+        return [RenderedRow(self._segments(self._plain(row), False), row, self._unshown(row)) for row in rows]
+
+    def _unshown(self, conversation: Conversation) -> list[str]:
+        keys = ["messages.reasoning_content" for message in conversation.messages
+                if "reasoning_content" in message and message.get("scored", True)]
+        return [*keys, "documents"] if conversation.documents else keys
 
     def ends(self) -> list[str]:
         """See Renderer."""
