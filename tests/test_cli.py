@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,8 +30,10 @@ def ids() -> torch.Tensor:
 # What a run leaves ------------------------------------------------------------------------------------------------
 
 
-def test_fit_writes_the_whole_run_folder(finished, llama_folder):
-    folder = finished()
+def test_fit_writes_the_whole_run_folder(recipe, tmp_path, llama_folder, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)  # here the picture is drawn
+    assert main(["fit", *recipe()]) == 0
+    folder = RunFolder(tmp_path / "run")
     assert {p.name for p in folder.root.iterdir()} == {
         "config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
         "completed", ".run-files.json"}

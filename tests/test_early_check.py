@@ -149,6 +149,7 @@ def plain(message: str) -> str:
     return re.sub(r"\b(?:Task|TaskModule)\b", "a task", re.sub(r"\b(?:lmmods|jax_engine)\.[\w.]*\.(?=\w)", "", message))
 
 
+@pytest.mark.slow
 def test_odd_values(parsers, recipe, capsys):
     found = [compare(parsers, ["fit", *recipe(**{key: value})], capsys) for _, (key, value, _) in enumerate(VALUES)]
     refused = [second for _, second in found if second]
@@ -156,6 +157,7 @@ def test_odd_values(parsers, recipe, capsys):
     assert sum(first is not None for first, _ in found) > 0.9 * len(refused)
 
 
+@pytest.mark.slow
 def test_options(parsers, recipe, capsys):
     for extra in OPTIONS:
         compare(parsers, ["fit", *recipe(), *extra], capsys)
@@ -165,7 +167,8 @@ def test_options(parsers, recipe, capsys):
         assert first is None or "Mine" not in first
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.parent.name == "recipes")) for path in RECIPES])
 def test_mutated_recipes(parsers, path, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
     layers = ["--config", "configs/sft_qlora.yaml"] if path.stem == "smoke" else []

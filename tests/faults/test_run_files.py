@@ -210,7 +210,8 @@ def reported(run: RunFolder) -> None:
         read_runs([str(run.root)])
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_damage_is_refused_by_name(finished, capfd, engine):
     again, arguments = finished(engine)
     for name, (damage, message) in DAMAGES.items():

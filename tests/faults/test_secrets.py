@@ -60,7 +60,8 @@ def secrets_in(content: bytes | str) -> list[str]:
     return [secret for secret in (PASSWORD, SIGNATURE, KEY) if secret.encode() in content]
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_no_secret_of_a_recipe_leaves_the_process(engine, recipe, server, tmp_path, monkeypatch, capfd):
     import wandb
 
