@@ -23,7 +23,7 @@ def test_a_run_says_the_same_without_them(recipe, engine, task, tmp_path, llama_
         changes |= {"model": {"class_path": "MLM", "init_args": {"config": bert, "optimizer": {"lr": 1e-3}}},
                     "data": {"class_path": "MLMData", "init_args": {
                         "tokenizer": str(tmp_path / "tokenizer"), "source": str(tmp_path / "corpus.txt"), "val_size": 4,
-                        "documents": "line", "max_length": 64, "batch_size": 4}}}
+                        "documents": "line", "max_length": 64, "pad_to_multiple_of": 64, "batch_size": 4}}}
     told = []
     for fast in ("true", "false"):
         folder = tmp_path / fast

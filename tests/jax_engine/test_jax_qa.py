@@ -43,7 +43,7 @@ def qa(recipe, bert_folder, tmp_path):  # noqa: F811
             "model": {"class_path": "QA", "init_args": {"config": BERT, "optimizer": {"lr": 3e-3}}},
             "data": {"class_path": "QAData", "init_args": {
                 "tokenizer": str(bert_folder), "source": source, "val_source": source, "max_length": 64, "stride": 16,
-                "question_max_length": 16, "batch_size": 3}}, **changes})
+                "question_max_length": 16, "batch_size": 3, "pad_to_multiple_of": 64}}, **changes})
 
     return write
 
