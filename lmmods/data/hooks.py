@@ -89,6 +89,11 @@ class TaskHooks(DataFields, ABC):
         """Tokens on which generation must stop."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja that writes conversations as the training rows were written; None where these are no conversations."""
+        return None
+
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Token ids of prompts, as the model sees a row of predict, to generate from. Raises UserError."""
         raise UserError(f"samples.prompts: {type(self).__name__} is of a task that generates no text; set "

@@ -9,6 +9,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, is_template_file, read_template_file
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.template_jinja import template_jinja
 from lmmods.data.encode.templates import TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.fields import SFTDataFields
@@ -35,6 +36,16 @@ class SFTData(SFTDataFields, DataModule):
     def stop_token_ids(self) -> list[int]:
         """Tokens on which generation must stop: the tokenizer's end token and the template's terminator."""
         return self._sft_encoder("messages", prompts_only=False).stop_token_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja of the template of the training rows, the tokenizer's own or a named one; None where all are texts."""
+        layouts = [store.info["format"] for store in self._rows("train").stores]
+        if all(find_format(layout).template for layout in layouts):
+            return None
+        renderer = self._sft_encoder("messages", prompts_only=False).renderer
+        named = isinstance(renderer, TemplateRenderer)
+        return template_jinja(renderer) if named else self.tokenizer.get_chat_template()
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Token ids of user turns in the template of the training rows, up to where the response begins.

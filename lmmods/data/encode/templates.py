@@ -194,8 +194,8 @@ class TemplateRenderer:
             raise UserError(f"data.template {name!r} is unknown; known are {', '.join(TEMPLATES)}")
         self.template = TEMPLATES[name]
         self.apart = self.template.apart
-        self._bos = bos_token if encoder.uses_bos or self.apart else None
-        self._eos = eos_token
+        self.bos = bos_token if encoder.uses_bos or self.apart else None
+        self.eos = eos_token
         end = self.template.end.replace("{eos}", eos_token)
         self.notes: list[str] = []
         if end not in encoder.control:
@@ -234,7 +234,7 @@ class TemplateRenderer:
 
     def _segments(self, messages: list[Message], goes_on: bool) -> list[Segment]:
         template = self.template
-        segments = [Segment(self._bos, True, -1)] if self._bos else []
+        segments = [Segment(self.bos, True, -1)] if self.bos else []
         messages = self._with_system(messages)
         number = 0
         for position, message in enumerate(messages):
@@ -280,6 +280,6 @@ class TemplateRenderer:
 
     def _fill(self, layout: str, message: Message) -> list[Segment]:
         """Texts are put beside the template's pieces, never into a string that is parsed again."""
-        pieces = PLACEHOLDER.split(layout.replace("{eos}", self._eos))
+        pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
         return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
                 for place, piece in enumerate(pieces) if piece]
