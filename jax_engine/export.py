@@ -7,8 +7,7 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.run import Training
 from lmmods.core.console import say
 from lmmods.runs.hub_upload import Publisher
-from lmmods.runs.loss_plot import draw_curves
-from lmmods.runs.model_card import model_card
+from lmmods.runs.model_files import complete_model
 from lmmods.runs.wandb import log_checkpoint
 
 
@@ -55,7 +54,4 @@ class Exporter:
     def _write(self, trainable: Tree, path: Path) -> None:
         run, task = self._run, self._run.task
         task.export(trainable, path)
-        run.data.tokenizer.save_pretrained(path)
-        card = model_card(run.folder, task.pretrained, task.trains_adapter, task.auto_class)
-        (path / "README.md").write_text(card, encoding="utf-8")
-        draw_curves(run.folder.metrics_csv, path / "loss.png")
+        complete_model(path, run.folder, task, task.auto_class, run.data)

@@ -80,8 +80,7 @@ def test_the_first_loss_is_that_of_transformers(clm, gpt2_folder, data_of, tmp_p
     exported = AutoModelForCausalLM.from_pretrained(run.model)
     assert exported.get_input_embeddings().weight.shape == model.get_input_embeddings().weight.shape
     # No row of the embedding is padding, which torch would not train; the tokenizer pads all the same.
-    if engine == "torch":  # JAX writes none: transformers then pads what it generates with the end token
-        assert exported.generation_config.pad_token_id == 0
+    assert exported.generation_config.pad_token_id == 0
     assert exported.config.pad_token_id is None and AutoTokenizer.from_pretrained(run.model).pad_token == END
 
 

@@ -234,7 +234,8 @@ def _local(folder: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors*"]))
+        wanted = ["model*.safetensors*", "generation_config.json"]  # of the second, what an export keeps
+        path = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
         if not list(path.glob("model*.safetensors")):
             path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
     except (OSError, ValueError) as error:

@@ -9,8 +9,10 @@ import yaml
 
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.core.errors import UserError
+from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.local_paths import hub_id
+from lmmods.runs.model_card import how_to_load
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -56,7 +58,10 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
     shutil.rmtree(temporary, ignore_errors=True)
     chosen.save_pretrained(temporary)
     reference.tokenizer.save_pretrained(temporary)
-    (temporary / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
+    if (recipe.model / GENERATION_CONFIG).is_file():
+        shutil.copyfile(recipe.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
+    card = _card(recipe, base, report, reference.tokenizer.chat_template is not None)
+    (temporary / "README.md").write_text(card, encoding="utf-8")
     commit_folder(temporary, out_folder)
     print(f"Wrote {out}.")
 
@@ -132,8 +137,9 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
                               "largest logit; * is written)"])
 
 
-def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]]) -> str:
+def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], is_chat: bool) -> str:
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = yaml.safe_dump({"library_name": "transformers", **base_model}, sort_keys=False)
     return (f"---\n{header}---\n\n# {recipe.folder.root.name}, merged\n\nThe adapter of this run merged into `"
-            f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n")
+            f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n\n"
+            + how_to_load({}, None, "AutoModelForCausalLM", is_chat) + "\n")

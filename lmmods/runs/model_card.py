@@ -17,8 +17,15 @@ from lmmods.runs.local_paths import hub_id, shown_path, shown_paths
 PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",
              "AutoModelForQuestionAnswering": "question-answering"}
 
+HOW_TO_ASK = ["",
+              'messages = [{"role": "user", "content": "Hello!"}]',
+              "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
+              'return_tensors="pt")',
+              "tokens = model.generate(**prompt.to(model.device))",
+              'print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))']
 
-def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str) -> str:
+
+def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False) -> str:
     """Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics, recipe.
 
     It is published, so it holds no password, no token, and no absolute path of this machine.
@@ -27,6 +34,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         folder: The run, its other files written. Metrics are those of metrics.json, where there is one already.
         is_adapter: Whether model/ is an adapter of `base`.
         auto_class: transformers' class that loads it.
+        is_chat: Whether its tokenizer has the chat template that it was trained with.
     """
     text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
     recipe = yaml.safe_load(text) or {}
@@ -38,7 +46,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---",
         f"# {folder.root.name}",
         f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{shown_base}`." if base else "Trained from scratch.",
-        "## Load\n\n```python\n" + _how_to_load(recipe, shown_base, is_adapter, auto_class) + "\n```",
+        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
     ]
     if metrics:
         parts.append("## Metrics\n\n" + _table(metrics))
@@ -93,19 +101,32 @@ def _paths(source: Any) -> list[str]:
     return [NAMED_SETS.get(path, path) for path in paths]
 
 
-def _how_to_load(recipe: dict, base: str | None, is_adapter: bool, auto_class: str) -> str:
+def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) -> str:
+    """The section of a card with code that loads the model, and asks it where it is one to talk with.
+
+    Args:
+        recipe: Of the run; says where the model is published.
+        base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
+        auto_class: transformers' class that loads it.
+        is_chat: Whether its tokenizer has a chat template.
+    """
     repo = recipe.get("publish", {}).get("repo")
-    lines = [f"from transformers import {auto_class}, AutoTokenizer", "",
+    generates = base is not None and PIPELINES[auto_class] == "text-generation"
+    names = [auto_class, "AutoTokenizer", *(["GenerationConfig"] if generates else [])]
+    lines = [f"from transformers import {', '.join(names)}", "",
              f'name = "{repo}"' if repo else 'name = "."  # this folder',
              "tokenizer = AutoTokenizer.from_pretrained(name)"]
-    if not is_adapter:
-        return "\n".join([*lines, f"model = {auto_class}.from_pretrained(name)"])
-    options = recipe.get("model", {}).get("init_args", {})
-    chosen = "".join(f", {key}={options[key]!r}" for key in ("revision", "trust_remote_code") if options.get(key))
-    return "\n".join(["from peft import PeftModel", *lines, f'base = {auto_class}.from_pretrained("{base}"{chosen})',
-                      "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
-                      "    base.resize_token_embeddings(len(tokenizer))",
-                      "model = PeftModel.from_pretrained(base, name)"])
+    if base is None:
+        lines.append(f"model = {auto_class}.from_pretrained(name)")
+    else:
+        options = recipe.get("model", {}).get("init_args", {})
+        chosen = "".join(f", {key}={options[key]!r}" for key in ("revision", "trust_remote_code") if options.get(key))
+        lines = ["from peft import PeftModel", *lines, f'base = {auto_class}.from_pretrained("{base}"{chosen})',
+                 "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
+                 "    base.resize_token_embeddings(len(tokenizer))",
+                 *(["base.generation_config = GenerationConfig.from_pretrained(name)"] if generates else []),
+                 "model = PeftModel.from_pretrained(base, name)"]
+    return "## Load\n\n```python\n" + "\n".join([*lines, *(HOW_TO_ASK if is_chat else [])]) + "\n```"
 
 
 def _table(values: dict) -> str:

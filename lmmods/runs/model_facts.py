@@ -45,6 +45,14 @@ def _configuration(path: Path) -> dict[str, Any]:
                         ) from error
 
 
+def find_file(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a folder, or of a hub repository as far as it has been downloaded; None if it is not there."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return _from_hub_cache(name, file, revision)
+    return folder / file if (folder / file).is_file() else None
+
+
 def _from_hub_cache(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -6,8 +6,7 @@ from pathlib import Path
 import lightning as L
 
 from lmmods.core.console import say
-from lmmods.runs.loss_plot import draw_curves
-from lmmods.runs.model_card import model_card
+from lmmods.runs.model_files import complete_model
 from lmmods.runs.wandb import log_checkpoint
 
 
@@ -24,7 +23,7 @@ def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callable[[], Path]) -> Path:
-    """Write model or adapter, tokenizer and card. All processes must call this.
+    """Write model or adapter and what belongs beside it. All processes must call this.
 
     Args:
         make_room: Makes the new folder to write into; called by the first process.
@@ -35,8 +34,5 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callab
     for param, data in trained:  # model.save_dtype has rounded them, and training may go on
         param.data = data
     if trainer.is_global_zero:
-        trainer.datamodule.tokenizer.save_pretrained(folder)
-        card = model_card(trainer.run_folder, module.pretrained, module.trains_adapter, module.auto_class)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        draw_curves(trainer.run_folder.metrics_csv, folder / "loss.png")
+        complete_model(folder, trainer.run_folder, module, module.auto_class, trainer.datamodule)
     return folder

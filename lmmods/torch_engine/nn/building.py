@@ -42,8 +42,6 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
             prefer_float32(model)
     resize_embeddings(model, len(data.tokenizer))
     set_special_ids(model.config, data.tokenizer, is_causal)
-    if model.can_generate():
-        model.generation_config.pad_token_id = data.tokenizer.pad_token_id
     if fields.trains_adapter:
         torch.manual_seed(seed)  # the adapter starts the same however the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32

@@ -1,0 +1,45 @@
+"""generation_config.json of an exported causal model: how transformers' `generate` goes on and stops by itself.
+
+Written here and not by transformers' GenerationConfig, which needs torch.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from lmmods.core.settings import Generation
+
+GENERATION_CONFIG = "generation_config.json"
+SILENT = {field.name: field.default for field in fields(Generation)}
+# transformers 5 has these methods no more: it would fetch them from the hub, as code.
+GONE = ("penalty_alpha", "num_beam_groups", "diversity_penalty")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAMS = ("early_stopping", "length_penalty")
+BOOKKEEPING = ("_from_model_config", "transformers_version")
+
+
+def exported_generation(settings: Generation, base: dict[str, Any], stop_token_ids: list[int], bos: int | None,
+                        pad: int | None) -> dict[str, Any]:
+    """Content of generation_config.json.
+
+    What differs from the defaults of `settings` goes before what the base says. Options that the way of searching does
+    not use are left out, as transformers warns of them.
+
+    Args:
+        base: What the file of the model that the run started from says.
+        stop_token_ids: Tokens that end an answer; those of the base stay beside them.
+        bos: Id of the token that begins a text, if there is one.
+        pad: Id of the token that pads.
+    """
+    ends = base.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    chosen = {name: value for name, default in SILENT.items() if (value := getattr(settings, name)) != default}
+    if {"num_beams", "penalty_alpha"} & chosen.keys():  # such a search does not sample, whatever the base does
+        chosen = {"do_sample": False, **chosen}
+    if not {"max_new_tokens", "max_length"} & base.keys():
+        chosen["max_new_tokens"] = settings.max_new_tokens  # transformers' own default is 20 tokens with the prompt
+    found = {**base, **chosen, "eos_token_id": list(dict.fromkeys([*stop_token_ids, *ends]))}
+    found |= {name: token for name, token in (("bos_token_id", bos), ("pad_token_id", pad)) if token is not None}
+    left_out = [*GONE, *BOOKKEEPING, *(() if found.get("do_sample") else SAMPLING),
+                *(() if (found.get("num_beams") or 1) > 1 else BEAMS),
+                *(["max_length"] if "max_new_tokens" in chosen else [])]
+    return {name: value for name, value in sorted(found.items()) if name not in left_out}
