@@ -58,8 +58,8 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
     shutil.rmtree(temporary, ignore_errors=True)
     chosen.save_pretrained(temporary)
     reference.tokenizer.save_pretrained(temporary)
-    if (recipe.model / GENERATION_CONFIG).is_file():
-        shutil.copyfile(recipe.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
+    if (recipe.folder.model / GENERATION_CONFIG).is_file():
+        shutil.copyfile(recipe.folder.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
     card = _card(recipe, base, report, reference.tokenizer.chat_template is not None)
     (temporary / "README.md").write_text(card, encoding="utf-8")
     commit_folder(temporary, out_folder)

@@ -12,7 +12,10 @@ from lmmods.data.encode.template_jinja import template_jinja
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import Conversation, RowProblem
+from lmmods.runs.model_files import save_tokenizer
+from tests.data.conftest import CHAT_TEMPLATE
 from tests.data.test_properties import QUICK, TEXT
 
 ROLES = st.sampled_from(["user", "assistant", "system", "tool"])
@@ -105,3 +108,31 @@ def test_what_a_template_has_no_place_for_is_refused(message, tools, said, bytes
     source = template_jinja(renderer_of("chatml", tokenizer))
     with pytest.raises(jinja2.TemplateError, match=said):
         tokenizer.apply_chat_template([message], tools=tools, chat_template=source)
+
+
+def test_what_a_run_leaves_is_the_template_of_its_rows(chat_folder, byte_level_folder, write_jsonl, tmp_path):
+    chats = write_jsonl([{"prompt": "a", "completion": "b"}] * 2)
+    texts = write_jsonl([{"text": "a"}] * 2, "texts.jsonl")
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}")
+
+    def left(source, folder: str, **fields) -> tuple[str | None, str | None]:
+        data = SFTData(source, tokenizer=folder, max_length=64, **fields)
+        data.setup("fit")
+        own = data.tokenizer.chat_template
+        save_tokenizer(data.tokenizer, data.chat_template, tmp_path / "left")
+        assert data.tokenizer.chat_template == own  # it counts in the identity of the run
+        return data.chat_template, AutoTokenizer.from_pretrained(tmp_path / "left").chat_template
+
+    def named(name: str, folder: str) -> str:
+        return template_jinja(renderer_of(name, load_tokenizer(TokenizerOptions(folder)).tokenizer))
+
+    alpaca, zephyr = named("alpaca", byte_level_folder), named("zephyr", chat_folder)
+    assert left(chats, byte_level_folder) == (alpaca, alpaca)
+    assert left([chats, texts], byte_level_folder) == (alpaca, alpaca)
+    assert left(chats, chat_folder) == (CHAT_TEMPLATE, CHAT_TEMPLATE)
+    assert left(chats, chat_folder, template="zephyr") == (zephyr, zephyr)
+    assert left(chats, chat_folder, template=str(file)) == (file.read_text(), file.read_text())
+    assert left(texts, chat_folder) == (None, CHAT_TEMPLATE)
+    (tmp_path / "left" / "chat_template.jinja").unlink()
+    assert left(texts, byte_level_folder) == (None, None)
