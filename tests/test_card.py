@@ -61,6 +61,14 @@ def test_metadata_is_what_the_hub_reads(run):
     assert "from_pretrained(\"google-bert/bert-base-uncased\", revision='v1')" in card
 
 
+def test_a_chat_is_shown_as_it_was_trained(run):
+    folder = run(data={"init_args": {"system_prompt": "Be kind.", "chat_template_kwargs": {"enable_thinking": False}}})
+    card = model_card(folder, None, False, "AutoModelForCausalLM", is_chat=True)
+    assert "[{'role': 'system', 'content': 'Be kind.'}, {'role': 'user', 'content': 'Hello!'}]" in card
+    assert "return_tensors=\"pt\", **{'enable_thinking': False})" in card
+    assert "apply_chat_template" not in model_card(folder, None, False, "AutoModelForCausalLM")
+
+
 def test_a_card_while_training_has_no_metrics_yet(run):
     card = model_card(run(), None, False, "AutoModelForCausalLM")
     told = ModelCard(card).data

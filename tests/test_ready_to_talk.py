@@ -12,6 +12,7 @@ from lmmods.cli import main
 from lmmods.data.sft import SFTData
 
 ANSWERS = {"What colour is the fox?": "brown", "What does it jump over?": "the lazy dog"}
+SYSTEM = "A fox's \"answers\"."
 TURNS = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 
 
@@ -53,8 +54,8 @@ def said_by(folder: Path, base: Path, monkeypatch) -> dict[str, list[int]]:
     assert found["tokens"].shape[1] > found["prompt"]["input_ids"].shape[1]
     said = {}
     for ask in ANSWERS:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": ask}], add_generation_prompt=True,
-                                               return_dict=True, return_tensors="pt")
+        prompt = tokenizer.apply_chat_template([*found["messages"][:-1], {"role": "user", "content": ask}],
+                                               add_generation_prompt=True, return_dict=True, return_tensors="pt")
         said[ask] = model.generate(**prompt)[0, prompt["input_ids"].shape[1]:].tolist()
     return said
 
@@ -67,7 +68,7 @@ def test_a_chat_model_says_what_predict_says_and_ends(engine, lora, finished, ch
                    model__init_args={"pretrained": str(chat_base), "lora": lora, "generation": {"max_new_tokens": 40},
                                      "optimizer": {"lr": 0.01}},
                    data__init_args={"source": str(chats), "val_source": str(chats), "template": "chatml",
-                                    "max_length": 64, "batch_size": 8})
+                                    "system_prompt": SYSTEM, "max_length": 96, "batch_size": 8})
     assert main(["predict", "--config", str(run.config), "--ckpt_path", "last"]) == 0
     predicted = {row["messages"][0]["content"]: row["prediction"]
                  for row in map(json.loads, run.predictions.read_text().splitlines())}
@@ -83,8 +84,8 @@ def test_a_chat_model_says_what_predict_says_and_ends(engine, lora, finished, ch
             assert tokens == [*tokenizer(ANSWERS[ask], add_special_tokens=False)["input_ids"], end]
         settings = json.loads((folder / "generation_config.json").read_text())
         assert settings == {"bos_token_id": 1, "eos_token_id": [2, end, 5], "max_new_tokens": 40, "pad_token_id": 0}
-    data = SFTData(str(chats), tokenizer=str(chat_base), template="chatml", max_length=64)
+    data = SFTData(str(chats), tokenizer=str(chat_base), template="chatml", system_prompt=SYSTEM, max_length=96)
     data.setup("fit")
+    asked = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}] for ask in ANSWERS]
     assert data.encode_prompts(list(ANSWERS)) == [
-        tokenizer.apply_chat_template([{"role": "user", "content": ask}], add_generation_prompt=True)["input_ids"]
-        for ask in ANSWERS]
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] for messages in asked]

@@ -17,13 +17,6 @@ from lmmods.runs.local_paths import hub_id, shown_path, shown_paths
 PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",
              "AutoModelForQuestionAnswering": "question-answering"}
 
-HOW_TO_ASK = ["",
-              'messages = [{"role": "user", "content": "Hello!"}]',
-              "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
-              'return_tensors="pt")',
-              "tokens = model.generate(**prompt.to(model.device))",
-              'print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))']
-
 
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False) -> str:
     """Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics, recipe.
@@ -105,7 +98,7 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) 
     """The section of a card with code that loads the model, and asks it where it is one to talk with.
 
     Args:
-        recipe: Of the run; says where the model is published.
+        recipe: Of the run; says where the model is published, and how its rows were written.
         base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
         auto_class: transformers' class that loads it.
         is_chat: Whether its tokenizer has a chat template.
@@ -126,7 +119,21 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) 
                  "    base.resize_token_embeddings(len(tokenizer))",
                  *(["base.generation_config = GenerationConfig.from_pretrained(name)"] if generates else []),
                  "model = PeftModel.from_pretrained(base, name)"]
-    return "## Load\n\n```python\n" + "\n".join([*lines, *(HOW_TO_ASK if is_chat else [])]) + "\n```"
+    return "## Load\n\n```python\n" + "\n".join([*lines, *(_how_to_ask(recipe) if is_chat else [])]) + "\n```"
+
+
+def _how_to_ask(recipe: dict) -> list[str]:
+    """With the system turn and the variables of the template that all rows were trained with."""
+    data = recipe.get("data", {}).get("init_args", {})
+    messages = [{"role": "user", "content": "Hello!"}]
+    if data.get("system_prompt") is not None:
+        messages.insert(0, {"role": "system", "content": data["system_prompt"]})
+    given = f", **{data['chat_template_kwargs']!r}" if data.get("chat_template_kwargs") else ""
+    return ["", f"messages = {messages!r}",
+            "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
+            f'return_tensors="pt"{given})',
+            "tokens = model.generate(**prompt.to(model.device))",
+            'print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))']
 
 
 def _table(values: dict) -> str:
