@@ -94,8 +94,8 @@ def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, device
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, finished, strategy):
-    common = {"data__init_args__batch_size": 3, "trainer__max_steps": 6, "checkpoint": {"every_n_steps": 3,
-              "keep_last": 9}}
+    common = {"data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 6,
+              "checkpoint": {"every_n_steps": 3, "keep_last": 9}}
     one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 12})
     two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                               trainer__val_check_interval=6, trainer__devices=1)
