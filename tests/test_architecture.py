@@ -37,7 +37,6 @@ WITHOUT = {
 
 # Fields that nothing reads, and why they stand.
 UNREAD = {
-    ("jax_engine.models.decoder.DecoderEmbedding", "build"): "constructed as EncoderEmbedding is, which reads it",
     ("lmmods.evaluation.early_stopping.EarlyStoppingRule", "log_rank_zero_only"): "documented: one process speaks",
     ("lmmods.runs.hub_upload.Publisher", "license"): "the model card reads it from the recipe",
 }

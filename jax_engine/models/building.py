@@ -12,7 +12,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
 from lmmods.core import hf_config
-from lmmods.core.adapters import quantised_in_full
+from lmmods.core.adapters import quantised_in_full, tokens_to_train
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.task_fields import TaskFields
@@ -45,15 +45,15 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
                               fields.double_quant)
     else:
         params = jax.tree.map(lambda x: np.asarray(x).astype(stored), network.init(jax.random.key(seed)))
+    num_rows = network.config.vocab_size
     network, params = _with_rows_for(len(data.tokenizer), network, params, options)
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
         return network, params
-    if fields.lora is not None and data.trainable_new_tokens:
-        raise UserError("model.lora: rows of new tokens train beside an adapter only in the torch engine. Use "
-                        "engine: torch, or full tuning.")
     settings = fields.lora or adapters.adapter_settings(fields.adapter)
-    network = hub.network(network.config, head, lora=settings, **options)
+    rows = (adapters.rows_beside(network, settings, tokens_to_train(data, num_rows)) if fields.lora
+            else adapters.adapter_rows(network, settings, fields.adapter))
+    network = hub.network(network.config, head, lora=settings, rows=rows, **options)
     return network, _with_adapter(network, params, fields.adapter, precision, seed)
 
 

@@ -7,7 +7,8 @@ from flax import nnx
 from jax import Array
 
 from jax_engine.models.architecture import Architecture
-from jax_engine.models.linear import Build, Embedding, dropout, product
+from jax_engine.models.linear import Build, Embedding, dropout, vocabulary_logits
+from jax_engine.models.names import TOKEN_ROWS
 
 
 class DecoderEmbedding(nnx.Module):
@@ -15,7 +16,8 @@ class DecoderEmbedding(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
         self.arch = arch
-        self.tokens = Embedding(arch.vocab_size, arch.hidden_size, rngs, std=arch.init_std, padding_id=arch.padding_id)
+        self.tokens = Embedding(arch.vocab_size, arch.hidden_size, rngs, std=arch.init_std, padding_id=arch.padding_id,
+                                tokens=build.rows.get("embed.tokens", ()))
         self.positions = Embedding(arch.max_positions, arch.hidden_size, rngs, std=arch.init_std
                                    ) if arch.positions == "learned" else None
 
@@ -46,9 +48,15 @@ class LMHead(nnx.Module):
         self.weight = None if arch.tied else nnx.Param(
             arch.init_std * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size)))
         self.bias = nnx.Param(jnp.zeros(arch.vocab_size)) if arch.head_bias else None
+        self.tokens = build.rows.get("embed.tokens" if arch.tied else "head", ())
+        if self.tokens and not arch.tied:
+            self.trainable_tokens_delta = nnx.Param(jnp.zeros((len(self.tokens), arch.hidden_size)))
 
-    def __call__(self, hidden: Array, table: Array) -> Array:
-        """[..., V] of hidden states [..., D] and the embedding's table [V, D]."""
-        matrix = table if self.weight is None else self.weight[...]
-        logits = product(hidden, matrix, self.build, result=jnp.float32)
+    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
+        """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding."""
+        if self.weight is None:
+            matrix, rows = embedding["weight"], embedding.get(TOKEN_ROWS)
+        else:
+            matrix, rows = self.weight[...], self.trainable_tokens_delta[...] if self.tokens else None
+        logits = vocabulary_logits(hidden, matrix, self.build, self.tokens, rows)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)

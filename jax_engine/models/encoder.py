@@ -16,7 +16,8 @@ class EncoderEmbedding(nnx.Module):
     def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
         self.arch = arch
         size = arch.embedding_size or arch.hidden_size
-        self.tokens = Embedding(arch.vocab_size, size, rngs, std=arch.init_std, padding_id=arch.padding_id)
+        self.tokens = Embedding(arch.vocab_size, size, rngs, std=arch.init_std, padding_id=arch.padding_id,
+                                tokens=build.rows.get("embed.tokens", ()))
         self.positions = Embedding(arch.max_positions, size, rngs, std=arch.init_std,
                                    padding_id=arch.padding_id if arch.positions_after_padding else None)
         if arch.sinusoid_init:
@@ -51,10 +52,10 @@ class MLMHead(nnx.Module):
         self.norm = Norm(size, arch.norm, arch.norm_eps)
         self.bias = nnx.Param(jnp.zeros(arch.vocab_size))
 
-    def __call__(self, hidden: Array, table: Array) -> Array:
-        """[..., V] of hidden states [..., D] and the embedding's table [V, E]."""
+    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
+        """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding, a table [V, E]."""
         x = self.norm(ACTIVATIONS[self.activation](self.dense(hidden)).astype(hidden.dtype))
-        return product(x, table, self.build, result=jnp.float32) + self.bias[...].astype(jnp.float32)
+        return product(x, embedding["weight"], self.build, result=jnp.float32) + self.bias[...].astype(jnp.float32)
 
 
 class SpanHead(nnx.Module):
@@ -65,6 +66,6 @@ class SpanHead(nnx.Module):
         self.weight = nnx.Param(arch.init_std * jax.random.normal(rngs.params(), (2, arch.hidden_size)))
         self.bias = nnx.Param(jnp.zeros(2))
 
-    def __call__(self, hidden: Array, table: Array) -> Array:
+    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
         logits = product(hidden, self.weight[...], self.build, result=jnp.float32)
         return logits + self.bias[...].astype(jnp.float32)

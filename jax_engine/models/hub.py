@@ -45,13 +45,14 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
-            remat: Literal["none", "minimal", "full"] = "none", unroll: int | None = None,
-            fast_kernels: bool = True, attention: str | None = None) -> Network:
+            rows: dict[str, list[int]] | None = None, remat: Literal["none", "minimal", "full"] = "none",
+            unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None) -> Network:
     """The network of a configuration; makes no arrays.
 
     Args:
         compute_dtype: Of matrix products; norms, softmax, rotary positions and logits stay in float32.
         lora: Adapters on a base that does not train.
+        rows: Tokens whose rows train beside the adapters, by torch's name of their table.
         remat: See Network.
         unroll: See Network; without adapters.
         fast_kernels: Take the forms that are fast on the device at hand.
@@ -73,7 +74,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare
-    return adapters.adapt(bare, lora)
+    return adapters.adapt(bare, lora, rows or {})
 
 
 def save(network: Network, params: Tree, folder: str | Path, dtype: str | None = None) -> None:

@@ -6,11 +6,12 @@ block-wise quantisation sees the rows that it would see in torch.
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -57,6 +58,7 @@ class Build:
         dtype: Of matrix products; parameters keep their own.
         lora: Settings of the adapters.
         adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
+        rows: Tokens whose rows train beside the adapters, by path of their table: `embed.tokens`, `head`.
         cpu_forms: Take the forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
         blocked: Compute attention in blocks, which is fast on CPUs.
         attention: The recipe's choice; `eager` is the plain one.
@@ -65,6 +67,7 @@ class Build:
     dtype: jnp.dtype
     lora: LoRA | None = None
     adapted: frozenset[str] = frozenset()
+    rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cpu_forms: bool = False
     blocked: bool = False
     attention: str | None = None
@@ -160,6 +163,21 @@ def _product_backward(conv1d, _result, kept, gradient):
 _product_on_cpu.defvjp(_product_forward, _product_backward)
 
 
+def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[int, ...], rows: Array | None) -> Array:
+    """Float32 logits [..., V] of hidden states [..., D].
+
+    Args:
+        table: [V, D].
+        tokens: K tokens whose rows in the table are replaced.
+        rows: By these, [K, D]. Beside the table rather than in it, so that its own gradient is never made.
+    """
+    logits = product(hidden, table, build, result=jnp.float32)
+    if rows is None:
+        return logits
+    own = product(hidden, rows.astype(table.dtype), build, result=jnp.float32)
+    return logits.at[..., np.array(tokens)].set(own)
+
+
 def row_norms(matrix: Array, conv1d: bool) -> Array:
     """Euclidean norm of each output's weights, [out]."""
     return jnp.linalg.norm(matrix, axis=-2 if conv1d else -1)
@@ -171,15 +189,28 @@ def lora_scaling(lora: LoRA) -> float:
 
 
 class Embedding(nnx.Module):
-    """Rows of a table [num, size]; the row `padding_id` starts at zero and gets no gradient from here."""
+    """Rows of a table [num, size]; the row `padding_id` starts at zero and gets no gradient from here.
 
-    def __init__(self, num: int, size: int, rngs: nnx.Rngs, *, std: float, padding_id: int | None = None):
+    Those of `tokens` are replaced by rows that train while the table does not, as PEFT's trainable tokens.
+    """
+
+    def __init__(self, num: int, size: int, rngs: nnx.Rngs, *, std: float, padding_id: int | None = None,
+                 tokens: tuple[int, ...] = ()):
         self.padding_id = None if padding_id is None else padding_id % num
         table = std * jax.random.normal(rngs.params(), (num, size))
         self.weight = nnx.Param(table if self.padding_id is None else table.at[self.padding_id].set(0.0))
+        self.tokens = tokens
+        if tokens:
+            self.trainable_tokens_delta = nnx.Param(jnp.zeros((len(tokens), size)))
 
     def __call__(self, ids: Array) -> Array:
         rows = jnp.take(self.weight[...], ids, axis=0)  # ids outside the table give NaN, which the trainer reports
+        if self.tokens:
+            places = np.full(len(self.weight), -1, np.int32)
+            places[list(self.tokens)] = np.arange(len(self.tokens))
+            place = jnp.take(places, ids)  # negative for a token whose row is the table's, and outside of it
+            own = jnp.take(self.trainable_tokens_delta[...], place, axis=0, mode="clip").astype(rows.dtype)
+            rows = jnp.where((place >= 0)[..., None], own, rows)
         if self.padding_id is None:
             return rows
         return jnp.where((ids == self.padding_id)[..., None], jax.lax.stop_gradient(rows), rows)

@@ -10,9 +10,17 @@ from safetensors.numpy import load_file, save_file
 from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import flatten, split, unflatten
 from jax_engine.models.architecture import Head
-from jax_engine.models.names import LORA_LEAVES
+from jax_engine.models.names import LORA_LEAVES, TOKEN_ROWS
 from jax_engine.models.network import Network, Tree
-from lmmods.core.adapters import SETTINGS, adapted_layers, adapter_config, modules_in_full
+from lmmods.core.adapters import (
+    SETTINGS,
+    adapted_layers,
+    adapter_config,
+    check_rows,
+    modules_in_full,
+    token_indices,
+    trained_rows,
+)
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.initializers import init_lora_A
@@ -23,19 +31,20 @@ TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa
 # What an adapter made elsewhere may have beyond these settings, and the value with which it changes nothing.
 NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
            "layers_to_transform": None, "layer_replication": None, "exclude_modules": None, "target_parameters": None,
-           "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None,
-           "use_qalora": False, "use_bdlora": None, "ensure_weight_tying": False}
+           "megatron_config": None, "alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None,
+           "ensure_weight_tying": False}
 
 
-def adapt(network: Network, lora: LoRA) -> Network:
+def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
     """The network with adapters on the targets; `modules_to_save` (and the head for qa) train in full beside them.
+
+    Args:
+        rows: Tokens whose rows train too, by torch's name of their table.
 
     Raises:
         UserError: A target or module to save matches nothing, or not every layer.
     """
-    linear = {name: ours for ours in network.linears() for name in network.torch_modules(ours)}
-    # A tied head has no weights of its own until it is saved apart.
-    modules = {name: ours for ours in {*network.modules(), "head"} for name in network.torch_modules(ours)}
+    linear, modules = _by_torch_name(network)
     adapted = _in_every_layer(network, "lora.targets", adapted_layers(lora, linear), linear)
     to_save = _in_every_layer(network, "lora.modules_to_save", modules_in_full(lora, modules, linear), modules)
     to_save |= {"head"} if network.head == "qa" else set()
@@ -51,8 +60,37 @@ def adapt(network: Network, lora: LoRA) -> Network:
     arch = network.arch
     if network.head == "causal" and arch.tied and ends:
         arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT
-    build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted))
+    trained = {modules[name]: tuple(tokens) for name, tokens in rows.items()}
+    build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted), rows=trained)
     return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
+
+
+def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, list[int]]:
+    """The rows of tokens new to the model that train beside an adapter, by torch's name of their table.
+
+    Args:
+        network: Without adapters.
+
+    Raises:
+        UserError: PEFT cannot train these rows.
+    """
+    linear, modules = _by_torch_name(network)
+    embedding, output = _ends(network)
+    return trained_rows(tokens, embedding, output, modules_in_full(lora, modules, linear),
+                        tied=network.head == "masked" or network.arch.tied,
+                        has_bias=network.head == "masked" or network.arch.head_bias)
+
+
+def _by_torch_name(network: Network) -> tuple[dict[str, str], dict[str, str]]:
+    """Our module of each torch name: of the linear layers, and of all."""
+    # A tied head has no weights of its own until it is saved apart.
+    return tuple({name: ours for ours in modules for name in network.torch_modules(ours)}
+                 for modules in (network.linears(), {*network.modules(), "head"}))
+
+
+def _ends(network: Network) -> tuple[str, str | None]:
+    """Torch's names of the embedding of tokens and of the layer that gives their logits."""
+    return network.torch_modules("embed.tokens")[0], None if network.head == "qa" else network.torch_modules("head")[0]
 
 
 def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str, str]) -> set[str]:
@@ -67,7 +105,7 @@ def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str,
 
 
 def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
-    """The base (numpy arrays) with new adapters, float32: A as `init_lora_A`, B zero, DoRA's magnitudes |W|."""
+    """The base (numpy arrays) with new adapters, float32: A of `init_lora_A`, B zero, DoRA's |W|, the base's rows."""
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
         # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
@@ -81,6 +119,9 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
             leaves[path] = np.stack(first[path]).reshape(shape.shape)
         elif path[-1] == "lora_B":
             leaves[path] = np.zeros(shape.shape, np.float32)
+        elif path[-1] == TOKEN_ROWS:
+            tokens = network.build.rows[".".join(path[:-1])]
+            leaves[path] = leaves[(*path[:-1], "weight")][list(tokens)].astype(np.float32)
         elif path[-1] == "lora_magnitude_vector":
             weight = leaves[(*path[:-1], "weight")].astype(np.float32)
             leaves[path] = np.linalg.norm(weight, axis=-2 if network.arch.conv1d else -1)
@@ -101,11 +142,13 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
               metadata={"format": "pt"})
     adapted = sorted(name for ours in network.build.adapted for name in network.torch_modules(ours))
     to_save = sorted(name for ours in network.to_save for name in network.torch_modules(ours))
+    rows = {network.torch_modules(ours)[0]: list(tokens) for ours, tokens in network.build.rows.items()}
     settings = {
         "peft_type": "LORA", "task_type": TASK_TYPES[network.head], "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora, "use_rslora": lora.rslora,
         "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
-        "modules_to_save": to_save or None, "bias": "none", "fan_in_fan_out": network.arch.conv1d,
+        "modules_to_save": to_save or None, "bias": "none",
+        "trainable_token_indices": token_indices(rows, _ends(network)[0]), "fan_in_fan_out": network.arch.conv1d,
         "init_lora_weights": True, "inference_mode": True}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
@@ -117,10 +160,11 @@ def adapter_settings(folder: str | Path) -> LoRA:
         UserError: No adapter there, or one of a kind that the JAX engine does not have.
     """
     found = adapter_config(folder)
+    if found.get("exclude_modules") == ["qa_outputs"]:  # of the torch engine for qa; a head has no adapter here anyway
+        del found["exclude_modules"]
     for name, neutral in NEUTRAL.items():
         if found.get(name, neutral) not in (neutral, None):
-            raise UserError(f"model.adapter: {folder}/{SETTINGS} has {name}: {found[name]!r}, which the JAX engine "
-                            "does not support. Use engine: torch.")
+            raise _unsupported(folder, name, found[name])
     targets = found["target_modules"]
     if isinstance(targets, str) and targets != "all-linear":
         raise UserError(f"model.adapter: {folder}/{SETTINGS} has a pattern as target_modules, {targets!r}; the JAX "
@@ -128,6 +172,30 @@ def adapter_settings(folder: str | Path) -> LoRA:
     return LoRA(rank=found["r"], alpha=found["lora_alpha"], dropout=found.get("lora_dropout", 0.0), targets=targets,
                 modules_to_save=found.get("modules_to_save"), dora=found.get("use_dora", False),
                 rslora=found.get("use_rslora", False))
+
+
+def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, list[int]]:
+    """The rows of tokens that the adapter in a PEFT folder has, by torch's name of their table.
+
+    Args:
+        network: Without adapters.
+        lora: The adapter's settings.
+
+    Raises:
+        UserError: Tokens that the model lacks, or rows of a kind that the JAX engine does not have.
+    """
+    check_rows(folder, network.config.vocab_size)
+    found = adapter_config(folder).get("trainable_token_indices")
+    if not found:
+        return {}
+    ends = [name for name in _ends(network) if name]
+    by_key = found if isinstance(found, dict) else {ends[0]: found}
+    rows = {next((name for name in ends if name.endswith(key)), key): ids for key, ids in by_key.items()}
+    if network.arch.tied and len(ends) == len(rows) == 2 and rows[ends[0]] == rows[ends[1]]:
+        del rows[ends[1]]
+    if not rows.keys() <= rows_beside(network, lora, [0]).keys():
+        raise _unsupported(folder, "trainable_token_indices", found)
+    return rows
 
 
 def load_adapter(network: Network, folder: str | Path) -> Tree:
@@ -151,9 +219,15 @@ def load_adapter(network: Network, folder: str | Path) -> Tree:
     return network.from_torch({wanted[name][0]: value for name, value in tensors.items()})
 
 
+def _unsupported(folder: str | Path, name: str, value: object) -> UserError:
+    return UserError(f"model.adapter: {folder}/{SETTINGS} has {name}: {value!r}, which the JAX engine does not "
+                     "support. Use engine: torch.")
+
+
 def _file_name(name: str) -> str:
     """PEFT's name of a parameter in its file, where the adapter's own name is left out."""
     name = name.replace(".modules_to_save.default.", ".")
     for leaf in LORA_LEAVES[:2]:
         name = name.replace(f".{leaf}.default.", f".{leaf}.")
+    name = name.replace(f".{TOKEN_ROWS}.default", f".{TOKEN_ROWS}")
     return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")

@@ -10,6 +10,8 @@ from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
+TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train beside an adapter
+ADAPTER_LEAVES = (*LORA_LEAVES, TOKEN_ROWS)
 PEFT_PREFIX = "base_model.model."
 
 
@@ -51,7 +53,7 @@ class Names:
             plain: Names of the network without PEFT's wrapping; adapters are left out.
         """
         return [(self._plain(path, layer) if plain else self.name(path, layer), path, layer)
-                for path, layer in self._places if not (plain and path[-1] in LORA_LEAVES)]
+                for path, layer in self._places if not (plain and path[-1] in ADAPTER_LEAVES)]
 
     def shape(self, path: Path) -> tuple[int, ...]:
         """Shape of a leaf, of one layer where it is stacked."""
@@ -77,6 +79,10 @@ class Names:
         theirs = PEFT_PREFIX + self.module(ours, layer)
         if leaf in LORA_LEAVES:
             return f"{theirs}.{leaf}.default.weight"
+        if leaf == TOKEN_ROWS:
+            return f"{theirs}.token_adapter.{leaf}.default"
+        if (*path[:-1], TOKEN_ROWS) in self._leaves:
+            return f"{theirs}.token_adapter.base_layer.{leaf}"
         if ours in self._adapted:
             return f"{theirs}.base_layer.{leaf}"
         return f"{theirs}.modules_to_save.default.{leaf}" if self.trains(path) else f"{theirs}.{leaf}"
@@ -87,7 +93,7 @@ class Names:
     def trains(self, path: Path) -> bool:
         """Whether a leaf trains: all do without adapters, else those and the modules saved in full."""
         module = _module(path)
-        return not self._wrapped or path[-1] in LORA_LEAVES or any(
+        return not self._wrapped or path[-1] in ADAPTER_LEAVES or any(
             module == saved or module.startswith(f"{saved}.") for saved in self._to_save)
 
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
@@ -127,4 +133,4 @@ def _module(path: Path) -> str:
 
 
 def _leaf_rank(leaf: str) -> int:
-    return ("weight", "bias", *LORA_LEAVES).index(leaf)
+    return ("weight", "bias", *ADAPTER_LEAVES).index(leaf)

@@ -143,7 +143,7 @@ class Network(Names):
 
     def logits(self, params: Tree, hidden: Array) -> Array:
         """The head on hidden states of any leading shape: float32 [..., V], or [..., 2] (start, end) for qa."""
-        return self._part("head", params)(hidden, params["embed"]["tokens"]["weight"])
+        return self._part("head", params)(hidden, params["embed"]["tokens"])
 
     def init_cache(self, batch_size: int, length: int) -> Tree:
         """Room for the keys and values of `length` tokens of each row; starts empty."""

@@ -1,7 +1,7 @@
 """LoRA adapters on both engines: which modules carry one, which train in full beside it, and what a folder holds."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,63 @@ def adapted_layers(lora: LoRA, linear: Iterable[str]) -> set[str]:
 def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -> set[str]:
     """Names of the modules that `modules_to_save` names. Raises UserError: one matches none of them."""
     return _matching("lora.modules_to_save", lora.modules_to_save or [], list(modules), linear)
+
+
+def tokens_to_train(data: Any, num_rows: int) -> list[int]:
+    """Ids of the tokens that a model must learn beside an adapter: new ones, and those that it has no row for.
+
+    Args:
+        data: The data module. A token that only pads is never learnt.
+        num_rows: Of the model's own embedding.
+    """
+    tokenizer = data.tokenizer
+    padding = {tokenizer.pad_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    return sorted({*data.trainable_new_tokens, *range(num_rows, len(tokenizer))} - padding)
+
+
+def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full: Collection[str], *, tied: bool,
+                 has_bias: bool) -> dict[str, list[int]]:
+    """The rows of new tokens that train beside an adapter, by module.
+
+    An output layer that is not tied needs rows too: all logits' mean, which the mean of all rows gives, is never the
+    largest logit, so that the token would never be chosen.
+
+    Args:
+        tokens: Ids of the tokens that are new to the model.
+        embedding: Name of the embedding.
+        output: Name of the layer that gives the logits of the vocabulary, if there is one.
+        in_full: Names of the modules that train in full, these rows among the others.
+        tied: Whether embedding and output layer are one matrix.
+        has_bias: Whether the output layer has a bias.
+
+    Raises:
+        UserError: PEFT has no such adapter.
+    """
+    frozen = [name for name in (embedding, output) if name is not None and name not in in_full]
+    if not tokens or not frozen:
+        return {}
+    if has_bias and output in frozen:
+        raise UserError(f"model.lora: the output layer {output} has a bias, which PEFT leaves out where rows of new "
+                        f"tokens train. Name it and {embedding} in lora.modules_to_save, set model.lora to null, or "
+                        "leave data.add_tokens out.")
+    if tied and output is not None and output not in frozen:
+        raise UserError(f"lora.modules_to_save: {output} trains in full, and {embedding}, to which it is tied, gets "
+                        f"rows of new tokens, which PEFT cannot do at once. Name {embedding} too, or neither.")
+    return dict.fromkeys(frozen[:1] if tied else frozen, tokens)
+
+
+def token_indices(rows: dict[str, list[int]], embedding: str) -> dict[str, list[int]] | list[int] | None:
+    """`trained_rows` as PEFT's `trainable_token_indices`: a list if they are of the embedding alone."""
+    return rows.get(embedding) if rows.keys() <= {embedding} else rows
+
+
+def check_rows(folder: str | Path, num_rows: int) -> None:
+    """UserError where an adapter has rows of tokens that the base model's embedding of `num_rows` rows lacks."""
+    found = adapter_config(folder).get("trainable_token_indices") or []
+    largest = max((max(ids) for ids in (found.values() if isinstance(found, dict) else [found]) if ids), default=0)
+    if largest >= num_rows:
+        raise UserError(f"model.adapter: the adapter in {folder} has the embedding of token {largest}, and there are "
+                        f"{num_rows} tokens here. Set data.tokenizer to that folder, so that its tokens are there.")
 
 
 def quantised_in_full(module: str, kind: str) -> str:

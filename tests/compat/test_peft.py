@@ -1,6 +1,7 @@
 """What lmmods/torch_engine/compat/peft.py and nn/fused_lora.py need of PEFT."""
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -37,3 +38,21 @@ def test_parts_of_a_layer():
     assert type(layer.base_layer) is nn.Linear and isinstance(layer.lora_dropout["default"], nn.Identity)
     shapes = [tuple(part["default"].weight.shape) for part in (layer.lora_A, layer.lora_B)]
     assert shapes == [(2, 4), (4, 2)] and layer.lora_B["default"].bias is None, mend("peft", fuse_adapters)
+
+
+def test_rows_of_tokens_that_train():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.body, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+
+    rows = {"table": [5], "head": [4, 1]}
+    model = get_peft_model(Network(), LoraConfig(r=2, target_modules=["body"], trainable_token_indices=rows))
+    head = model.base_model.model.head
+    layer, tokens, trained = compat.trained_rows(head)
+    assert isinstance(layer, nn.Linear) and tokens == [4, 1] and trained.shape == (2, 4), mend(
+        "peft", compat.trained_rows)
+    with torch.no_grad():
+        trained.fill_(2.0)
+    assert torch.equal(head.weight[[1, 4]], torch.full((2, 4), 2.0)), mend("peft", compat.trained_rows)
+    assert compat.trained_rows(layer) is None

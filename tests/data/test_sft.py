@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError
 from lmmods.data.encode.templates import TEMPLATES
 from lmmods.data.sft import SFTData
@@ -136,6 +137,9 @@ def test_a_token_at_hand_pads(spm_folder, byte_level_folder, chat_folder, write_
     data = build(path, spm_folder, pad_token="[PAD]", add_tokens=["<think>"])
     size = len(data.tokenizer)
     assert data._tokenizer.loaded.new_tokens == [size - 2, size - 1] and data.trainable_new_tokens == [size - 1]
+    # A model of fewer rows than its own tokenizer has tokens learns those too.
+    assert tokens_to_train(data, size - 4) == [size - 4, size - 3, size - 1]
+    assert tokens_to_train(data, size) == [size - 1]
     assert f"pad_token [PAD] is new: the vocabulary grows from {size - 2} to {size - 1}" in data.report["tokenizer"]
 
 

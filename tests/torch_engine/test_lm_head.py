@@ -5,8 +5,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.lora import add_lora
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -69,6 +71,21 @@ def test_loss_and_gradients_equal_those_of_full_logits(name, lora):
         head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
         model = get_peft_model(model, LoraConfig(target_modules=[head]))
         torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "lora_B" in n))
+    is_that_of_full_logits(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma2", "cohere"])
+def test_rows_of_new_tokens_get_the_gradients_of_full_logits(name):
+    model = make(name)
+    model = add_lora(model, LoRA(rank=2, targets=["q_proj"]), [60, 7], torch.float32)
+    for key, param in model.named_parameters():
+        if "trainable_tokens" in key:
+            torch.nn.init.normal_(param)
+    assert sum("trainable_tokens" in key for key in is_that_of_full_logits(model)) == 1 + (name == "llama")
+
+
+def is_that_of_full_logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Loss and gradients, which it returns, by the head taken apart."""
     data = batch()
     total, weight = reference(model, data)
     total.backward()
@@ -83,6 +100,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(name, lora):
     assert actual.keys() == expected.keys()
     for key, grad in expected.items():
         torch.testing.assert_close(actual[key] * 4, grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
+    return expected
 
 
 def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch):

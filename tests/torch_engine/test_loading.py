@@ -115,15 +115,15 @@ def test_new_tokens_train_and_travel_with_the_adapter(llama_folder, tmp_path):
         return model, loading.resize_embeddings(model, model.config.vocab_size + 1)
 
     model, new = build()
-    before = model.model.embed_tokens.weight[new].clone()
+    tables = [table.weight[new].clone() for table in (model.model.embed_tokens, model.lm_head)]  # not tied
     model = lora.add_lora(model, LoRA(rank=4), new, torch.float32)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     tokens = torch.tensor([[5, *new, 7, 8]])
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
     model.eval()
-    embedding = model.get_input_embeddings()
-    assert not torch.allclose(embedding(torch.tensor(new)), before)
+    for table, before in zip((model.get_input_embeddings(), model.get_output_embeddings()), tables, strict=True):
+        assert not torch.allclose(table.weight[new], before)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     again = PeftModel.from_pretrained(build()[0], tmp_path).eval()
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits)

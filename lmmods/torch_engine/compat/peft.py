@@ -4,7 +4,7 @@ Held by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`, 
 `base_layer`, `active_adapters`, `merged`, `disable_adapters`) are those that PEFT documents for custom layers.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 KINDS = ("Linear", "Linear4bit")
 
@@ -25,3 +25,15 @@ def has_variant(layer: nn.Module) -> bool:
     A dictionary with an entry for each adapter that does.
     """
     return bool(layer.lora_variant)
+
+
+def trained_rows(layer: nn.Module) -> tuple[nn.Module, list[int], Tensor] | None:
+    """Of a layer with rows of tokens that train: the layer below, the tokens [K] and their rows [K, D].
+
+    `TrainableTokensWrapper.token_adapter` with its `base_layer`, `token_indices` and `trainable_tokens_delta` by the
+    adapter's name. A tied output layer shares the embedding's.
+    """
+    if not hasattr(layer, "token_adapter"):
+        return None
+    adapter, (name,) = layer.token_adapter, layer.token_adapter.active_adapters
+    return adapter.base_layer, adapter.token_indices[name], adapter.trainable_tokens_delta[name]

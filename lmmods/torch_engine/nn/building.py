@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, one_line
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
 from lmmods.core.out_of_memory import is_out_of_memory
@@ -40,12 +41,13 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         fuse_activations(model)
         if device.type == "cpu" and precision.startswith("bf16") and fields.attention is None:
             prefer_float32(model)
+    num_rows = model.get_input_embeddings().weight.shape[0]
     resize_embeddings(model, len(data.tokenizer))
     set_special_ids(model.config, data.tokenizer, is_causal)
     if fields.trains_adapter:
         torch.manual_seed(seed)  # the adapter starts the same however the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-        model = (add_lora(model, fields.lora, data.trainable_new_tokens, dtype, task_type, seed) if fields.lora
+        model = (add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed) if fields.lora
                  else continue_adapter(model, fields.adapter, dtype))
         if fields.fast_kernels and not fields.compile:  # the compiler joins them by itself
             fuse_adapters(model)

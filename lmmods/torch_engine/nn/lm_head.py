@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lmmods.core.console import say
+from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks
 from lmmods.torch_engine.nn.loss import LossSums, shift_labels, token_loss
 
@@ -24,18 +26,30 @@ class LMHead:
         config = model.config.get_text_config()
         self.layer = model.get_output_embeddings()
         self.vocab_size = config.vocab_size
+        self._tokens: Tensor | None = None  # of `trained_rows`, on the device
         # Names as the configurations of cohere, granite and gemma have them.
         self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
-        logits = self.layer(hidden)
+        logits = self._product(hidden)
         if self.scale != 1:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """What the layer makes of hidden states."""
+        found = trained_rows(self.layer)
+        if found is None:
+            return self.layer(hidden)
+        # PEFT puts the rows into a copy of the matrix, of which it then makes the whole gradient.
+        layer, tokens, rows = found
+        if self._tokens is None or self._tokens.device != hidden.device:
+            self._tokens = torch.tensor(tokens, device=hidden.device)
+        return layer(hidden).index_copy(-1, self._tokens, F.linear(hidden, rows.to(layer.weight.dtype)))
 
     @property
     def linear(self) -> nn.Linear | None:

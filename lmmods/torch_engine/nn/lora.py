@@ -3,7 +3,14 @@
 import torch
 from torch import nn
 
-from lmmods.core.adapters import adapted_layers, adapter_config, modules_in_full, quantised_in_full
+from lmmods.core.adapters import (
+    adapted_layers,
+    check_rows,
+    modules_in_full,
+    quantised_in_full,
+    token_indices,
+    trained_rows,
+)
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.initializers import init_lora_A
 from lmmods.core.settings import LoRA
@@ -11,17 +18,18 @@ from lmmods.core.settings import LoRA
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
              task_type: str | None = None, seed: int = 0) -> nn.Module:
-    """Wrap `model` with a fresh PEFT adapter; the base is frozen. Raises UserError: a target matches no module.
+    """Wrap `model` with a fresh PEFT adapter; the base is frozen. Raises UserError.
 
     Args:
-        trainable_tokens: Rows of the embedding that train beside the adapter (tokens new to the model).
+        trainable_tokens: Tokens new to the model, whose rows of embedding and output layer train beside the adapter.
         task_type: PEFT's name of the task, by which its own loaders pick the model class.
     """
     from peft import LoraConfig, get_peft_model
 
     linear = _adaptable(model)
     adapted_layers(settings, linear)
-    for name in sorted(modules_in_full(settings, dict(model.named_modules()), linear)):
+    in_full = modules_in_full(settings, dict(model.named_modules()), linear)
+    for name in sorted(in_full):
         module = model.get_submodule(name)
         if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
             kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
@@ -35,7 +43,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         modules_to_save=settings.modules_to_save,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
-        trainable_token_indices=trainable_tokens or None,
+        trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
         # PEFT trains the span head, new to the model, in full; an adapter on it as well would clash.
         exclude_modules=["qa_outputs"] if task_type == "QUESTION_ANS" else None,
         task_type=task_type,
@@ -56,13 +64,23 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Mo
     """
     from peft import PeftModel
 
-    adapter_config(folder)
+    check_rows(folder, model.get_input_embeddings().weight.shape[0])
     try:
         wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
                         f"{first_line(error)}") from error
     return _cast_trainable(wrapped, dtype)
+
+
+def _token_rows(model: nn.Module, tokens: list[int], in_full: set[str]) -> dict[str, list[int]] | list[int] | None:
+    """PEFT's `trainable_token_indices`."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, output = names[model.get_input_embeddings()], model.get_output_embeddings()
+    rows = trained_rows(tokens, embedding, names.get(output), in_full,
+                        tied=getattr(model.config, "tie_word_embeddings", False),
+                        has_bias=getattr(output, "bias", None) is not None)
+    return token_indices(rows, embedding)
 
 
 def _cast_trainable(model: nn.Module, dtype: torch.dtype) -> nn.Module:
