@@ -10,6 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.sources.source import SourceLike
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
+TURN_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "scored")
 Overflow = Literal["error", "skip", "truncate_turns", "truncate_prompt", "truncate", "truncate_ends"]
 
 
@@ -55,7 +56,8 @@ class DataFields:
         pad_to_multiple_of: Lengths of batches are multiples of this.
         num_workers: Processes that assemble batches; 0 does it in the training process.
         num_proc: Processes that tokenise; null decides by the size of the source.
-        columns: Names in the file -> names that the task expects, for all sources that do not map their own.
+        columns: Names in the file -> names that the task expects, for all sources that do not map their own;
+            `body.messages` leads into an object.
         cache_dir: Where tokenised data are kept; null is $LMMODS_CACHE, or lmmods in the user's cache folder.
         rebuild_cache: Tokenise again even if the cache has the data.
         seed: Seed of splits and orders; null takes `seed_everything`.
@@ -201,6 +203,8 @@ class SFTDataFields(DataFields):
             chat_template_kwargs goes before.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
         roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
+        turn_fields: Parts of a turn (role, content, reasoning_content, tool_calls, tool_call_id, name, scored) -> their
+            keys in the file, beside the usual keys, for example {role: who, content: said}.
         train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
             responses.
         train_on_prompt: The same as `train_on: all`.
@@ -226,6 +230,7 @@ class SFTDataFields(DataFields):
     template: str | None = None
     dataset_format: str | None = None
     roles: dict[str, str] | None = None
+    turn_fields: dict[str, str] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     train_on: Literal["responses", "all", "last"] | None = None
     train_on_prompt: bool = False
@@ -241,6 +246,10 @@ class SFTDataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(source_max_length=(self.source_max_length, 1), target_max_length=(self.target_max_length, 1))
+        unknown = [name for name in self.turn_fields or {} if name not in TURN_FIELDS]
+        if unknown:
+            raise UserError(f"data.turn_fields: a turn has no {unknown[0]!r}; it has {', '.join(TURN_FIELDS)}. They "
+                            "stand on the left, the keys of the file on the right: {role: who, content: said}")
         asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
         if asked and self.train_on not in (None, asked):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"

@@ -13,8 +13,8 @@ from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answe
 from lmmods.data.fields import QADataFields
 from lmmods.data.scoring.predictions import Predictions
 from lmmods.data.scoring.spans import Answers, SpanSettings, WindowLogits, choose_answer
+from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.formats import as_text
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
 from lmmods.data.splits import Role

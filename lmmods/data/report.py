@@ -7,11 +7,13 @@ import numpy as np
 
 from lmmods.data.batches.packing import best_fit_decreasing
 from lmmods.data.batches.sampler import evaluation_order, training_order
+from lmmods.data.encode.encoder import UNUSED
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
 
 PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
+MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 
 
 def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str]
@@ -33,7 +35,8 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
 
 def describe_source(info: dict[str, Any]) -> dict[str, Any]:
     """What one source gave, from its store's info.json."""
-    counts = info["counts"]
+    counts = {name: number for name, number in info["counts"].items() if not name.startswith(UNUSED)}
+    unused = {_key_name(name): number for name, number in info["counts"].items() if name.startswith(UNUSED)}
     notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives "
                                        "this name" for name, rows in info.get("replaced", {}).items())]
     tokens, kept = counts.get("tokens", 0), info["rows_kept"]
@@ -42,10 +45,16 @@ def describe_source(info: dict[str, Any]) -> dict[str, Any]:
         **({"notes": notes} if notes or "notes" in info else {}),
         "rows_dropped": sum(entry["rows"] for entry in info["dropped"].values()),
         "dropped": info["dropped"],
+        **({"not_used": dict(sorted(unused.items(), key=lambda item: (-item[1], item[0])))} if unused else {}),
         **counts,
         **({"labelled_share": counts["labelled_tokens"] / tokens} if tokens and "labelled_tokens" in counts else {}),
         **({"eos_share": counts["responses_complete"] / kept} if kept and "responses_complete" in counts else {}),
     }
+
+
+def _key_name(counted: str) -> str:
+    """The key that a count of unused ones is of, in characters that can be printed."""
+    return counted.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
 
 
 def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, seed: int) -> dict[str, Any]:
@@ -99,6 +108,10 @@ def render_table(report: dict[str, Any]) -> str:
         if source.get("responses_unlike_inference"):
             lines.append(f"  {source['responses_unlike_inference']} responses follow another prompt than inference "
                          "shows: the chat template opens these answers differently")
+        if unused := source.get("not_used"):
+            named = [f"{name} ({rows} rows)" for name, rows in unused.items()]
+            lines.append(f"  not used: {', '.join(named[:MOST_UNUSED])}"
+                         + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
         lines += [f"  note: {note}" for note in source.get("notes", [])]
     lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}"
                  f"{'packed':>9}")

@@ -29,6 +29,7 @@ class SFTData(SFTDataFields, DataModule):
         if self.dataset_format is not None:
             find_format(self.dataset_format)
         self.roles = self.roles or {}
+        self.turn_fields = self.turn_fields or {}
         if is_template_file(self.template):
             self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
 
@@ -66,7 +67,7 @@ class SFTData(SFTDataFields, DataModule):
         row = self.example(index)
         layout = self._rows("predict").info(index)["format"]
         try:
-            messages = read_conversation(layout, row, self.roles).messages
+            messages = read_conversation(layout, row, self.roles, self.turn_fields).messages
         except RowProblem:
             return None
         return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
@@ -78,9 +79,9 @@ class SFTData(SFTDataFields, DataModule):
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
     def _encoding_settings(self) -> dict[str, Any]:
-        names = ("template", "dataset_format", "roles", "train_on", "turns", "reasoning", "system_prompt",
-                 "replace_system_prompt", "chat_template_kwargs", "source_max_length", "target_max_length",
-                 "on_overflow", "max_length")
+        names = ("template", "dataset_format", "roles", "turn_fields", "train_on", "turns", "reasoning",
+                 "system_prompt", "replace_system_prompt", "chat_template_kwargs", "source_max_length",
+                 "target_max_length", "on_overflow", "max_length")
         return {name: getattr(self, name) for name in names}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
@@ -106,7 +107,7 @@ class SFTData(SFTDataFields, DataModule):
         on_overflow = self.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
         limits = Limits(self.max_length, self.source_max_length, self.target_max_length, on_overflow)
         choices = Choices(self.train_on, self.turns, self.reasoning, self.system_prompt, self.replace_system_prompt)
-        return SFTEncoder(layout, renderer, text, limits, choices, self.roles, prompts_only)
+        return SFTEncoder(layout, renderer, text, limits, choices, self.roles, self.turn_fields, prompts_only)
 
     def _template_name(self) -> str:
         if is_template_file(self.template):

@@ -7,7 +7,7 @@ import pytest
 from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.formats import FORMATS, detect_format, find_format
+from lmmods.data.sources.formats import FORMATS, detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 
 EXCHANGE = [("user", "ask"), ("assistant", "reply")]
@@ -36,6 +36,63 @@ ROWS = {
         {"instruction": "x", "instances": [{"instruction_with_input": "ask", "output": "reply"}], "reformulations": []},
         EXCHANGE,
     ),
+    "conversation": (
+        {
+            "conversation": [
+                {"system": "sys", "input": "ask", "output": "reply"},
+                {"input": "more", "output": "end"},
+            ]
+        },
+        [("system", "sys"), *TWO_TURNS],
+    ),
+    "moss": (
+        {
+            "conversation_id": "7",
+            "meta_instruction": "sys\n",
+            "num_turns": 2,
+            "chat": {
+                "turn_2": {"Human": "<|Human|>: more<eoh>\n", "MOSS": "<|MOSS|>: end<eom>\n"},
+                "turn_1": {
+                    "Human": "<|Human|>: ask<eoh>\n",
+                    "Inner Thoughts": "<|Inner Thoughts|>: None<eot>\n",
+                    "Commands": "<|Commands|>: None<eoc>\n",
+                    "Tool Responses": "<|Results|>: None<eor>\n",
+                    "MOSS": "<|MOSS|>: reply<eom>\n",
+                },
+            },
+        },
+        [("system", "sys"), *TWO_TURNS],
+    ),
+    "moss-text": (
+        {
+            "prefix": "sys\n",
+            "plain_text": "[Human]: ask<eoh> [MOSS]: reply<eoa>\n[Human]: more<eoh> [MOSS]: end<eoa>\n",
+            "num_turns": 2,
+        },
+        [("system", "sys"), *TWO_TURNS],
+    ),
+    "openai-batch": (
+        {
+            "custom_id": "request-1",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "gpt-4o-mini",
+                "messages": [{"role": "developer", "content": "sys"}, {"role": "user", "content": "ask"}],
+            },
+            "response": {
+                "status_code": 200,
+                "request_id": "x",
+                "body": {
+                    "choices": [
+                        {"index": 0, "message": {"role": "assistant", "content": "reply", "refusal": None}}
+                    ]
+                },
+            },
+            "error": None,
+        },
+        [("system", "sys"), *EXCHANGE],
+    ),
     "oasst1-trees": (
         {
             "message_tree_id": "1",
@@ -56,7 +113,7 @@ ROWS = {
 def conversations(name, *rows):
     layout = find_format(name)
     regrouped = layout.regroup([Row("f", n, row) for n, row in enumerate(rows, 1)])
-    return [[(m["role"], m["content"]) for m in layout.convert(row.values, {})] for row in regrouped]
+    return [[(m["role"], m["content"]) for m in read_conversation(name, row.values, {}).messages] for row in regrouped]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -90,27 +147,9 @@ def test_instances_and_reformulations_become_rows():
     )
 
 
-def test_input_is_kept_apart_and_tools_are_text():
-    convert = find_format("alpaca").convert
-    assert convert({"instruction": "a", "input": "b", "output": "c"}, {})[0] == {
-        "role": "user",
-        "content": "a",
-        "input": "b",
-    }
-    row = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
-            {"role": "tool", "content": "7"},
-        ],
-        "tools": [{"name": "f"}],
-    }
-    assert [m["content"] for m in find_format("messages").convert(row, {})] == [
-        '[{"name": "f"}]',
-        "a",
-        '[{"name": "f"}]',
-        "7",
-    ]
+def test_input_is_kept_apart():
+    row = {"instruction": "a", "input": "b", "output": "c"}
+    assert read_conversation("alpaca", row, {}).messages[0] == {"role": "user", "content": "a", "input": "b"}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +165,7 @@ def test_input_is_kept_apart_and_tools_are_text():
 )
 def test_damaged_turns_give_a_reason(turns, reason):
     with pytest.raises(RowProblem, match=reason):
-        find_format("messages").convert({"messages": turns}, {})
+        read_conversation("messages", {"messages": turns}, {})
 
 
 def test_roles_can_be_named(spm_folder, write_jsonl):

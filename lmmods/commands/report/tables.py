@@ -200,7 +200,8 @@ def _remarks(source: dict) -> list[str]:
     dropped = [f"dropped {full(entry.get('rows'))}: {reason}" + (f" (first {first[0]})" if first else "")
                for reason, entry in _mapping(source.get("dropped")).items() if isinstance(entry, dict)
                for first in [_list(entry.get("first"))]]
-    return [*dropped, *map(str, _list(source.get("notes")))]
+    unused = [f"not used: {name} ({full(rows)} rows)" for name, rows in _mapping(source.get("not_used")).items()]
+    return [*dropped, *unused, *map(str, _list(source.get("notes")))]
 
 
 def _list(value: Any) -> list:

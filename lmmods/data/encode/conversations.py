@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.encode.encoder import Encoded, Ragged, RowError
+from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged, RowError
 from lmmods.data.encode.templates import RenderedRow, Renderer, Turns, scored_turns
 from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.sources.cells import check_unicode
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem, strings
-from lmmods.data.sources.formats import Roles, check_unicode, find_format, read_conversation
+from lmmods.data.sources.formats import find_format, read_conversation
+from lmmods.data.sources.turns import Roles
 
 
 @dataclass
@@ -62,6 +64,7 @@ class SFTEncoder:
     limits: Limits
     choices: Choices = field(default_factory=Choices)
     roles: Roles = field(default_factory=dict)
+    turn_fields: dict[str, str] = field(default_factory=dict)
     prompts_only: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
@@ -114,11 +117,11 @@ class SFTEncoder:
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def _rendered(self, row: dict[str, Any], counts: Counter) -> list[RenderedRow]:
-        conversation = self.prepared(read_conversation(self.dataset_format, row, self.roles))
+        conversation = self.prepared(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
         messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         for key in conversation.unused:
-            counts[f"unused:{key}"] += 1
+            counts[f"{UNUSED}{key}"] += 1
         if self.prompts_only:
             messages = messages[:-1] if answered == len(messages) else messages
             conversation = replace(conversation, messages=messages)
@@ -142,7 +145,7 @@ class SFTEncoder:
         counts["responses_unlike_inference"] += sum(each.unlike_inference for each in found)
         for each in found:
             for key in each.unshown:
-                counts[f"unused:{key}"] += 1
+                counts[f"{UNUSED}{key}"] += 1
         return found
 
     def _fitted(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter

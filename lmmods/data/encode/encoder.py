@@ -9,6 +9,7 @@ import pyarrow as pa
 from lmmods.data.sources.readers import Row
 
 EXAMPLES_PER_REASON = 3
+UNUSED = "unused:"  # counts that begin with it are of rows whose key of the rest holds something that is not used
 
 
 class Ragged(NamedTuple):

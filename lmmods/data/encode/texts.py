@@ -9,8 +9,8 @@ import numpy as np
 from lmmods.core.errors import UserError
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.encode.text_encoder import Run, TextEncoder
+from lmmods.data.sources.cells import as_text, check_unicode
 from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.formats import as_text, check_unicode
 from lmmods.data.sources.readers import Row
 
 

@@ -12,8 +12,8 @@ from tokenizers import Encoding, Tokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
+from lmmods.data.sources.cells import as_text, check_unicode
 from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.formats import as_text, check_unicode
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.trees import as_list
 

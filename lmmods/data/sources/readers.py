@@ -21,12 +21,12 @@ from fsspec.compression import compr
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
+from lmmods.data.sources.cells import DEEPEST, is_deeper_than
 from lmmods.data.sources.paths import check_regular, compression, file_type
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be any number
 BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also a number of more than 4300 digits, or a key twice
-DEEPEST = 100  # lists and objects in each other: what is deeper is no data, and Python gives up at some hundreds
 TEXT_PIECE = 1 << 14  # characters: longer documents come in pieces, so that memory stays flat and val_size can choose
 DocumentUnit = str  # "file", "paragraph" or "line"
 
@@ -102,7 +102,7 @@ def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
 
 
 def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    """An array of objects, an object with one array inside (`{"data": [...]}`), or JSON Lines under a .json name."""
+    """An array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines under a .json name."""
     text = "".join(_decoded_lines(file, path))
     start = _skip_space(text, 0)
     if text[start : start + 1] == "[":
@@ -116,7 +116,8 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
     arrays = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
     if "data" in (values if isinstance(values, dict) else ()) and isinstance(values["data"], list):
         arrays = [values["data"]]
-    rows = arrays[0] if len(arrays) == 1 and all(isinstance(item, dict) for item in arrays[0]) else [values]
+    has_records = len(arrays) == 1 and all(isinstance(item, dict) or _is_conversation(item) for item in arrays[0])
+    rows = arrays[0] if has_records else [values]
     for number, item in enumerate(rows, 1):
         yield Row(path, number, _as_object(item, path, number))
 
@@ -164,24 +165,21 @@ def _skip_space(text: str, at: int) -> int:
     return at
 
 
+def _is_conversation(value: Any) -> bool:
+    """Whether a value is a record that is a bare list of turns."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
 def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
+    if _is_conversation(values):
+        values = {"messages": values}
     if not isinstance(values, dict):
-        raise UserError(f"{path}:{line}: a record must be a JSON object with named fields, "
+        raise UserError(f"{path}:{line}: a record must be a JSON object with named fields, or a list of them, "
                         f"found {type(values).__name__}: {reprlib.repr(values)}")
-    if _is_deeper_than(values, DEEPEST):
+    if is_deeper_than(values, DEEPEST):
         raise UserError(f"{path}:{line}: lists and objects stand in each other more than {DEEPEST} deep; such a record "
                         "is no data. Remove it")
     return values
-
-
-def _is_deeper_than(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth + 1):
-        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)
-                 if isinstance(item, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ class Source:
         name: Configuration of a hub data set.
         split: Split of a hub data set; slices such as `train[:10%]` work.
         revision: Branch, tag or commit of a hub data set.
-        columns: Names in the file -> names that the format expects, for example {question: instruction}. A column of
-            the file that has such a name already gives way, which the report counts.
+        columns: Names in the file -> names that the format expects, for example {question: instruction};
+            `body.messages` leads into an object. A column of the file that has such a name already gives way, which the
+            report counts.
         limit: Use only this many rows, the first ones.
         weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them.
         format: Format of these rows; null means `dataset_format` of the data module, or detection.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cached_property
+from typing import Any
 
 import fsspec
 
@@ -71,13 +72,15 @@ class SourceReader:
 
     def _renamed(self, values: dict, file: str, line: int) -> dict:
         mapping = self.source.columns or {}
-        missing = [name for name in mapping if name not in values]
-        if missing:
-            raise UserError(f"{file}:{line}: no column {missing[0]!r} (named in data.columns); "
-                            f"the columns are {', '.join(values)}{did_you_mean(missing[0], list(values))}")
-        renamed = {new: values[name] for name, new in mapping.items()}
-        self.replaced.update(name for name in renamed if name in values and name not in mapping)
-        return {name: value for name, value in values.items() if name not in mapping and name not in renamed} | renamed
+        rest, renamed = dict(values), {}
+        for name, new in mapping.items():
+            found = _taken(rest, name)
+            if found is None:
+                raise UserError(f"{file}:{line}: no column {name!r} (named in data.columns); "
+                                f"the columns are {', '.join(values)}{did_you_mean(name, list(values))}")
+            renamed[new] = found[0]
+        self.replaced.update(name for name in renamed if name in rest)
+        return {name: value for name, value in rest.items() if name not in renamed} | renamed
 
     def num_bytes(self) -> int:
         """Size of local files on disk, 0 for others."""
@@ -124,6 +127,18 @@ class SourceReader:
         if self._hub_rows is not None:
             return rows_fingerprint(self._hub_rows)  # what streams from the hub has none
         return fingerprints.joined(_remote_key(path) if "://" in path else hashed(path) for path in self.files)
+
+
+def _taken(values: dict, name: str) -> tuple[Any] | None:
+    """Take a column out of a row, or what `a.b` leads to in its objects, which stay as they are; None if it is none."""
+    if name in values:
+        return (values.pop(name),)
+    first, _, rest = name.partition(".")
+    inner = values.get(first)
+    if not rest or not isinstance(inner, dict):
+        return None
+    values[first] = inner = dict(inner)
+    return _taken(inner, rest)
 
 
 def _remote_key(path: str) -> str:

@@ -73,7 +73,8 @@ def oasst_trees(rows: Iterable[Row]) -> Iterator[Row]:
             messages.append({key: value for key, value in node.items() if key != "replies"})
             answers = [reply for reply in as_list(node.get("replies")) if isinstance(reply, dict)]
             node = min(answers, key=_rank, default=None)
-        yield row._replace(values={"messages": messages})
+        outer = {key: value for key, value in row.values.items() if key not in ("message_tree_id", "prompt")}
+        yield row._replace(values={**outer, "messages": messages})
 
 
 def _rank(message: dict[str, Any]) -> float:

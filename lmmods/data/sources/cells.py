@@ -1,0 +1,76 @@
+"""Values of a row, checked for what a layout expects them to be."""
+
+import json
+import math
+from typing import Any
+
+from lmmods.data.sources.conversation import RowProblem
+
+Values = dict[str, Any]
+DEEPEST = 100  # lists and objects in each other: what is deeper is no data, and Python gives up at some hundreds
+
+
+def as_text(value: Any, name: str) -> str:
+    """Text of a cell; numbers are written out. Raises RowProblem for null, nested values and what is no number."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise RowProblem(f"{name} is null")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowProblem(f"{name} is {value} (NaN or too large a number), not text")
+    if isinstance(value, bool | int | float):
+        return str(value)
+    raise RowProblem(f"{name} is a {type(value).__name__}, not text")
+
+
+def check_unicode(value: Any) -> None:
+    """Raises RowProblem for text that has no UTF-8 form, at any depth, and for nested values that JSON has not."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RowProblem("text with a lone surrogate (half of a character)") from error
+    elif isinstance(value, dict | list):
+        for key in value:
+            check_unicode(key)
+        for item in value.values() if isinstance(value, dict) else ():
+            check_unicode(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RowProblem("a nested number that is NaN or too large")
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise RowProblem(f"a nested value of type {type(value).__name__}, which JSON has not")
+
+
+def parsed(text: str, name: str) -> Any:
+    """What a cell of JSON text holds, for lists and objects in files that know text alone. Raises RowProblem."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RowProblem(f"{name} is text, but not JSON") from error
+    if is_deeper_than(value, DEEPEST):
+        raise RowProblem(f"{name} holds lists and objects more than {DEEPEST} deep")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def is_deeper_than(value: Any, depth: int) -> bool:
+    """Whether more than `depth` lists and objects stand in each other."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(depth + 1):
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a cell holds nothing: null, "", [] or {}."""
+    return value is None or (isinstance(value, str | list | dict) and not value)

@@ -1,0 +1,255 @@
+"""Rows as they are read, and turns of any trainer's naming to messages.
+
+What is asked of a row is taken out of it; what is left at the end was not used, which the data report says.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+from lmmods.data.sources import tools
+from lmmods.data.sources.cells import Values, as_text, is_blank, parsed
+from lmmods.data.sources.conversation import Message, RowProblem
+
+Roles = dict[str, str]
+CALLS = "function_call"  # a turn of the assistant whose text is a call
+ROLES: Roles = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter", "question", "instruction"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model", "answer", "bing", "bard", "moss"), "assistant"),
+    **dict.fromkeys(
+        ("tool", "function", "observation", "function_response", "ipython", "tool_response", "tool-response"), "tool"
+    ),
+    **dict.fromkeys((CALLS, "tool_call", "tool-call"), CALLS),
+}
+# Who speaks, where a turn holds what several say: {"Human": ..., "MOSS": ...}, {"system", "input", "output"} of xtuner.
+SPEAKERS: Roles = {
+    "system": "system",
+    **dict.fromkeys(("human", "user", "prompter", "prompt", "question", "instruction", "query", "input"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "moss", "completion", "answer", "response", "output"), "assistant"),
+}
+# Keys that a turn may have a field under; the first that is not null counts.
+KEYS: dict[str, tuple[str, ...]] = {
+    "role": ("role", "from", "speaker", "author"),
+    "content": ("content", "value", "text", "message"),
+    "reasoning_content": ("reasoning_content", "reasoning", "thinking", "thought"),
+    "tool_calls": ("tool_calls", "function_call"),
+    "tool_call_id": ("tool_call_id",),
+    "name": ("name",),
+    "scored": ("weight", "train", "training", "trainable", "loss", "output_with_loss"),
+}
+DETAILS = ("train_detail", "training_detail")  # axolotl's spans inside of a turn
+SHOWN = {"image": "an image", "image_url": "an image", "input_image": "an image", "audio": "audio",
+         "audio_url": "audio", "input_audio": "audio", "video": "a video", "video_url": "a video", "file": "a file",
+         "input_file": "a file", "document": "a file"}
+
+
+@cache
+def _keys(turn_fields: tuple[tuple[str, str], ...]) -> dict[str, tuple[str, ...]]:
+    named = dict(turn_fields)
+    return {field: (named[field], *keys) if field in named else keys for field, keys in KEYS.items()}
+
+
+class Reading:
+    """One row while it is read.
+
+    Args:
+        row: Columns of the row; left as it is.
+        roles: Names of roles in the file -> roles, beside the usual names.
+        turn_fields: Fields of a message -> keys of the file's turns, beside the usual keys.
+
+    Attributes:
+        values: What nobody has asked for yet.
+        unused: Keys inside of columns that hold something and were not read.
+    """
+
+    __slots__ = ("_keys", "_roles", "unused", "values")
+
+    def __init__(self, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None) -> None:
+        self.values = dict(row)
+        self.unused: dict[str, None] = {}
+        self._roles = roles
+        self._keys = _keys(tuple(turn_fields.items())) if turn_fields else KEYS
+
+    # Columns
+
+    def text(self, column: str) -> str:
+        """Text of a column. Raises RowProblem where there is none."""
+        if column not in self.values:
+            raise RowProblem(f"{column} is missing")
+        return as_text(self.values.pop(column), column)
+
+    def optional(self, column: str) -> str:
+        """Text of a column, "" where there is none. Raises RowProblem."""
+        value = self.values.pop(column, None)
+        return "" if value is None else as_text(value, column)
+
+    def said(self, column: str, role: str) -> list[Message]:
+        """Turns of a column: those it holds, or its text as one turn of `role`. Raises RowProblem."""
+        value = self.values.get(column)
+        if isinstance(value, str):  # as nearly all are
+            return [{"role": role, "content": self.values.pop(column)}]
+        if isinstance(value, list | dict) and self._holds_turns(value):
+            return self.turns(column)
+        return [{"role": role, "content": self.text(column)}]
+
+    def turns(self, column: str) -> list[Message]:
+        """Turns of a column that holds nothing else. Raises RowProblem."""
+        return self.messages(self.values.pop(column, None), column)
+
+    def leave(self, values: Values, name: str) -> None:
+        """Say of what is left in a nested object that it was not used."""
+        self.unused.update(dict.fromkeys(f"{name}.{key}" for key, value in values.items() if not is_blank(value)))
+
+    def _holds_turns(self, value: list | dict) -> bool:
+        first = value[0] if value and isinstance(value, list) else value
+        return isinstance(first, dict) and (first is not value or any(key in value for key in self._keys["role"]))
+
+    # Turns
+
+    def messages(self, turns: Any, name: str) -> list[Message]:
+        """Messages of a list of turns, an object of them in the order of its keys' numbers, or one turn.
+
+        Args:
+            turns: The turns; also as JSON text, as CSV files have them.
+            name: What they are called in messages.
+
+        Raises:
+            RowProblem: They are none, or one cannot be used.
+        """
+        if isinstance(turns, str):
+            try:
+                turns = parsed(turns, name)
+            except RowProblem as problem:
+                raise RowProblem(f"{name} is text, not a list of turns") from problem
+        if isinstance(turns, dict):
+            turns = [turns] if self._holds_turns(turns) else in_order(turns)
+        if not isinstance(turns, list) or not turns:
+            raise RowProblem(f"{name} is not a list of turns" if turns else f"{name} is empty or missing")
+        messages: list[Message] = []
+        for turn in turns:
+            if not isinstance(turn, dict):
+                raise RowProblem(f"{name} holds a turn that is not an object")
+            turn = dict(turn)
+            role_key = self._key(turn, "role")
+            messages += self._speakers(turn, name) if role_key is None else [self._message(turn, role_key, name)]
+        return messages
+
+    def _key(self, turn: Values, field: str) -> str | None:
+        """The key under which a turn has a field; None where it has none."""
+        for key in self._keys[field]:
+            if turn.get(key) is not None:
+                return key
+        return None
+
+    def _role(self, name: str) -> str | None:
+        name = self._roles.get(name, name)
+        return ROLES.get(name) or ROLES.get(name.lower())
+
+    def _message(self, turn: Values, role_key: str, name: str) -> Message:
+        content_key = self._key(turn, "content")
+        said = str(turn.pop(role_key))
+        role = self._role(said)
+        if role is None:
+            raise RowProblem(f"{name} holds the unknown role {said[:40]!r} (map it with data.roles)")
+        content = None if content_key is None else turn.pop(content_key)
+        if not turn and isinstance(content, str) and role != CALLS:  # as most turns are
+            return {"role": role, "content": content}
+        message: Message = {"role": "assistant" if role == CALLS else role, "content": ""}
+        if isinstance(content, list):
+            content = self._joined(content, message, f"{name}.{content_key}")
+        if message["role"] == "assistant":
+            content = self._add_calls(message, content, turn, role, name)
+        if content is None and "tool_calls" not in message:
+            null = next((key for key in self._keys["content"] if key in turn), None)
+            raise RowProblem(f"{name}.{null} is null" if null else f"{name} holds a turn without role or content")
+        message["content"] = "" if content is None else as_text(content, f"{name}.{content_key}")
+        self._add_rest(message, turn, name)
+        return message
+
+    def _joined(self, parts: list, message: Message, name: str) -> str:
+        """Texts of a content in parts. Raises RowProblem for a part that cannot be shown."""
+        texts = []
+        for part in parts:
+            part = {"text": part} if isinstance(part, str) else part
+            if not isinstance(part, dict):
+                raise RowProblem(f"{name} holds a part that is neither text nor an object")
+            part = dict(part)
+            kind = part.pop("type", None) or next((key for key in SHOWN if not is_blank(part.get(key))), "text")
+            if kind in ("thinking", "reasoning") and isinstance(part.get(kind), str):
+                message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(kind)
+            elif kind in ("text", "input_text", "output_text"):
+                texts.append(as_text(part.pop("text", None), f"{name}.text"))
+            else:
+                kind = str(kind)[:40]
+                what = SHOWN.get(kind, f"a part of type {kind!r}")
+                raise RowProblem(f"a turn holds {what}, which this task cannot show")
+            self.leave(part, name)
+        return "".join(texts)
+
+    def _add_calls(self, message: Message, content: Any, turn: Values, role: str, name: str) -> Any:
+        """Put the calls and the reasoning of an assistant's turn into its message; returns the content without them."""
+        found = [call for key in self._keys["tool_calls"] if key in turn for call in tools.calls(
+            turn.pop(key), f"{name}.{key}")]
+        if role == CALLS and isinstance(content, str) and (spoken := tools.spoken_calls(content)):
+            found, content = found + spoken, None
+        if found:
+            message["tool_calls"] = found
+        key = self._key(turn, "reasoning_content")
+        if key is not None and isinstance(turn[key], str):
+            message["reasoning_content"] = turn.pop(key)
+        return content
+
+    def _add_rest(self, message: Message, turn: Values, name: str) -> None:
+        """Put what else a turn says of itself into its message; what is left then was not used."""
+        for field in ("tool_call_id", "name"):
+            key = self._key(turn, field)
+            if key is not None and not is_blank(turn[key]):
+                message[field] = as_text(turn.pop(key), f"{name}.{key}")
+        for key in DETAILS:
+            if not is_blank(turn.get(key)):
+                raise RowProblem(f"{name}.{key} scores parts of a turn, which is not possible here; score whole turns")
+        flags = [(key, _flag(turn.pop(key), f"{name}.{key}")) for key in (*self._keys["scored"], "masked")
+                 if turn.get(key) is not None]
+        if flags:
+            message["scored"] = all(flag is not (key == "masked") for key, flag in flags)
+        if turn:
+            self.leave(turn, name)
+
+    def _speakers(self, turn: Values, name: str) -> list[Message]:
+        """Messages of a turn that holds what several speakers say, in the order of its keys.
+
+        What is not said by anyone belongs to the assistant's turn.
+        """
+        spoken: list[tuple[str, Any]] = []
+        for key in () if self._key(turn, "content") else tuple(turn):
+            role = self._role(key) if key in self._roles else SPEAKERS.get(key.lower())
+            if role is not None:
+                content = turn.pop(key)
+                if content is not None and (content != "" or role == "assistant"):
+                    spoken.append((role, content))
+        if not spoken:
+            raise RowProblem(f"{name} holds a turn without role or content")
+        last = max((place for place, (role, _) in enumerate(spoken) if role == "assistant"), default=len(spoken) - 1)
+        return [self._message({"role": role, "content": content} | (turn if place == last else {}), "role", name)
+                for place, (role, content) in enumerate(spoken)]
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise RowProblem(f"{name} is neither 0 nor 1: a turn is scored or it is not")
+    return bool(value)
+
+
+def in_order(turns: Values) -> list | Values:
+    """Turns of an object like {"turn_1": {...}, "turn_2": {...}}, by the numbers in its keys; else what it was."""
+    there = {key: turn for key, turn in turns.items() if turn is not None}
+    if not there or not all(isinstance(turn, dict) for turn in there.values()):
+        return turns
+    return [there[key] for key in sorted(there, key=_natural)]
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Sorts by the numbers in a key, however long; every second part of the split is one."""
+    parts = enumerate(re.split(r"(\d+)", key))
+    return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (0, part) for place, part in parts]

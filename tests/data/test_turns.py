@@ -1,0 +1,349 @@
+"""Turns and rows as other trainers write them: calls of tools, reasoning, parts, what is scored; and what is unused."""
+
+import copy
+import json
+
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.data.report import render_table
+from lmmods.data.sft import SFTData
+from lmmods.data.sources.conversation import Conversation, RowProblem
+from lmmods.data.sources.formats import detect_format, read_conversation
+from lmmods.data.sources.readers import read_file
+
+WEATHER = {"name": "get_weather", "description": "Weather of a city", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+TOOL = {"type": "function", "function": WEATHER}
+CALL = {"name": "get_weather", "arguments": {"city": "Paris"}}
+CALLED = {"type": "function", "function": CALL}
+USER, REPLY = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "reply"}
+PARALLEL = {
+    "messages": [
+        {"role": "developer", "content": "sys"},
+        {"role": "user", "content": "Paris or Rome?", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": f"c{n}", "type": "function",
+             "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}}
+            for n, city in enumerate(("Paris", "Rome"))]},
+        {"role": "tool", "tool_call_id": "c0", "name": "get_weather", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "sun"},
+        {"role": "assistant", "content": "Rome.", "reasoning_content": "Sun is better.", "refusal": None},
+    ],
+    "tools": [TOOL], "parallel_tool_calls": True,
+}
+LLAMA_FACTORY = {
+    "conversations": [
+        {"from": "human", "value": "Weather?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": '{"sky": "grey"}'},
+        {"from": "gpt", "value": "Grey."},
+    ],
+    "system": "sys", "tools": json.dumps([WEATHER]),
+}
+PLUGINS = {"chat": {
+    f"turn_{n}": {
+        "Human": f"<|Human|>: ask {n}<eoh>\n",
+        "Inner Thoughts": "<|Inner Thoughts|>: I look it up.<eot>\n",
+        "Commands": '<|Commands|>: Search("a (b), c"), Calculate("1+1")<eoc>\n',
+        "Tool Responses": "<|Results|>:\nSearch => x<eor>\n",
+        "MOSS": f"<|MOSS|>: reply {n}<eom>\n",
+    } for n in (10, 2, 1)}}
+
+
+def read(layout: str, row: dict, roles: dict | None = None, turn_fields: dict | None = None) -> Conversation:
+    before = copy.deepcopy(row)
+    conversation = read_conversation(layout, row, roles or {}, turn_fields)
+    assert row == before  # the row as read is stored after it is converted
+    return conversation
+
+
+def turns(*spoken: dict) -> list[dict]:
+    return read("messages", {"messages": list(spoken)}).messages
+
+
+# Turns
+
+
+def test_calls_of_openai_keep_their_order_ids_and_answers():
+    found = read("messages", PARALLEL)
+    calls = [{**CALLED, "function": {**CALL, "arguments": {"city": city}}, "id": f"c{n}"}
+             for n, city in enumerate(("Paris", "Rome"))]
+    assert found.messages == [
+        {"role": "system", "content": "sys"},
+        {"role": "user", "content": "Paris or Rome?", "name": "Ann"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "rain", "tool_call_id": "c0", "name": "get_weather"},
+        {"role": "tool", "content": "sun", "tool_call_id": "c1", "name": "get_weather"},
+        {"role": "assistant", "content": "Rome.", "reasoning_content": "Sun is better."},
+    ]
+    assert found.tools == [TOOL] and found.unused == ("parallel_tool_calls",)
+
+
+def test_calls_and_observations_of_llama_factory():
+    found = read("sharegpt", LLAMA_FACTORY)
+    assert found.messages == [
+        {"role": "system", "content": "sys"},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+        {"role": "tool", "content": '{"sky": "grey"}'},
+        {"role": "assistant", "content": "Grey."},
+    ]
+    assert found.tools == [TOOL] and not found.unused
+
+
+@pytest.mark.parametrize("turn,wanted", [
+    ({"from": "function_call", "value": json.dumps([CALL, CALL])}, {"content": "", "tool_calls": [CALLED, CALLED]}),
+    ({"from": "function_call", "value": "get_weather(Paris)"}, {"content": "get_weather(Paris)"}),
+    ({"from": "function_call", "value": '{"city": "Paris"}'}, {"content": '{"city": "Paris"}'}),
+    ({"role": "assistant", "content": None, "function_call": {**CALL, "arguments": '{"city": "Paris"}'}},
+     {"content": "", "tool_calls": [CALLED]}),
+    ({"role": "assistant", "content": "I look.", "tool_calls": [CALL]}, {"content": "I look.", "tool_calls": [CALLED]}),
+    ({"role": "assistant", "tool_calls": json.dumps([CALL])}, {"content": "", "tool_calls": [CALLED]}),
+    ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x = 1"}]},
+     {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "x = 1"}}]}),
+    ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": ""}]},
+     {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}),
+    ({"role": "assistant", "content": "x", "tool_calls": []}, {"content": "x"}),
+    ({"role": "assistant", "content": "x", "thinking": "y"}, {"content": "x", "reasoning_content": "y"}),
+    ({"role": "assistant", "content": [{"type": "thinking", "thinking": "y"}, {"type": "text", "text": "x"}, "z"]},
+     {"content": "xz", "reasoning_content": "y"}),
+    ({"author": "chatgpt", "message": "x"}, {"content": "x"}),
+    ({"speaker": "Model", "text": 7}, {"content": "7"}),
+    ({"role": "assistant", "content": "x", "weight": 0}, {"content": "x", "scored": False}),
+    ({"role": "assistant", "content": "x", "weight": 1}, {"content": "x", "scored": True}),
+    ({"role": "assistant", "content": "x", "train": False}, {"content": "x", "scored": False}),
+    ({"role": "assistant", "content": "x", "loss": True, "trainable": False}, {"content": "x", "scored": False}),
+    ({"role": "assistant", "content": "x", "masked": True}, {"content": "x", "scored": False}),
+    ({"role": "assistant", "content": "x", "train": None}, {"content": "x"}),
+])
+def test_an_assistant_says(turn, wanted):
+    assert turns(turn) == [{"role": "assistant", **wanted}]
+
+
+@pytest.mark.parametrize("name,role", [
+    ("developer", "system"), ("Human", "user"), ("observation", "tool"), ("function", "tool"), ("ipython", "tool"),
+    ("function_response", "tool")])
+def test_roles(name, role):
+    assert turns({"role": name, "content": "x"}) == [{"role": role, "content": "x"}]
+
+
+@pytest.mark.parametrize("turn,reason", [
+    ({"role": "assistant", "content": "x", "weight": 0.5}, r"messages.weight is neither 0 nor 1"),
+    ({"role": "assistant", "content": "x", "loss": "no"}, r"messages.loss is neither 0 nor 1"),
+    ({"role": "assistant", "content": "x", "train_detail": [{"begin_offset": 0}]}, "detail scores parts of a turn"),
+    ({"role": "assistant", "content": None, "tool_calls": None}, "messages.content is null"),
+    ({"role": "assistant", "tool_calls": "f(x)"}, "tool_calls is text, but not JSON"),
+    ({"role": "assistant", "tool_calls": [3]}, "holds a call that is not an object"),
+    ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "holds a call without a name"),
+    ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}, "arguments that are neither"),
+    ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "y"}}]},
+     "a turn holds an image, which this task cannot show"),
+    ({"role": "user", "content": [{"image": "y.png"}]}, "a turn holds an image"),
+    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "a turn holds audio"),
+    ({"role": "user", "content": [{"type": "video", "video": "y"}]}, "a turn holds a video"),
+    ({"role": "user", "content": [{"type": "file", "file": {}}]}, "a turn holds a file"),
+    ({"role": "user", "content": [{"type": "point"}]}, "a turn holds a part of type 'point'"),
+    ({"role": "user", "content": [3]}, "a part that is neither text nor an object"),
+    ({"content": "x", "model": "gpt"}, "without role or content"),
+])
+def test_turns_that_cannot_be_used_give_a_reason(turn, reason):
+    with pytest.raises(RowProblem, match=reason):
+        turns(turn)
+
+
+def test_turns_in_an_object_or_as_json_text():
+    numbered = {f"turn_{n}": {"role": role, "content": str(n)} for n, role in ((10, "assistant"), (9, "user"))}
+    for value in (numbered, json.dumps(numbered), json.dumps([numbered["turn_9"], numbered["turn_10"]])):
+        assert [m["content"] for m in read("messages", {"messages": value}).messages] == ["9", "10"]
+
+
+def test_one_turn_of_several_speakers():
+    row = {"messages": [{"human": "a", "assistant": "b", "weight": 0, "id": 3}, {"Kunde": "c", "gpt": None}]}
+    found = read("messages", row, {"Kunde": "human"})
+    assert found.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False},
+                              {"role": "user", "content": "c"}]
+    assert found.unused == ("messages.id",)
+
+
+def test_keys_of_turns_can_be_named():
+    row = {"messages": [{"who": "Kunde", "said": "a"},
+                        {"who": "gpt", "said": "b", "thoughts": "c", "calls": [CALL], "counts": 0}]}
+    found = read("messages", row, {"Kunde": "user"}, {"role": "who", "content": "said", "tool_calls": "calls",
+                                                      "reasoning_content": "thoughts", "scored": "counts"})
+    assert found.messages == [{"role": "user", "content": "a"},
+                              {"role": "assistant", "content": "b", "tool_calls": [CALLED], "reasoning_content": "c",
+                               "scored": False}]
+    with pytest.raises(UserError, match=r"data.turn_fields: a turn has no 'roles'; it has role, content"):
+        SFTData("x", turn_fields={"roles": "who"})
+
+
+# Rows
+
+
+@pytest.mark.parametrize("tools", [
+    [TOOL], [WEATHER], {"type": "function", **WEATHER}, json.dumps([WEATHER]), json.dumps(TOOL), [json.dumps(WEATHER)],
+    [{"type": None, "function": WEATHER}]])
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_of_any_writing(tools, column):
+    found = read("messages", {"messages": [USER, REPLY], column: tools})
+    assert found.tools == [TOOL] and found.messages == [USER, REPLY]
+
+
+def test_what_stands_beside_the_turns():
+    row = {"messages": [USER, REPLY], "documents": [{"title": "t", "text": "x"}], "weight": 2,
+           "chat_template_kwargs": {"enable_thinking": False}, "tools": "", "functions": None, "system": "sys"}
+    assert read("messages", row) == Conversation(
+        [{"role": "system", "content": "sys"}, USER, REPLY], [], [{"title": "t", "text": "x"}],
+        {"enable_thinking": False}, 2.0)
+
+
+@pytest.mark.parametrize("extra,reason", [
+    ({"tools": "none of them"}, "tools is text, but not JSON"),
+    ({"tools": [3]}, "tools holds a tool that is not an object"),
+    ({"functions": [{"description": "x"}]}, "functions holds a tool without a name"),
+    ({"tools": [{**WEATHER, "description": "\ud83d"}]}, "lone surrogate"),
+    ({"weight": -1}, "weight is not a number of 0 or more"),
+    ({"weight": "heavy"}, "weight is not a number of 0 or more"),
+    ({"weight": float("nan")}, "weight is not a number of 0 or more"),
+    ({"weight": 10**400}, "weight is not a number of 0 or more"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs is not an object"),
+    ({"chat_template_kwargs": {"x": float("inf")}}, "a nested number that is NaN or too large"),
+    ({"chat_template_kwargs": {"x": b""}}, "a nested value of type bytes, which JSON has not"),
+    ({"tools": "[" * 99_999}, "tools is text, but not JSON"),
+    ({"tools": "[" * 500 + "]" * 500}, "tools holds lists and objects more than 100 deep"),
+    ({"images": ["a.png"]}, "the row holds images, which this task cannot show"),
+    ({"videos": ["a.mp4"]}, "the row holds videos"),
+    ({"audios": "a.wav"}, "the row holds audios"),
+    ({"messages": [{**USER, "content": "<image>\nask"}, REPLY], "image": "a.png"}, "the row holds images"),
+    ({"kto_tag": False}, "kto_tag is false"),
+])
+def test_rows_that_cannot_be_used_give_a_reason(extra, reason):
+    with pytest.raises(RowProblem, match=reason):
+        read("messages", {"messages": [USER, REPLY], **extra})
+
+
+def test_media_of_text_rows_are_no_hindrance():
+    row = {"messages": [{**USER, "content": "What is <image>?"}, REPLY], "images": [], "videos": None, "kto_tag": True}
+    assert not read("messages", row).unused
+    assert read("messages", {**row, "messages": [USER, REPLY], "image": "a.png"}).unused == ("image",)
+
+
+def test_unused_keys_of_rows_and_turns():
+    row = {"instruction": "ask", "input": "", "output": "reply", "category": "x", "id": 0, "note": "", "tags": []}
+    assert read("alpaca", row).unused == ("category", "id")
+    row = {"conversations": [{"from": "human", "value": "a", "lang": "en"}, {"from": "gpt", "value": "b", "lang": "de"}]
+           }
+    assert read("sharegpt", row).unused == ("conversations.lang",)
+    assert read("text", {"text": "a", "system": "b", "weight": 3}) == Conversation(
+        [{"role": "assistant", "content": "a"}], weight=3.0, unused=("system",))
+
+
+# Layouts
+
+
+ASKED = ["user: ask", "assistant: reply"]
+
+
+@pytest.mark.parametrize("row,layout,wanted", [
+    # LLaMA-Factory
+    ({"instruction": "more", "input": "", "output": "end", "history": [["ask", "reply"]], "system": "sys"}, "alpaca",
+     ["system: sys", "user: ask", "assistant: reply", "user: more", "assistant: end"]),
+    ({"instruction": "ask", "input": "", "chosen": "reply", "rejected": "x"}, "hh-rlhf", ASKED),
+    ({"conversations": [{"from": "human", "value": "ask"}], "chosen": {"from": "gpt", "value": "reply"},
+      "rejected": {"from": "gpt", "value": "x"}}, "sharegpt", ASKED),
+    ({"conversations": [{"from": "human", "value": "ask"}], "chosen": "reply", "rejected": "x"}, "sharegpt",
+     ASKED),
+    # TRL
+    ({"prompt": [USER], "completion": [REPLY]}, "prompt-completion", ASKED),
+    ({"prompt": [USER], "completion": []}, "prompt-completion", None),
+    ({"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]}, "hh-rlhf", ASKED),
+    ({"prompt": "ask", "chosen": [USER, REPLY], "rejected": [USER, REPLY]}, "hh-rlhf", ASKED),
+    ({"prompt": [USER], "chosen": [USER, REPLY]}, "hh-rlhf", ASKED),
+    ({"prompt": [{"role": "system", "content": "sys"}], "chosen": [USER, REPLY]}, "hh-rlhf",
+     ["system: sys", "user: ask", "assistant: reply"]),
+    ({"question": "ask", "system": "sys", "chosen": "reply", "rejected": "x"}, "hh-rlhf",
+     ["system: sys", "user: ask", "assistant: reply"]),
+    # transcripts
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected": ""}, "hh-rlhf",
+     ["user: a", "assistant: b", "user: c", "assistant: d"]),
+    ({"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", "chosen": " d", "rejected": ""}, "hh-rlhf",
+     ["user: a", "assistant: b", "user: c", "assistant: d"]),
+    # lmsys-chat-1m
+    ({"conversation_id": "x", "conversation": [USER, REPLY]}, "conversation", ASKED),
+])
+def test_rows_of_other_trainers(row, layout, wanted):
+    assert detect_format(row, "f:1") == layout
+    if wanted is None:
+        with pytest.raises(RowProblem):
+            read(layout, row)
+    else:
+        assert [f"{m['role']}: {m['content']}" for m in read(layout, row).messages] == wanted
+
+
+def test_tools_and_thoughts_of_moss():
+    found = read("moss", PLUGINS).messages
+    assert [m["content"] for m in found if m["role"] == "user"] == ["ask 1", "ask 2", "ask 10"]
+    assert found[1:4] == [
+        {"role": "assistant", "content": "", "reasoning_content": "I look it up.", "tool_calls": [
+            {"type": "function", "function": {"name": "Search", "arguments": '"a (b), c"'}},
+            {"type": "function", "function": {"name": "Calculate", "arguments": '"1+1"'}}]},
+        {"role": "tool", "content": "Search => x"},
+        {"role": "assistant", "content": "reply 1"},
+    ]
+
+
+def test_xtuner_says_which_answers_are_scored():
+    row = {"conversation": [{"system": "", "input": "a", "output": "b", "output_with_loss": False}]}
+    assert read("conversation", row).messages == [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False}]
+
+
+def test_answers_of_openai_batches():
+    body = {"model": "m", "messages": [USER], "tools": [TOOL]}
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    row = {"custom_id": "1", "body": body, "response": {"status_code": 200, "body": {"choices": [{"message": answer}]}}}
+    found = read("openai-batch", row)
+    assert found.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
+    assert found.tools == [TOOL] and found.unused == ("body.model",)
+    assert read("openai-batch", {"custom_id": "1", "body": json.dumps(body)}).messages == [USER]
+    with pytest.raises(RowProblem, match="response holds no answer"):
+        read("openai-batch", {**row, "response": {"status_code": 400, "body": {"error": {"message": "x"}}}})
+
+
+def test_bare_lists_of_turns_are_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps([USER, REPLY]) + "\n[]\n")
+    (tmp_path / "a.json").write_text(json.dumps([[USER, REPLY], []]))
+    (tmp_path / "b.json").write_text(json.dumps({"data": [[USER, REPLY], []]}))
+    for name in ("a.jsonl", "a.json", "b.json"):
+        rows = [row.values for row in read_file(str(tmp_path / name))]
+        assert rows == [{"messages": [USER, REPLY]}, {"messages": []}]
+    (tmp_path / "one.json").write_text(json.dumps([USER, REPLY]))  # one conversation is no list of them
+    assert [row.values for row in read_file(str(tmp_path / "one.json"))] == [USER, REPLY]
+
+
+# Whole sets
+
+
+def test_report_names_what_is_not_used(spm_folder, write_jsonl):
+    rows = [{"instruction": f"ask {n}", "output": f"reply {n}", "category": "x", **({"id": n} if n % 2 else {})}
+            for n in range(12)]
+    data = SFTData(write_jsonl(rows), tokenizer=spm_folder)
+    data.setup("fit")
+    source = next(iter(data.report["sources"].values()))
+    assert source["not_used"] == {"category": 12, "id": 6}
+    assert "  not used: category (12 rows), id (6 rows)\n" in render_table(data.report)
+    assert not any(key.startswith("unused") for key in source)
+
+
+def test_columns_lead_into_objects(spm_folder, write_jsonl):
+    turns = {"turn_1": {"who": "Kunde", "said": "ask"}, "turn_2": {"who": "gpt", "said": "reply"}}
+    rows = [{"chat": {"messages": turns, "lang": "de"}, "meta": {"sys": "sys"}}] * 3
+    path = write_jsonl(rows)
+    fields = {"tokenizer": spm_folder, "turn_fields": {"role": "who", "content": "said"}, "roles": {"Kunde": "user"}}
+    data = SFTData(path, columns={"chat.messages": "messages", "meta.sys": "system"}, **fields)
+    data.setup("fit")
+    source = next(iter(data.report["sources"].values()))
+    assert source["format"] == "messages" and source["rows_kept"] == 3 and source["not_used"] == {"chat": 3}
+    with pytest.raises(UserError, match=r"no column 'chat.turns' \(named in data.columns\); .* are chat, meta"):
+        SFTData(path, columns={"chat.turns": "messages"}, **fields).setup("fit")
