@@ -80,6 +80,16 @@ def test_every_type_gives_the_same_rows(name, packed, tmp_path):
     assert [row.values for row in read_file(str(path))] == ROWS
 
 
+def test_objects_of_a_table_have_their_own_keys_alone(tmp_path, monkeypatch):
+    """Arrow gives the objects of a column the keys of all of them, null where they have none."""
+    rows = [{"calls": [{"name": "f", "arguments": {"city": "Paris"}}], "note": None},
+            {"calls": [{"name": "g", "arguments": {"x": [1, None]}}], "note": "n"}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [row.values for row in read_file(str(tmp_path / "a.parquet"))] == rows
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert [row.values for row in SourceReader(Source("org/set"))] == rows
+
+
 def test_lines_of_records(tmp_path):
     (tmp_path / "a.json").write_text('[\n  {"a": 1},\n\n  {"a":\n 2}, {"a": 3}]')
     assert [row.line for row in read_file(str(tmp_path / "a.json"))] == [2, 4, 5]

@@ -71,6 +71,20 @@ def is_deeper_than(value: Any, depth: int) -> bool:
     return True
 
 
+def without_fillers(row: Values) -> Values:
+    """A row of an Arrow table without what that adds to nested objects: null under each key that only others have.
+
+    The arguments of a call would otherwise name the parameters of all tools in the table. Columns stay, null or not.
+    """
+    return {column: _without_nulls(value) if isinstance(value, dict | list) else value for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def is_blank(value: Any) -> bool:
     """Whether a cell holds nothing: null, "", [] or {}."""
     return value is None or (isinstance(value, str | list | dict) and not value)

@@ -21,7 +21,7 @@ from fsspec.compression import compr
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
-from lmmods.data.sources.cells import DEEPEST, is_deeper_than
+from lmmods.data.sources.cells import DEEPEST, is_deeper_than, without_fillers
 from lmmods.data.sources.paths import check_regular, compression, file_type
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
@@ -294,9 +294,10 @@ def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
     for batch in batches:
         batch.validate(full=True)  # offsets of a damaged file would lead anywhere in memory
         _check_names(batch.schema.names, path)
+        is_nested = any(pa.types.is_nested(column.type) for column in batch.schema)
         for values in batch.to_pylist():
             number += 1
-            yield Row(path, number, values)
+            yield Row(path, number, without_fillers(values) if is_nested else values)
 
 
 READERS: dict[str, Callable[[BinaryIO, str, DocumentUnit], Iterator[Row]]] = {

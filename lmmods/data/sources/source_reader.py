@@ -14,6 +14,7 @@ from lmmods.core import fingerprints
 from lmmods.core.compat import rows_fingerprint
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
+from lmmods.data.sources.cells import without_fillers
 from lmmods.data.sources.files import did_you_mean, find_files
 from lmmods.data.sources.readers import Row, read_file
 from lmmods.data.sources.source import Source
@@ -66,7 +67,7 @@ class SourceReader:
     def _all_rows(self) -> Iterator[Row]:
         if self._hub_rows is not None:
             for number, values in enumerate(self._hub_rows, 1):
-                yield Row(self.source.path, number, values)
+                yield Row(self.source.path, number, without_fillers(values))
         for path in self.files:
             yield from read_file(path, self.documents)
 
