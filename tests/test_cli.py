@@ -166,6 +166,7 @@ def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys)
     assert said.count("--- row") == 2 and "[[" in said and "</s>]]" in said
     assert "Parameters:" in said and "Memory: about" in said and "quantize: nf4" in said
     assert "training rows by length" in said and not folder.root.exists()
+    assert said.count("prompt: the tokens that apply_chat_template(add_generation_prompt=True) gives") == 2
     assert main(["inspect", *recipe(), "--which", "[7, 2]"]) == 0
     said = capsys.readouterr().out
     assert said.count("--- row") == 2

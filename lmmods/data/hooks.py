@@ -99,6 +99,10 @@ class TaskHooks(DataFields, ABC):
         raise UserError(f"samples.prompts: {type(self).__name__} is of a task that generates no text; set "
                         "samples.prompts to null")
 
+    def inference_prompts(self, index: int) -> list[list[int]]:
+        """Token ids of each prompt that transformers' `apply_chat_template` makes of training row `index` as read."""
+        return []
+
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
         """Outputs of a predict batch by its `index`, without padding rows: here (prompt, generated text).
 

@@ -13,7 +13,8 @@ Which = Literal["first", "longest", "most_cut", "most_unknown"]
 
 def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
                ) -> list[dict[str, Any]]:
-    """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists.
+    """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists, and `prompt_length`
+    where a row has one.
 
     Args:
         items: Rows of batches, a data set with `lengths` and `truncated`.
@@ -44,4 +45,5 @@ def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int
 def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
     ids, index = row["input_ids"].tolist(), int(row["index"])
     labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
-    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index)}
+    prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
+    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt}

@@ -1,12 +1,15 @@
 """Supervised fine-tuning: conversations with a loss on the responses."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, is_template_file, read_template_file
+from lmmods.data.encode.chat_template import REFUSALS
+from lmmods.data.encode.chat_text import as_given
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.template_jinja import template_jinja
@@ -61,6 +64,29 @@ class SFTData(SFTDataFields, DataModule):
         except RowProblem as problem:
             raise UserError(f"samples.prompts: {problem}") from problem
         return [ids.tolist() for ids, _ in encoder.text.encode_rows([encoder.text.runs(row) for row in rendered])]
+
+    def inference_prompts(self, index: int) -> list[list[int]]:
+        """Token ids of the prompts of a training row's answers, as transformers makes them; [] where it refuses.
+
+        Args:
+            index: Number of the row among those read.
+        """
+        rows = self._rows("train")
+        layout = rows.info(index)["format"]
+        if find_format(layout).template:
+            return []
+        conversation = self._sft_encoder(layout, prompts_only=False).conversation(rows.source_row(index))
+        given = {**(self.chat_template_kwargs or {}), **conversation.template_kwargs,
+                 "tools": conversation.tools or None, "documents": conversation.documents or None}
+        messages = [as_given(message) for message in conversation.messages]
+        found = []
+        for place, message in enumerate(messages):
+            if place and message["role"] == "assistant":
+                with suppress(*REFUSALS):
+                    found.append(list(self.tokenizer.apply_chat_template(
+                        messages[:place], chat_template=self.chat_template, add_generation_prompt=True, tokenize=True,
+                        return_dict=False, **given)))
+        return found
 
     def reference(self, index: int) -> str | None:
         """The response that the data give for a row of predict, or None."""

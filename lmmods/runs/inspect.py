@@ -24,6 +24,24 @@ def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | l
         scored = sum(label != IGNORED for label in row["labels"])
         print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored")
         print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
+        if prompts := datamodule.inference_prompts(row["index"]) if "prompt_length" in row else []:
+            print(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
+
+
+def compared_prompt(tokenizer: Any, prompt: list[int], at_inference: list[list[int]]) -> str:
+    """What a row's prompt is beside those that `apply_chat_template` makes of its conversation.
+
+    Args:
+        prompt: Token ids before the last response of the row.
+        at_inference: Token ids of the prompt of each response.
+    """
+    if prompt in at_inference:
+        return "prompt: the tokens that apply_chat_template(add_generation_prompt=True) gives"
+    nearest = min(at_inference, key=lambda ids: abs(len(ids) - len(prompt)))
+    text = tokenizer.decode(nearest)
+    if text == tokenizer.decode(prompt):
+        return "prompt: the text that apply_chat_template(add_generation_prompt=True) gives, in other tokens"
+    return f"prompt: not what apply_chat_template(add_generation_prompt=True) gives, which is:\n{text}"
 
 
 def histogram(counts: dict[str, list[int]], width: int = 40) -> str:

@@ -14,6 +14,7 @@ from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import Conversation, RowProblem
+from lmmods.runs.inspect import compared_prompt
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 CALLS = ("{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
@@ -265,7 +266,7 @@ def test_what_is_learned(jinja, chat_folder, write_jsonl):
         build(path, chat_folder, train_on="last", train_on_prompt=True)
 
 
-def test_system_prompt_and_reasoning(chat_folder, write_jsonl):
+def test_system_prompt_and_reasoning(jinja, chat_folder, write_jsonl):
     path = write_jsonl([ROWS[0], ROWS[2], {"messages": [user("a"), answer("<think>hm</think>\n\nyes")]}])
     texts = [text for text, _ in shown(build(path, chat_folder, system_prompt="Be brief."))]
     assert ["Be brief." in text for text in texts] == [True, False, True] and "Be kind." in texts[1]
@@ -275,6 +276,31 @@ def test_system_prompt_and_reasoning(chat_folder, write_jsonl):
         build(path, chat_folder, replace_system_prompt=True)
     assert "hm" in shown(build(path, chat_folder))[2][1]
     assert shown(build(path, chat_folder, reasoning="drop"))[2][1] == "yes<|im_end|>"
+    path = write_jsonl([{"messages": CHATS["reasoning"][0]}])
+    kept = shown(build(path, chat_folder, template=jinja("forgets")))
+    assert ["Another one." in text for _, text in kept] == [False, True]
+    dropped = shown(build(path, chat_folder, template=jinja("forgets"), reasoning="drop"))
+    assert not any("greeting" in text or "Another" in text for text, _ in dropped)
+
+
+def test_inspect_compares_with_inference(jinja, chat_folder, write_jsonl):
+    rows = [ROWS[1], {"messages": [SYSTEM, *CHATS["tools"][0][1:]], "tools": [SPEC]}]
+    def compared(**fields):
+        data = build(write_jsonl(rows), chat_folder, **fields)
+        return [compared_prompt(data.tokenizer, row["input_ids"][: row["prompt_length"]],
+                                data.inference_prompts(row["index"])) for row in data.rows_for_inspection(99)]
+
+    same = "prompt: the tokens that apply_chat_template(add_generation_prompt=True) gives"
+    assert set(compared(template=jinja("forgets"))) == {same}
+    assert set(compared(template=jinja("steady"))) == {same}
+    assert compared(template="chatml") == [same]
+    other = compared(template=jinja("opens"))
+    assert all(text.startswith("prompt: not what") and text.endswith("<think>\n") for text in other)
+    rows = [{"messages": [user("<|im_end|>"), answer("typed")]}]
+    assert compared() == [same.replace("the tokens that", "the text that") + ", in other tokens"]
+    rows = [{"text": "no chat"}]
+    data = build(write_jsonl(rows), chat_folder)
+    assert data.inference_prompts(0) == []
 
 
 @pytest.mark.parametrize("template", [None, "chatml"])

@@ -44,10 +44,8 @@ class ChatText:
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """What the template is given of a turn; reasoning under the name by which the template looks for it."""
-        turn = {key: message[key] for key in ("role", "content", "tool_calls", "tool_call_id", "name")
-                if key in message}
-        if "input" in message:
-            turn["content"] += "\n\n" + message["input"]
+        turn = as_given(message)
+        turn.pop("reasoning_content", None)
         if reasoning := message.get("reasoning_content"):
             source = self._template.source
             turn |= {name: reasoning for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", source)}
@@ -93,6 +91,14 @@ class ChatText:
                                      **self._given)
         self._calls_as_text = True
         return text
+
+
+def as_given(message: Message) -> dict[str, Any]:
+    """A turn as `apply_chat_template` takes it: an input stands below its instruction."""
+    turn: dict[str, Any] = {key: value for key, value in message.items() if key not in ("input", "scored")}
+    if "input" in message:
+        turn["content"] += "\n\n" + message["input"]
+    return turn
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

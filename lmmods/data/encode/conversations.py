@@ -98,6 +98,10 @@ class SFTEncoder:
         self._count(columns, counts)
         return Encoded(columns, np.array([place for place, *_ in fitted], np.int64), sorted(dropped), counts)
 
+    def conversation(self, row: dict[str, Any]) -> Conversation:
+        """The conversation of a row, prepared. Raises RowProblem where it holds none."""
+        return self.prepared(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
+
     def prepared(self, conversation: Conversation) -> Conversation:
         """With the system prompt and without the reasoning that the settings say. Raises RowProblem for bad text."""
         for message in conversation.messages:
@@ -117,7 +121,7 @@ class SFTEncoder:
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def _rendered(self, row: dict[str, Any], counts: Counter) -> list[RenderedRow]:
-        conversation = self.prepared(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
+        conversation = self.conversation(row)
         messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         for key in conversation.unused:
