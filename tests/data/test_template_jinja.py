@@ -136,3 +136,24 @@ def test_what_a_run_leaves_is_the_template_of_its_rows(chat_folder, byte_level_f
     assert left(texts, chat_folder) == (None, CHAT_TEMPLATE)
     (tmp_path / "left" / "chat_template.jinja").unlink()
     assert left(texts, byte_level_folder) == (None, None)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_who_trains_on_with_what_was_left_has_the_same_rows(name, chat_folder, write_jsonl, tmp_path):
+    asked = {"role": "user", "content": "hello 1"}
+    answers = [{"role": "assistant", "content": text} for text in (" The sum\n", "42.")]
+    rows = write_jsonl([{"messages": [asked, answers[0]]},
+                        {"messages": [{"role": "system", "content": "Add."}, asked, answers[1], asked, answers[0]]}])
+
+    def data_of(template: str) -> SFTData:
+        data = SFTData(rows, tokenizer=chat_folder, template=template, max_length=256)
+        data.setup("fit")
+        return data
+
+    first = data_of(name)
+    (tmp_path / "left.jinja").write_text(first.chat_template)
+    second = data_of(str(tmp_path / "left.jinja"))
+    for ours, theirs in zip(first.rows_for_inspection(2), second.rows_for_inspection(2), strict=True):
+        assert (list(ours["input_ids"]), list(ours["labels"])) == (list(theirs["input_ids"]), list(theirs["labels"]))
+    assert first.stop_token_ids == second.stop_token_ids
+    assert first.encode_prompts(["Why?"]) == second.encode_prompts(["Why?"])
