@@ -201,7 +201,8 @@ SETTINGS = {"lr": 0.01, "schedule": "linear", "warmup": 2}
 
 def common(engine: str) -> dict:
     return {"engine": engine, "model__init_args__quantize": None, "model__init_args__lora": LORA,
-            "trainer__max_steps": 2, "trainer__limit_val_batches": 0, "trainer__accumulate_grad_batches": 2}
+            "trainer__max_steps": 2, "trainer__limit_val_batches": 0, "trainer__accumulate_grad_batches": 2,
+            "data__init_args__pad_to_multiple_of": 192}
 
 
 @pytest.fixture(params=ENGINES)
