@@ -46,6 +46,7 @@ def _shared(make: Callable, key: Callable) -> Callable:
         found = Hasher.hash((make.__name__, str(sorted(jax.config.values.items())), key(*args)))
         return MADE[found] if found in MADE else MADE.setdefault(found, make(*args))
 
+    shared.unshared = make
     return shared
 
 
