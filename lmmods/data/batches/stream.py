@@ -162,8 +162,8 @@ class StreamLoader:
 
     def _report_dropped(self, epoch: int, tallies: list[Tally]) -> None:
         for source, tally in zip(self._sources, tallies, strict=True):
-            if tally.num_kept < tally.num_rows:
-                say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(tally.summary())}.")
+            if (summary := tally.summary())["dropped"]:
+                say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(summary)}.")
 
     def _batches(self, items: Any) -> Iterator[Batch]:
         order = self._order_of(items.lengths, self._epoch, self._buffer)
