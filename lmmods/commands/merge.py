@@ -13,7 +13,6 @@ from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.core.recipes import read_recipe
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.local_paths import hub_id
-from lmmods.runs.model_card import how_to_load
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -139,6 +138,8 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
 
 
 def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], is_chat: bool) -> str:
+    from lmmods.runs.model_card import how_to_load  # needs torch, which help does not
+
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = yaml.safe_dump({"library_name": "transformers", **base_model}, sort_keys=False)
     return (f"---\n{header}---\n\n# {recipe.folder.root.name}, merged\n\nThe adapter of this run merged into `"
