@@ -105,6 +105,8 @@ def render_table(report: dict[str, Any]) -> str:
         if source.get("conversations_split"):
             lines.append(f"  {source['conversations_split']} conversations became one row for each response: the chat "
                          "template writes earlier turns differently")
+        if source.get("turns_dropped"):
+            lines.append(f"  dropped {source['turns_dropped']} responses of such conversations: longer than the limits")
         if source.get("responses_unlike_inference"):
             lines.append(f"  {source['responses_unlike_inference']} responses follow another prompt than inference "
                          "shows: the chat template opens these answers differently")

@@ -236,6 +236,14 @@ def test_no_conversation_is_dropped(name, jinja, chat_folder, write_jsonl):
     assert source["terminators_labelled"] == num_responses
 
 
+def test_a_response_that_is_too_long_is_counted(jinja, chat_folder, write_jsonl):
+    chat = [user("a"), answer("b"), user("c"), answer("word " * 200)]
+    data = build(write_jsonl([{"messages": chat}]), chat_folder, template=jinja("forgets"), max_length=100)
+    assert [text for _, text in shown(data)] == ["<think>\n\n</think>\n\nb<|im_end|>"]
+    source, = data.report["sources"].values()
+    assert source["turns_dropped"] == 1 and "dropped 1 responses of such conversations" in data.report_table()
+
+
 def test_a_file_of_jinja_takes_the_place_of_the_tokenizers_template(jinja, chat_folder, write_jsonl, tmp_path):
     path = write_jsonl(ROWS[:1])
     (text, _), = shown(build(path, chat_folder, template=jinja("forgets")))
@@ -274,6 +282,8 @@ def test_system_prompt_and_reasoning(jinja, chat_folder, write_jsonl):
     assert all("Be brief." in text for text in texts) and "Be kind." not in texts[1]
     with pytest.raises(UserError, match="there is no data.system_prompt"):
         build(path, chat_folder, replace_system_prompt=True)
+    texts = shown(build(write_jsonl([{"text": "no chat"}], "text.jsonl"), chat_folder, system_prompt="Be brief."))
+    assert "Be brief." not in texts[0][0]
     assert "hm" in shown(build(path, chat_folder))[2][1]
     assert shown(build(path, chat_folder, reasoning="drop"))[2][1] == "yes<|im_end|>"
     path = write_jsonl([{"messages": CHATS["reasoning"][0]}])

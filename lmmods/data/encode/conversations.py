@@ -116,7 +116,8 @@ class SFTEncoder:
         if self.choices.reasoning == "drop":
             messages = [_without_reasoning(message) for message in messages]
         has_system = messages[0]["role"] == "system"
-        if self.choices.system_prompt is not None and (self.choices.replace_system_prompt or not has_system):
+        replaces = self.choices.replace_system_prompt or not has_system
+        if self.choices.system_prompt is not None and replaces and find_format(self.dataset_format).template is None:
             messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
