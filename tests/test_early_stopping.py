@@ -178,6 +178,7 @@ def saved_state(folder: RunFolder) -> dict:
     return {**found, "best_score": round(found["best_score"], 4), "stopping_reason_message": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch", "jax"])
 def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first, capfd):
     """The first engine ends after step 4 with a count of 1; the other stops at step 6, with config.yaml as recipe."""

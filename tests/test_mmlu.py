@@ -390,6 +390,7 @@ def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monke
     assert clock.now > 1000 and 0 < max(seconds_of_steps(folder)) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("batch", [4, 6, 12])
 def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_at, batch, every):

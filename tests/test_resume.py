@@ -49,6 +49,7 @@ def test_interrupted_at_every_micro_batch(recipe, finished, tmp_path, stop_at, c
         assert_same_run(straight, broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(5, 6), (8, 3), (8, 8)])
 def test_resumed_twice(recipe, finished, tmp_path, stop_at, stops):
     """In the middle of an epoch, and at its end, which is where Lightning's own bookkeeping is weakest."""
@@ -64,6 +65,7 @@ def test_resumed_twice(recipe, finished, tmp_path, stop_at, stops):
     assert_same_run(straight, broken)
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(recipe, tmp_path):
     constant = {"model__init_args__optimizer": {"lr": 0.01}, "trainer__limit_val_batches": 0}
     straight, grown = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "grown")

@@ -51,6 +51,7 @@ def test_one_and_a_half_epochs(recipe, tmp_path, engine):
     assert json.loads(folder.metrics_json.read_text())["trainer/global_step"] == 5
 
 
+@pytest.mark.slow
 def test_interrupted_in_the_last_fraction(recipe, tmp_path, stop_at):
     straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
     assert main(["fit", *recipe(**FRACTION, trainer__default_root_dir=str(straight.root))]) == 0

@@ -190,6 +190,7 @@ def test_the_speed_is_of_training_alone(recipe, folder, engine, monkeypatch, clo
 # Resume --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "seen"), [(4, {0}), (6, {0, 2}), (12, {0, 2, 4})])
 def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, seen):
     """Inside a window, in the step that is sampled, and when that step is validated too."""

@@ -92,6 +92,7 @@ def test_resume_on_another_world_size(before, after):
     assert (seen + rest)[:8] == alone
 
 
+@pytest.mark.slow
 def test_workers_change_nothing_and_resume():
     whole = take(make(), 12)
     loader = make(num_workers=2)

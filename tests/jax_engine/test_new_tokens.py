@@ -246,6 +246,7 @@ def test_each_engine_starts_from_the_adapter_of_the_other(both, changes, recipe,
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly(finished, changes):
     straight, again = (finished(copy=copy, engine="jax", **changes("untied")) for copy in (None, "again"))
     assert main(["fit", "--config", str(again.config), "--ckpt_path", "5", "--overwrite", "true"]) == 0
