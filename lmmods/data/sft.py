@@ -79,12 +79,13 @@ class SFTData(SFTDataFields, DataModule):
         given = {**(self.chat_template_kwargs or {}), **conversation.template_kwargs,
                  "tools": conversation.tools or None, "documents": conversation.documents or None}
         messages = [as_given(message) for message in conversation.messages]
+        template = self.chat_template
         found = []
         for place, message in enumerate(messages):
             if place and message["role"] == "assistant":
                 with suppress(*REFUSALS):
                     found.append(list(self.tokenizer.apply_chat_template(
-                        messages[:place], chat_template=self.chat_template, add_generation_prompt=True, tokenize=True,
+                        messages[:place], chat_template=template, add_generation_prompt=True, tokenize=True,
                         return_dict=False, **given)))
         return found
 

@@ -25,13 +25,14 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
         auto_class: transformers' class that loads it.
         data: The data module, set up.
     """
-    save_tokenizer(data.tokenizer, data.chat_template, folder)
+    chat_template = data.chat_template
+    save_tokenizer(data.tokenizer, chat_template, folder)
     if isinstance(task, CausalFields):
         base = base_generation(task.pretrained, task.revision)
         tokenizer = data.tokenizer
         write_json(folder / GENERATION_CONFIG, exported_generation(
             task.generation, base, data.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
-    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, data.chat_template is not None)
+    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None)
     (folder / "README.md").write_text(card, encoding="utf-8")
     draw_curves(run.metrics_csv, folder / "loss.png")
 

@@ -15,6 +15,7 @@ from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.runs.inspect import compared_prompt
+from tests.data.test_sft import build
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 CALLS = ("{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
@@ -94,16 +95,12 @@ def responses(row):
     return [text_of([segment for segment in row.segments if segment.response == number]) for number in numbers]
 
 
-def is_known(name, chat):
-    """Whether inference with this template knows such turns."""
-    return chat != "tools" or name not in ("closes", "open", "opens", "moves")
+WITHOUT_TOOLS = ("closes", "open", "opens", "moves")  # inference with these shows no calls
 
 
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(("name", "chat"), [(name, chat) for name in TEMPLATES for chat in CHATS
+                                            if chat != "tools" or name not in WITHOUT_TOOLS])
 def test_each_response_follows_the_prompt_of_inference(renderer, name, chat):
-    if not is_known(name, chat):
-        pytest.skip("this template shows no calls of tools")
     tokenizer, ours = renderer(name)
     messages, tools = CHATS[chat]
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -193,13 +190,6 @@ def test_control_tokens_typed_anywhere_stay_text(renderer):
 
 
 # Through the data module ---------------------------------------------------------------------------------------------
-
-
-def build(path, folder, **fields):
-    data = SFTData(path, tokenizer=folder, **{"max_length": 512, **fields})
-    data.prepare_data()
-    data.setup("fit")
-    return data
 
 
 def shown(data):

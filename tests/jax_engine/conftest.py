@@ -1,4 +1,4 @@
-"""Eight CPU devices."""
+"""Eight CPU devices, and models of transformers, made once per session."""
 
 import os
 
@@ -9,9 +9,24 @@ if FLAG not in os.environ.get("XLA_FLAGS", ""):  # read when the first device is
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8 {patience}".strip()
 
 import pytest  # noqa: E402
+from hf_reference import HFReference  # noqa: E402
 from toy import Toy  # noqa: E402
 
 
 @pytest.fixture
 def toy() -> Toy:
     return Toy()
+
+
+@pytest.fixture(scope="session")
+def make_ref(tmp_path_factory):
+    """A function that makes, once per session, the reference for a family with a head."""
+    made = {}
+
+    def make(name: str, head: str = "causal", **changes) -> HFReference:
+        key = (name, head, repr(changes))
+        if key not in made:
+            made[key] = HFReference(name, head, tmp_path_factory.mktemp(f"{name}-{head}"), **changes)
+        return made[key]
+
+    return make

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import CAUSAL, HFReference
+from hf_reference import CAUSAL
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
 
@@ -16,18 +16,6 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
 
 EOS = [2, 11]
-
-
-@pytest.fixture(scope="module")
-def make_ref(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = HFReference(name, "causal", tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return make
 
 
 def prompts_of(ref):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import HFReference
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
@@ -20,18 +19,6 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 
 TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
-
-
-@pytest.fixture(scope="module")
-def make_ref(tmp_path_factory):
-    made = {}
-
-    def make(name, head):
-        if (name, head) not in made:
-            made[name, head] = HFReference(name, head, tmp_path_factory.mktemp(name))
-        return made[name, head]
-
-    return make
 
 
 def wrapped(ref, lora):

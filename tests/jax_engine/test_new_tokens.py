@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import HFReference
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_lora import TASKS, logits_of
@@ -27,18 +26,6 @@ from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from tests.runs import TIMED, assert_same_run, rows
 
 TOKENS = [36, 5, 30]  # in no order, and in the batch
-
-
-@pytest.fixture(scope="module")
-def make_ref(tmp_path_factory):
-    made = {}
-
-    def make(name, head):
-        if (name, head) not in made:
-            made[name, head] = HFReference(name, head, tmp_path_factory.mktemp(name))
-        return made[name, head]
-
-    return make
 
 
 def adapted(ref, lora: LoRA):

@@ -85,10 +85,9 @@ class ChatTemplateRenderer:
         """
         written = _Turns(self, conversation)
         scored = scored_turns(conversation, turns)
-        if turns == "all" and (row := written.row(scored, len(conversation.messages))):
+        if turns == "all" and (row := written.whole(scored)):
             return [row]
-        rows = [written.row([place], place + 1) for place in scored]
-        return [row for row in rows if row is not None]
+        return [written.turn(place) for place in scored]
 
     @cached_property
     def terminator(self) -> str:
@@ -149,33 +148,38 @@ class _Turns:
         self._chat = ChatText(conversation, self._template, renderer.encoder, renderer.template_kwargs)
         self.text = self._chat.text
 
-    def row(self, scored: list[int], num_turns: int) -> RenderedRow | None:
-        """The first turns with those at the places `scored` to learn; None where inference would show them otherwise.
-        That never holds for one scored turn that is the last.
+    def whole(self, scored: list[int]) -> RenderedRow | None:
+        """All turns with those at the places `scored` to learn; None where inference would show one otherwise.
 
         Raises:
             RowProblem: The template refuses the conversation, or does not show a turn.
         """
-        text = self.text(num_turns, False)
-        spans = self._marked_spans(scored, num_turns)
+        num_turns = len(self._conversation.messages)
+        text, spans = self.text(num_turns, False), self._marked_spans(scored, num_turns)
         if spans is None:
-            answers = {place: self._answer(place) for place in scored}
-            if scored == [num_turns - 1]:
-                text = answers[scored[0]][0]
-            if not all(text.startswith(answer[: span.end]) for answer, span in answers.values()):
+            answers = [self._answer(place) for place in scored]
+            if not all(text.startswith(answer[: span.end]) for answer, span in answers):
                 return None
-            spans = {place: [span if span.closed else self._up_to_next_turn(text, span)]
-                     for place, (_, span) in answers.items()}
-        unshown = [key for place in scored for key in self._unshown(place, text, spans[place])]
-        unshown += [key for key in ("tools", "documents")
-                    if getattr(self._conversation, key) and key not in self._template.names]
-        conversation = self._conversation
-        if scored == [num_turns - 1]:
-            conversation = only_turn(conversation, num_turns - 1)
-        unlike = sum(not text[: spans[place][0].start].startswith(self.text(place, True)) for place in scored)
-        return RenderedRow(self.segments(text, [spans[place] for place in scored]), conversation, unshown, unlike)
+            spans = [[self._closed(text, span)] for _, span in answers]
+        return self._row(text, scored, spans, self._conversation)
 
-    def _marked_spans(self, scored: list[int], num_turns: int) -> dict[int, list[_Span]] | None:
+    def turn(self, place: int) -> RenderedRow:
+        """The turns up to that at `place`, which alone is to learn. Raises RowProblem as `whole` does."""
+        text, spans = self.text(place + 1, False), self._marked_spans([place], place + 1)
+        if spans is None:
+            text, span = self._answer(place)
+            spans = [[self._closed(text, span)]]
+        return self._row(text, [place], spans, only_turn(self._conversation, place))
+
+    def _row(self, text: str, scored: list[int], spans: list[list[_Span]], conversation: Conversation) -> RenderedRow:
+        turns = list(zip(scored, spans, strict=True))
+        unshown = [key for place, parts in turns for key in self._unshown(place, text, parts)]
+        unshown += [key for key in ("tools", "documents")
+                    if getattr(conversation, key) and key not in self._template.names]
+        unlike = sum(not text[: parts[0].start].startswith(self.text(place, True)) for place, parts in turns)
+        return RenderedRow(self.segments(text, spans), conversation, unshown, unlike)
+
+    def _marked_spans(self, scored: list[int], num_turns: int) -> list[list[_Span]] | None:
         """What {% generation %} marks of each scored turn; None without marks."""
         if not self._template.has_marks or BEGIN not in (marked := self._chat.marked(num_turns, False)):
             return None
@@ -191,7 +195,7 @@ class _Turns:
         if len(spans) != len(answers):
             first = {place: self._chat.marked(place, False).count(BEGIN) if place else 0 for place in answers}
         after = dict(zip(answers, [*list(first.values())[1:], len(spans)], strict=True))
-        return {place: [self._with_end(text, *span) for span in spans[first[place]: after[place]]] for place in scored}
+        return [[self._with_end(text, *span) for span in spans[first[place]: after[place]]] for place in scored]
 
     def _with_end(self, text: str, start: int, end: int) -> _Span:
         """A marked part, with the control token that ends the turn where it stands just behind the mark."""
@@ -233,10 +237,10 @@ class _Turns:
             last = found[-2]
         return _Span(start, last.end(), True)
 
-    def _up_to_next_turn(self, text: str, span: _Span) -> _Span:
-        """A turn without a terminator, as GLM's, ends with the token that opens the next one."""
+    def _closed(self, text: str, span: _Span) -> _Span:
+        """The same; a turn without a terminator, as GLM's, ends with the token that opens the next one."""
         space = len(text) - span.end - len(text[span.end:].lstrip())
-        following = self._control.match(text, span.end + space)
+        following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
 
     def _ends_texts(self, token: str, place: int) -> bool:

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lmmods.data.encode.chat_template import ChatTemplate, without_marks
 from lmmods.data.encode.text_encoder import TextEncoder
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem, strings
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of the key under which templates look for it
@@ -53,7 +53,7 @@ class ChatText:
 
     def _hide_control(self, value: Any) -> tuple[Any, dict[str, str]]:
         pattern = self._control
-        everything = "\0".join(strings(value))
+        everything = "\0".join(_strings(value))
         if not pattern.search(everything):
             return value, {}
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)
@@ -99,6 +99,19 @@ def as_given(message: Message) -> dict[str, Any]:
     if "input" in message:
         turn["content"] += "\n\n" + message["input"]
     return turn
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in lists and objects, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

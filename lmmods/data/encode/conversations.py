@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged, RowError
 from lmmods.data.encode.templates import RenderedRow, Renderer, Turns, scored_turns
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.cells import check_unicode
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem, strings
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.formats import find_format, read_conversation
 from lmmods.data.sources.turns import Roles
 
@@ -107,9 +108,7 @@ class SFTEncoder:
         for message in conversation.messages:
             check_unicode(message["content"])
             if len(message) > 2:
-                check_unicode("".join(strings(message)))
-        if conversation.tools or conversation.documents:
-            check_unicode("".join(strings([conversation.tools, conversation.documents])))
+                check_unicode(message)
         if conversation.weight != 1:
             raise RowProblem("a row's weight other than 1 is not supported")
         messages = conversation.messages
@@ -156,8 +155,7 @@ class SFTEncoder:
     def _fitted(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
                 ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Ids, labels, prompt length and removed tokens of a row within the limits. Raises RowProblem."""
-        last = response.max(initial=-1)
-        prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
+        prompt = self._prompt_length(response)
         if self.limits.on_overflow == "truncate_turns" and self._excess(prompt, len(ids) - prompt) != (0, 0, 0):
             before, num_turns = len(ids), len(row.conversation.messages)
             row, ids, response = self._with_fewer_turns(row.conversation)
@@ -199,14 +197,13 @@ class SFTEncoder:
         if len(rows) != 1:
             return None
         (ids, response), = self.text.encode_rows([self.text.runs(rows[0].segments)], self.renderer.apart)
-        prompt = len(ids) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
+        prompt = self._prompt_length(response)
         return (rows[0], ids, response) if self._excess(prompt, len(ids) - prompt) == (0, 0, 0) else None
 
     def _labelled(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
                   ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy in tokens and make the labels. Raises RowProblem when the row is dropped."""
-        last = response.max(initial=-1)
-        prompt = len(ids) if self.prompts_only else int(np.argmax(response == last))
+        prompt = self._prompt_length(response)
         removed = self._truncation(prompt, len(ids) - prompt, place)
         if any(removed):
             counts["rows_cut"] += 1
@@ -218,6 +215,10 @@ class SFTEncoder:
             raise RowProblem("nothing left to learn after cutting")
         counts["responses_complete"] += int(not removed.answer and not self.prompts_only)
         return ids, labels, prompt - removed.left - removed.right, sum(removed)
+
+    def _prompt_length(self, response: np.ndarray) -> int:
+        """Tokens before the last response, by the response number of each token."""
+        return len(response) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
 
     def _excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
         """Tokens over the limits: of the prompt, of the answer, and of both together beside those."""
@@ -266,7 +267,7 @@ class SFTEncoder:
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["terminators_labelled"] += int(np.isin(labels, self.stop_token_ids).sum())
 
-    @property
+    @cached_property
     def stop_token_ids(self) -> list[int]:
         """Tokens that end a response: the template's terminators and the tokenizer's end token."""
         ends = {self.text.control[name] for name in self.renderer.ends()}

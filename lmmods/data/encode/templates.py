@@ -96,7 +96,7 @@ class Template:
         after: Between a response and the next turn.
         system: The system turn; None puts the system text into the first user turn by `system_in_user`.
         system_in_user: First user turn's content when there is a system text and no system turn.
-        tool: A tool's answer; None makes it a user turn.
+        tool: A tool's answer; None has no place for one.
         default_system: Rendered in front when the conversation has no system turn.
         default_system_with_input: The same when the first user turn has an input; None means the same text.
         apart: The begin token stands in front with any tokenizer that has one, and a response is encoded as a text of

@@ -1,6 +1,5 @@
 """A conversation: what the rows of every layout become, and what templates write."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -56,16 +55,3 @@ class Conversation:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     unused: tuple[str, ...] = ()
-
-
-def strings(value: Any) -> Iterator[str]:
-    """All texts in lists and objects, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from strings(key)
-            yield from strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from strings(item)
