@@ -1,6 +1,7 @@
 """One optimiser step is the same however its rows are cut, and equals a bare loop over full logits."""
 
 import csv
+import json
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ def run(recipe, root, **changes) -> tuple[list[dict[str, float]], dict[str, torc
     folder = RunFolder(root)
     assert main(["fit", *recipe(**{**PLAIN, **changes}, trainer__default_root_dir=str(root))]) == 0
     with open(folder.metrics_csv, newline="") as file:
-        rows = [{key: float(row[key]) for key in ("train/loss", "train/grad_norm")} for row in csv.DictReader(file)]
+        rows = [{key: float(row[key]) for key in ("train/loss", "train/grad_norm")} for row in csv.DictReader(file)
+                if row["train/loss"]]
     return rows, load_file(folder.resolve("last") / "model.safetensors")
 
 
@@ -56,6 +58,35 @@ def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, no_dropo
             assert row == pytest.approx(expected, rel=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, whole[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_row_of_weight_two_is_two_rows(recipe, tmp_path, no_dropout, engine):
+    """Whole epochs of 36 rows that weigh 1 to 3, and of 72 that weigh nothing, cut otherwise; validation too."""
+    rows = [json.loads(line) for line in open(_source(recipe))]
+    files = {"weighted": [{**row, "weight": 1 + n % 3} for n, row in enumerate(rows)],
+             "repeated": [row for n, row in enumerate(rows) for _ in range(1 + n % 3)]}
+    found = []
+    for (name, content), size in zip(files.items(), (12, 36), strict=True):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        root = tmp_path / name
+        result = run(recipe, root, engine=engine, model__init_args__pretrained=str(no_dropout),
+                     data__init_args__source=str(path), data__init_args__val_source=str(path),
+                     data__init_args__batch_size=size, trainer__val_check_interval=1,
+                     trainer__accumulate_grad_batches=len(content) // size, trainer__limit_val_batches=1.0)
+        with open(RunFolder(root).metrics_csv, newline="") as file:
+            evaluated = [[float(row[f"val/{key}"]) for key in ("loss", "accuracy")] for row in csv.DictReader(file)
+                         if row["val/loss"]]
+        found.append((*result, evaluated))
+    (rows, weights, evaluated), (wanted_rows, wanted_weights, wanted_evaluated) = found
+    for row, wanted in zip(rows, wanted_rows, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5)
+    assert len(evaluated) == len(wanted_evaluated) > 0
+    for values, wanted in zip(evaluated, wanted_evaluated, strict=True):
+        assert values == pytest.approx(wanted, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, wanted_weights[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_last_short_window_of_an_epoch_is_averaged_over_its_own_tokens(recipe, tmp_path, no_dropout):

@@ -28,8 +28,8 @@ class LossSums(NamedTuple):
 
     Args:
         total: Summed loss, scalar float32, differentiable.
-        weight: Number of scored positions, scalar int32.
-        correct: How many of them the argmax gets right, scalar int32; None unless asked for.
+        weight: Number of scored positions, each counted by its weight, scalar float32.
+        correct: Those of them that the argmax gets right, counted likewise, scalar float32; None unless asked for.
     """
 
     total: Array
@@ -42,13 +42,18 @@ def shift_labels(labels: Array) -> Array:
     return jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
 
 
+def shift_weights(weights: Array | None) -> Array | None:
+    """Weights [B, T] of labels, moved as `shift_labels` moves these."""
+    return None if weights is None else jnp.pad(weights[:, 1:], ((0, 0), (0, 1)))
+
+
 def scored_rows(batch: dict[str, Array]) -> Array:
     """[B] bool: which rows carry a label. Rows without one even out batches and count nothing."""
     return (batch["labels"] != IGNORED).any(1) if "labels" in batch else batch["start_positions"] != IGNORED
 
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
-               count_correct: bool = False, plain: bool = False) -> LossSums:
+               count_correct: bool = False, plain: bool = False, weights: Array | None = None) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     The time it takes grows with the number of labelled positions, which need not be known when compiling.
@@ -59,25 +64,28 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         head: Maps [..., D] to float32 logits [..., V]; arrays it closes over get their gradient.
         vocab_size: V, which decides the chunk length.
         plain: Make the logits of all positions at once.
+        weights: [B, T] float32, how much each position counts; None is 1.
     """
+    scored = (targets != IGNORED).astype(jnp.float32)
+    weights = scored if weights is None else scored * weights
     if plain:
         total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
-                                        targets.reshape(-1))
-        return LossSums(total, (targets != IGNORED).sum(), correct if count_correct else None)
+                                        targets.reshape(-1), weights.reshape(-1))
+        return LossSums(total, weights.sum(), correct if count_correct else None)
     # Rows stay on their rank, their positions in one line [ranks, positions], the labelled ones first.
     hidden = _split_over_ranks(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
-    targets = _split_over_ranks(targets.reshape(num_visible_ranks(), -1))
+    targets, weights = (_split_over_ranks(x.reshape(num_visible_ranks(), -1)) for x in (targets, weights))
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
     chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
     chunk = min(max(chunk_bytes // (4 * vocab_size), 1), targets.shape[1])
     pad = ((0, 0), (0, -targets.shape[1] % chunk))
     sorted_targets = jnp.pad(jnp.take_along_axis(targets, order, axis=1), pad, constant_values=IGNORED)
-    counts = (targets != IGNORED).sum(1)
-    num_chunks = -(-counts.max() // chunk)
+    sorted_weights = jnp.pad(jnp.take_along_axis(weights, order, axis=1), pad)
+    num_chunks = -(-(targets != IGNORED).sum(1).max() // chunk)
     pure_head, params = jax.closure_convert(head, hidden[0, :chunk])
     total, correct = _chunked_cross_entropy(pure_head, chunk, count_correct, hidden, params, sorted_targets,
-                                            jnp.pad(order, pad), num_chunks)
-    return LossSums(total, counts.sum(), correct if count_correct else None)
+                                            sorted_weights, jnp.pad(order, pad), num_chunks)
+    return LossSums(total, weights.sum(), correct if count_correct else None)
 
 
 def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
@@ -93,7 +101,7 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
     positions = jnp.stack([batch["start_positions"], batch["end_positions"]], axis=-1)
     picked = jnp.take_along_axis(log_probs, jnp.maximum(positions, 0)[:, None], axis=1)[:, 0]
     total = -jnp.where(positions == IGNORED, 0.0, picked).sum() / 2
-    return LossSums(total, (batch["start_positions"] != IGNORED).sum())
+    return LossSums(total, (batch["start_positions"] != IGNORED).sum().astype(jnp.float32))
 
 
 def _split_over_ranks(x: Array) -> Array:
@@ -101,43 +109,44 @@ def _split_over_ranks(x: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked_cross_entropy(head, chunk, count_correct, hidden, params, targets, order, num_chunks):
-    """(total, correct) of R ranks: `hidden` [R, M, D]; `targets`, `order` [R, M'] with M' a multiple of `chunk`."""
+def _chunked_cross_entropy(head, chunk, count_correct, hidden, params, targets, weights, order, num_chunks):
+    """(total, correct) of R ranks: `hidden` [R, M, D]; `targets`, `weights`, `order` [R, M'], M' a multiple of `chunk`.
+    """
     def step(number, sums):
         start = number * chunk
-        values = jax.vmap(lambda h, t: _cross_entropy(head, count_correct, h, params, t))(
-            _take(hidden, order, start, chunk), jax.lax.dynamic_slice_in_dim(targets, start, chunk, 1))
+        values = jax.vmap(lambda h, t, w: _cross_entropy(head, count_correct, h, params, t, w))(
+            _take(hidden, order, start, chunk), *_chunk_of(start, chunk, targets, weights))
         return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
 
     params = _gathered(params)
-    return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)))
+    return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)))
 
 
-def _forward(head, chunk, count_correct, hidden, params, targets, order, num_chunks):
-    hidden, targets, order, num_chunks = (arg.value for arg in (hidden, targets, order, num_chunks))
+def _forward(head, chunk, count_correct, hidden, params, targets, weights, order, num_chunks):
+    hidden, targets, weights, order, num_chunks = (arg.value for arg in (hidden, targets, weights, order, num_chunks))
     trained = [i for i, p in enumerate(params) if p.perturbed]
     params = _gathered([p.value for p in params])
     ranks = len(hidden)
 
-    def loss(h, chosen, t):
+    def loss(h, chosen, t, w):
         mixed = list(params)
         for i, p in zip(trained, chosen, strict=True):
             mixed[i] = p
-        return _cross_entropy(head, count_correct, h, mixed, t)
+        return _cross_entropy(head, count_correct, h, mixed, t, w)
 
-    differentiate = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0))
+    differentiate = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0, 0))
 
     def step(number, carry):
         total, correct, by_position, by_param = carry
         start = number * chunk
         (new_total, new_correct), (g_hidden, g_params) = differentiate(
             _take(hidden, order, start, chunk), [params[i] for i in trained],
-            jax.lax.dynamic_slice_in_dim(targets, start, chunk, 1))
+            *_chunk_of(start, chunk, targets, weights))
         by_position = jax.lax.dynamic_update_slice_in_dim(by_position, g_hidden, start, 1)
         by_param = [summed + new for summed, new in zip(by_param, g_params, strict=True)]
         return total + new_total.sum(), correct + new_correct.sum(), by_position, by_param
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32),
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32),
              _split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
              # a sum for each rank, so that devices communicate once, after the loop, and not in each iteration
              [_split_over_ranks(jnp.zeros((ranks, *params[i].shape), jnp.float32)) for i in trained])
@@ -153,27 +162,30 @@ def _forward(head, chunk, count_correct, hidden, params, targets, order, num_chu
 def _backward(head, chunk, count_correct, gradients, cotangents):
     factor = cotangents[0]
     if isinstance(factor, SymbolicZero):
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
-    return *scaled, None, None, None
+    return *scaled, None, None, None, None
 
 
 _chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _cross_entropy(head, count_correct, hidden, params, targets):
-    """Summed loss and argmax hits of positions [C, D] with targets [C]."""
+def _cross_entropy(head, count_correct, hidden, params, targets, weights):
+    """Summed loss and argmax hits of positions [C, D] with targets and weights [C], 0 where nothing is scored."""
     logits = head(hidden, *params)
-    scored = targets != IGNORED
     picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
     losses = jax.nn.logsumexp(logits, axis=1) - picked
-    hits = (scored & (logits.argmax(1) == targets)).sum() if count_correct else jnp.zeros((), jnp.int32)
-    return jnp.where(scored, losses, 0.0).sum(), hits
+    hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
+    return jnp.where(weights > 0, losses * weights, 0.0).sum(), hits
 
 
 def _take(hidden: Array, order: Array, start: Array, chunk: int) -> Array:
     places = jax.lax.dynamic_slice_in_dim(order, start, chunk, 1)
     return jnp.take_along_axis(hidden, places[..., None], axis=1)
+
+
+def _chunk_of(start: Array, chunk: int, *columns: Array) -> list[Array]:
+    return [jax.lax.dynamic_slice_in_dim(column, start, chunk, 1) for column in columns]
 
 
 def _gathered(params: list[Array]) -> list[Array]:

@@ -25,8 +25,8 @@ class Group:
     """A global micro-batch: one micro-batch of the loader for each data-parallel rank.
 
     Args:
-        batch: On the devices: [ranks, B, ...] int32, with `place` [ranks, 2], the epoch and the number of the
-            micro-batch in it.
+        batch: On the devices: [ranks, B, ...] int32 (weights float32), with `place` [ranks, 2], the epoch and the
+            number of the micro-batch in it.
         host: The part of this process's ranks, in host memory.
         num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
         position: `state_dict()` of the loader after these micro-batches; None where it has none.
@@ -132,9 +132,9 @@ class Prefetcher:
         return stacked
 
     def _filled(self, name: str, x: np.ndarray, length: int) -> np.ndarray:
-        """A micro-batch's array with rows up to the batch size and columns up to `length`, int32."""
+        """A micro-batch's array with rows up to the batch size and columns up to `length`, int32 or float32."""
         shape = (self._batch_size, length, *x.shape[2:]) if x.ndim > 1 else (self._batch_size,)
-        full = np.full(shape, self._fill.get(name, 0), np.int32)
+        full = np.full(shape, self._fill.get(name, 0), np.float32 if x.dtype.kind == "f" else np.int32)
         full[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):
             full[len(x) :, 0] = 1  # so that no softmax is over nothing

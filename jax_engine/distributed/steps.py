@@ -142,7 +142,7 @@ class Steps:
     def _apply(self, state, gradients, sums, scalars):
         """Divide by the weight of all devices, clip, update."""
         gradients, sums = self._parallel.sum((gradients, sums))
-        gradients = jax.tree.map(lambda g: g / jnp.maximum(sums["weight"], 1), gradients)
+        gradients = jax.tree.map(lambda g: g / jnp.where(sums["weight"] > 0, sums["weight"], 1), gradients)
         norm = optax.global_norm(gradients)
         gradients = _clip(gradients, norm, self._clipping)
         trainable, slots = state["trainable"], state["optimizer"]
@@ -170,7 +170,7 @@ def row_keys(seed: int, place: Array, batch_size: int) -> Array:
 def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
     """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device."""
     plain = {name: value.item() for name, value in jax.device_get(figures).items()}
-    return {**plain, "loss": plain["total"] / max(plain["weight"], 1)}
+    return {**plain, "loss": plain["total"] / (plain["weight"] or 1)}
 
 
 def _rows_of(batch: Batch) -> Batch:

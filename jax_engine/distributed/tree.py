@@ -16,7 +16,7 @@ import jax.numpy as jnp
 Tree = dict[str, Any]
 Path = tuple[str, ...]
 
-SUMS = {"total": jnp.float32, "weight": jnp.int32, "num_tokens": jnp.int32, "num_rows": jnp.int32}
+SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "num_rows": jnp.int32}
 
 
 def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:

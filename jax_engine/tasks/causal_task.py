@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.loss import LossSums, shift_labels, token_loss
+from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, token_loss
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
@@ -31,7 +31,8 @@ class CausalTask(CausalFields, Task):
     def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, row_keys)
         return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
-                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)
+                          self.network.config.vocab_size, count_correct, not self.fast_kernels,
+                          shift_weights(rows.get("loss_weights")))
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
         """Logits [N, K] in float32 of `choice_ids` behind the last token of each row, padded on the right."""

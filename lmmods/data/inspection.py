@@ -14,7 +14,7 @@ Which = Literal["first", "longest", "most_cut", "most_unknown"]
 def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
                ) -> list[dict[str, Any]]:
     """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists, and `prompt_length`
-    where a row has one.
+    and the `weights` of its tokens where a row has them.
 
     Args:
         items: Rows of batches, a data set with `lengths` and `truncated`.
@@ -46,4 +46,5 @@ def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
     ids, index = row["input_ids"].tolist(), int(row["index"])
     labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
     prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
-    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt}
+    weights = {"weights": np.unique(row["weight"]).tolist()} if "weight" in row else {}
+    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt, **weights}

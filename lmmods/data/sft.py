@@ -142,7 +142,11 @@ class SFTData(SFTDataFields, DataModule):
         return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")
 
     def _batch_keys(self) -> tuple[str, ...]:
-        return ("input_ids", "labels")
+        return ("input_ids", "labels", *(["loss_weights"] if self._has_weights() else []))
+
+    def _has_weights(self) -> bool:
+        """Whether rows may count differently. What a stream will hold is not known."""
+        return self.streaming or any((rows.column("weight") != 1).any() for rows in self._splits.sets.values())
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": row["input_ids"][: row["prompt_length"]], "index": row["index"]}

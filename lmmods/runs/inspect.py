@@ -22,7 +22,9 @@ def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | l
     print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
     for row in datamodule.rows_for_inspection(rows, which):
         scored = sum(label != IGNORED for label in row["labels"])
-        print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored")
+        weights = row.get("weights", [1.0])
+        counted = "" if weights == [1.0] else f", weight {', '.join(f'{weight:g}' for weight in weights)}"
+        print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored{counted}")
         print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
         if prompts := datamodule.inference_prompts(row["index"]) if "prompt_length" in row else []:
             print(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))

@@ -1,5 +1,7 @@
 """SFTData end to end on tiny tokenizers: labels, prompts, terminators, limits, split, scores."""
 
+from itertools import islice
+
 import lightning
 import numpy as np
 import pytest
@@ -320,6 +322,35 @@ def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_ro
     assert seen == scored
     padding = packed._loaders.collator()([None])
     assert padding["segment_ids"].sum() == 1 == padding["attention_mask"].sum()
+
+
+def test_rows_count_by_their_weight(any_folder, write_jsonl, alpaca_rows):
+    weights = [0.5, None, 3, "2", 1e-50, 0]
+    path = write_jsonl([{**row, "weight": weight} for row, weight in zip(alpaca_rows, weights)])
+    wanted = {0: 0.5, 1: 1.0, 2: 3.0, 3: 2.0}
+    for fields in ({}, {"streaming": True}, {"packing": True}):
+        data = build(path, any_folder, batch_size=4, max_length=512, shuffle=False, group_by_length=False, **fields)
+        if not fields:
+            source, = data.report["sources"].values()
+            assert source["rows_weighted"] == 3
+            assert source["dropped"]["the row's weight is 0"]["rows"] == 2
+        (batch,) = islice(data.train_dataloader(), 1)
+        rows = {row["index"]: row for row in map(data._rows("train").__getitem__, range(4))}
+        if fields.get("packing"):
+            ids, weight = (batch[name][0][batch["segment_ids"][0] == 1] for name in ("input_ids", "loss_weights"))
+            index = next(n for n, row in rows.items() if row["input_ids"].tolist() == ids.tolist())
+            assert weight.tolist() == [wanted[index]] * len(ids)
+        for n, (found, mask) in enumerate(zip(batch["loss_weights"], batch["attention_mask"], strict=True)):
+            if not fields.get("packing"):
+                assert found[mask > 0].unique().tolist() == [wanted[n]] and not found[mask == 0].any()
+            assert found.dtype == torch.float32
+    assert "loss_weights" not in next(iter(build(write_jsonl(alpaca_rows), any_folder).train_dataloader()))
+
+
+def test_predict_asks_rows_of_any_weight(spm_folder, write_jsonl, alpaca_rows):
+    path = write_jsonl([{**alpaca_rows[0], "weight": weight} for weight in (0, 2)])
+    data = build(path, spm_folder, predict_source=path)
+    assert [index for batch in data.predict_dataloader() for index in batch["index"].tolist()] == [0, 1]
 
 
 def test_inspection_orders(spm_folder, write_jsonl, alpaca_rows):

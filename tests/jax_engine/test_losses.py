@@ -26,8 +26,9 @@ def draw(labelled, seed=0):
             {"weight": random.normal(size=(V, D)).astype(np.float32), "bias": random.normal(size=V).astype(np.float32)})
 
 
-def ours(hidden, targets, params, count=True, vocab_size=V, plain=False):
-    sums = token_loss(hidden, targets, lambda h: h @ params["weight"].T + params["bias"], vocab_size, count, plain)
+def ours(hidden, targets, params, count=True, vocab_size=V, plain=False, weights=None):
+    sums = token_loss(hidden, targets, lambda h: h @ params["weight"].T + params["bias"], vocab_size, count, plain,
+                      weights)
     return sums.total, sums
 
 
@@ -62,6 +63,26 @@ def test_token_loss_equals_torchs(labelled, form, monkeypatch):
     assert (sums.weight, sums.correct) == (wanted.weight.item(), wanted.correct.item())
     without_gradient = jax.jit(mine)(hidden, targets, params)[1]
     assert close(without_gradient.total, wanted.total.item()) and without_gradient.correct == sums.correct
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_positions_count_by_their_weight(plain, small_chunks):
+    hidden, targets, params = draw(0.4)
+    weights = np.random.default_rng(1).choice([0.25, 1, 3], (B, T)).astype(np.float32)
+
+    def full(hidden, params):
+        log_probs = jax.nn.log_softmax(hidden @ params["weight"].T + params["bias"])
+        picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+        return -jnp.where(targets == IGNORED, 0, picked * weights).sum()
+
+    mine = jax.value_and_grad(partial(ours, plain=plain, weights=weights), argnums=(0, 2), has_aux=True)
+    (total, sums), gradients = mine(hidden, targets, params)
+    wanted, wanted_gradients = jax.value_and_grad(full, argnums=(0, 1))(hidden, params)
+    assert close(total, wanted) and close(sums.weight, weights[targets != IGNORED].sum())
+    hits = (hidden @ params["weight"].T + params["bias"]).argmax(-1) == targets
+    assert close(sums.correct, weights[hits].sum())
+    for found, expected in zip(*(jax.tree.leaves(tree) for tree in (gradients, wanted_gradients)), strict=True):
+        assert close(found, expected, 3e-6)
 
 
 def test_cotangent_scales_the_gradient(small_chunks):

@@ -94,20 +94,22 @@ def test_onednn_keeps_a_bounded_number_of_shapes(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_head_by_hand_is_the_head_by_autograd(monkeypatch, dtype, trains):
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_head_by_hand_is_the_head_by_autograd(monkeypatch, dtype, trains, weighted):
     """Float32 to rounding; under bfloat16 autocast the two round in other places."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 61, bias=False).requires_grad_(trains)
     hidden, targets = torch.randn(2, 9, 16), torch.randint(0, 61, (2, 9))
     targets[0, :4] = IGNORED
+    weights = torch.rand(2, 9) if weighted else None
 
     def run(head, plain=False):
         x = hidden.clone().requires_grad_()
         params = [layer.weight] if trains else []
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            sums = token_loss(x, targets, head, params, 61, count_correct=True, plain=plain)
-        return [sums.total, sums.correct, *torch.autograd.grad(sums.total / 8, [x, *params])]
+            sums = token_loss(x, targets, head, params, 61, count_correct=True, plain=plain, weights=weights)
+        return [sums.total, sums.weight, sums.correct, *torch.autograd.grad(sums.total / 8, [x, *params])]
 
     by_hand = SimpleNamespace(linear=layer)
     exact = dtype == torch.float32

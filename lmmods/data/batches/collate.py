@@ -28,7 +28,10 @@ class Collator:
     side: str = "right"
 
     def __call__(self, rows: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
-        """Batch of rows that hold `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers."""
+        """Batch of rows that hold `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers.
+
+        `loss_weights` [B, T] float32 are a row's `weight`, a number or [T].
+        """
         longest = max((len(row["input_ids"]) for row in rows if row is not None), default=1)
         length = max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
         return {key: torch.from_numpy(self._column(key, rows, length)) for key in (*self.keys, "attention_mask")}
@@ -39,7 +42,7 @@ class Collator:
         if key in ("start_positions", "end_positions"):
             return np.array([IGNORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
         fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(key, 0)
-        column = np.full((len(rows), length), fill, np.int64)
+        column = np.full((len(rows), length), fill, np.float32 if key == "loss_weights" else np.int64)
         for place, row in enumerate(rows):
             if row is None and key in ("attention_mask", "segment_ids"):
                 value: Any = np.ones(1, np.int64)
@@ -47,6 +50,8 @@ class Collator:
                 value = np.ones(len(row["input_ids"]), np.int64)
             elif row is None:
                 continue
+            elif key == "loss_weights":
+                value = np.broadcast_to(row["weight"], len(row["input_ids"]))
             else:
                 value = row[key]
             column[place, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value

@@ -49,7 +49,7 @@ class PackedSet(Dataset):
     Which items share a pack is drawn once from the seed; the number of packs is the same in each epoch.
 
     Args:
-        items: Data set with `lengths` and items {input_ids, labels, index}.
+        items: Data set with `lengths` and items {input_ids, labels, index}, perhaps `weight`.
     """
 
     def __init__(self, items: Any, max_length: int, seed: int) -> None:
@@ -76,6 +76,7 @@ class PackedSet(Dataset):
         sizes = [len(row["input_ids"]) for row in rows]
         labels = np.concatenate([row["labels"] for row in rows])
         labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # nothing before it in its document predicts a first token
-        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels,
+        weights = {"weight": np.repeat([row["weight"] for row in rows], sizes)} if "weight" in rows[0] else {}
+        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **weights,
                 "position_ids": np.concatenate([np.arange(size) for size in sizes]),
                 "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes), "index": rows[0]["index"]}

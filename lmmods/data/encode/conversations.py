@@ -69,7 +69,11 @@ class SFTEncoder:
     prompts_only: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns `input_ids`, `labels`, `prompt_length`, `truncated`. Raises RowError under on_overflow: error."""
+        """Columns `input_ids`, `labels`, `weight`, `prompt_length`, `truncated`.
+
+        Raises:
+            RowError: A row is too long under on_overflow: error.
+        """
         rendered: list[tuple[int, RenderedRow]] = []
         dropped = []
         counts: Counter = Counter()
@@ -84,15 +88,16 @@ class SFTEncoder:
         fitted, problems = [], {}
         for (place, row), (ids, response) in zip(rendered, encoded, strict=True):
             try:
-                fitted.append((place, *self._fitted(row, ids, response, place, counts)))
+                fitted.append((place, row.conversation.weight, *self._fitted(row, ids, response, place, counts)))
             except RowProblem as problem:
                 problems.setdefault(place, str(problem))
         kept = {place for place, *_ in fitted}
         dropped += [(place, problem) for place, problem in problems.items() if place not in kept]
         counts["turns_dropped"] += sum(place in kept for place in problems)
         columns = {
-            "input_ids": Ragged.of([ids for _, ids, *_ in fitted]),
-            "labels": Ragged.of([labels for _, _, labels, *_ in fitted]),
+            "input_ids": Ragged.of([ids for _, _, ids, *_ in fitted]),
+            "labels": Ragged.of([labels for *_, labels, _, _ in fitted]),
+            "weight": np.array([weight for _, weight, *_ in fitted], np.float32),
             "prompt_length": np.array([prompt for *_, prompt, _ in fitted], np.int64),
             "truncated": np.array([removed for *_, removed in fitted], np.int64),
         }
@@ -109,8 +114,6 @@ class SFTEncoder:
             check_unicode(message["content"])
             if len(message) > 2:
                 check_unicode(message)
-        if conversation.weight != 1:
-            raise RowProblem("a row's weight other than 1 is not supported")
         messages = conversation.messages
         if self.choices.reasoning == "drop":
             messages = [_without_reasoning(message) for message in messages]
@@ -132,6 +135,8 @@ class SFTEncoder:
             return [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
         if not answered:
             raise RowProblem("no response")
+        if not np.float32(conversation.weight):
+            raise RowProblem("the row's weight is 0")
         if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
             if answered == 1:
                 raise RowProblem("the conversation begins with the assistant")
@@ -263,6 +268,7 @@ class SFTEncoder:
     def _count(self, columns: dict[str, Any], counts: Counter) -> None:
         labels = columns["labels"].values
         counts["tokens"] += len(labels)
+        counts["rows_weighted"] += int((columns["weight"] != 1).sum())
         counts["labelled_tokens"] += int((labels != IGNORED).sum())
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["terminators_labelled"] += int(np.isin(labels, self.stop_token_ids).sum())

@@ -18,6 +18,7 @@ from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_tree
 from lmmods.data.sources.turns import Reading, Roles
 
 END_OF_TEXT = "<|endoftext|>"
+LARGEST_WEIGHT = 3e38  # as float32 has it
 MEDIA = ("images", "videos", "audios")
 BESIDE = {"system", "tools", "functions", "documents", "chat_template_kwargs", "weight", "kto_tag", *MEDIA,
           *(column.removesuffix("s") for column in MEDIA)}  # what rows of any layout may hold
@@ -151,7 +152,7 @@ def _weight(value: Any) -> float:
         weight = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
-    if not 0 <= weight < math.inf:
+    if not 0 <= weight <= LARGEST_WEIGHT:
         raise RowProblem("weight is not a number of 0 or more")
     return weight
 

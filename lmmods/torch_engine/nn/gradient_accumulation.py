@@ -32,7 +32,7 @@ class StepSums:
     def figures(self) -> dict[str, float]:
         """They by name, and the mean loss. Waits for the device."""
         total, weight, num_tokens, num_rows, grad_norm = self.numbers.tolist()
-        return {"loss": total / max(weight, 1), "lr": self.lr, "grad_norm": grad_norm, "num_tokens": num_tokens,
+        return {"loss": total / (weight or 1), "lr": self.lr, "grad_norm": grad_norm, "num_tokens": num_tokens,
                 "num_rows": num_rows}
 
 
@@ -90,7 +90,8 @@ class GradientAccumulation:
         """
         sums = strategy.reduce(self._sums, reduce_op="sum")
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        factor = self.divisor(accumulated) * strategy.world_size / sums[1].clamp(min=1)
+        weight = torch.where(sums[1] > 0, sums[1], 1)
+        factor = self.divisor(accumulated) * strategy.world_size / weight
         for device in {grad.device for grad in grads}:  # several where the model is spread
             scale_all([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
         norm = total_norm(grads)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lmmods.core.console import say
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks
-from lmmods.torch_engine.nn.loss import LossSums, shift_labels, token_loss
+from lmmods.torch_engine.nn.loss import LossSums, shift_labels, shift_weights, token_loss
 
 
 class LMHead:
@@ -89,19 +89,20 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
 
     Args:
         head: Its head, or None to use the model's own logits [B, T, V].
-        batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0.
+        batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; where labels
+            do not all count alike, `loss_weights` [B, T].
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
         "attention_mask": batch["attention_mask"]}
-    targets = shift_labels(batch["labels"])
+    targets, weights = shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
     if head is None:
         logits = model(**inputs).logits
-        return token_loss(logits, targets, lambda x: x, [], logits.shape[-1], count_correct)
+        return token_loss(logits, targets, lambda x: x, [], logits.shape[-1], count_correct, weights=weights)
     with _capture(head.layer) as captured:
         model(**inputs)
-    return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct, head.plain)
+    return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct, head.plain, weights)
 
 
 def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:

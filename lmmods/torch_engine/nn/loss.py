@@ -28,8 +28,8 @@ class LossSums(NamedTuple):
 
     Args:
         total: Summed loss, scalar float32, differentiable.
-        weight: Number of scored positions, scalar float32.
-        correct: How many of them the argmax gets right, scalar float32; None unless asked for.
+        weight: Number of scored positions, each counted by its weight, scalar float32.
+        correct: Those of them that the argmax gets right, counted likewise, scalar float32; None unless asked for.
     """
 
     total: Tensor
@@ -42,8 +42,13 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+def shift_weights(weights: Tensor | None) -> Tensor | None:
+    """Weights [B, T] of labels, moved as `shift_labels` moves these."""
+    return None if weights is None else F.pad(weights[:, 1:], (0, 1))
+
+
 def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
-               count_correct: bool = False, plain: bool = False) -> LossSums:
+               count_correct: bool = False, plain: bool = False, weights: Tensor | None = None) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Args:
@@ -53,22 +58,27 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
         vocab_size: V, which decides the chunk length.
         count_correct: Also count argmax hits (one more pass over the logits).
         plain: Make the logits of all positions at once and leave the gradient to autograd; `params` is then not used.
+        weights: [B, T] float32, how much each position counts; None is 1.
     """
     if plain:
-        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct)
+        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights)
     scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
     hidden = hidden.flatten(0, 1).index_select(0, scored)
     targets = targets.flatten().index_select(0, scored)
+    weights = None if weights is None else weights.flatten().index_select(0, scored)
     chunk = max((CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
-    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, head, chunk, count_correct, torch.is_grad_enabled(),
-                                                *params)
-    return LossSums(total, total.new_tensor(len(targets)), correct if count_correct else None)
+    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct,
+                                                torch.is_grad_enabled(), *params)
+    weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
+    return LossSums(total, weight, correct if count_correct else None)
 
 
-def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool) -> LossSums:
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    correct = (logits.argmax(-1) == targets).sum().float() if count_correct else None
-    return LossSums(total, (targets != IGNORED).sum().float(), correct)
+def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None) -> LossSums:
+    scored = (targets != IGNORED).float()
+    weights = scored if weights is None else scored * weights.flatten()
+    total = (F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") * weights).sum()
+    correct = ((logits.argmax(-1) == targets) * weights).sum() if count_correct else None
+    return LossSums(total, weights.sum(), correct)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -79,7 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, head, chunk, count_correct, is_training, *params):
+    def forward(ctx, hidden, targets, weights, head, chunk, count_correct, is_training, *params):
         wants_grad = is_training and any(ctx.needs_input_grad)
         layer = getattr(head, "linear", None)
         products = _AnyHead(head, params) if layer is None else _LinearHead(layer)
@@ -92,13 +102,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             fast = layer is not None and hidden.device.type == "cpu" and start + chunk <= len(targets)
             with onednn_products() if fast else nullcontext():
                 log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)
-                total -= log_probs.gather(1, targets[part].unsqueeze(1)).sum()
+                picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+                total -= (picked if weights is None else picked * weights[part]).sum()
                 if count_correct:
-                    correct += (log_probs.argmax(-1) == targets[part]).sum()
+                    hits = log_probs.argmax(-1) == targets[part]
+                    correct += (hits if weights is None else hits * weights[part]).sum()
                 if wants_grad:
                     # The gradient of cross-entropy by hand, in place: autograd would pass over the logits twice more.
                     grad_logits = log_probs.exp_()
                     grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                    if weights is not None:
+                        grad_logits *= weights[part].unsqueeze(1)
                     grad_hidden[part] = products.backward(grad_logits)
         if wants_grad:
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
@@ -109,7 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_total, _grad_correct):
         # In place: the tensors are nobody else's, and a second backward pass finds them gone.
         grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return grad_hidden, None, None, None, None, None, *grads
+        return grad_hidden, None, None, None, None, None, None, *grads
 
 
 class _AnyHead:
