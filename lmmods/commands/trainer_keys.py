@@ -44,8 +44,7 @@ def check_blocks(recipe: Any) -> None:
         if getattr(value, "class_path", None) is None:
             _refuse(name, value, "a class_path and its init_args")
     for name in ("optimizer", "generation"):
-        value = recipe.model.init_args.get(name)
-        if value is not None and not hasattr(value, "__dict__"):
+        if name in recipe.model.init_args and not hasattr(value := recipe.model.init_args[name], "__dict__"):
             _refuse(f"model.{name}", value, "a mapping of its keys")
 
 

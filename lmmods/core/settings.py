@@ -4,8 +4,8 @@ Each field's line of documentation is what `--help` prints.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from lmmods.core.errors import UserError
 
@@ -178,6 +178,18 @@ def require(holds: bool, key: str, value: object, wanted: str) -> None:
     """Raise a UserError that names key, value and remedy, unless the condition holds."""
     if not holds:
         raise UserError(f"{key} is {value}, but must be {wanted}.")
+
+
+def check_set(settings: Any, block: str) -> None:
+    """Raise a UserError where a field of a dataclass is None that has another default and no None in its type.
+
+    Args:
+        block: Of the recipe, whose keys the fields are.
+    """
+    for item in fields(settings):
+        takes_null = item.default is None or item.default is MISSING or type(None) in get_args(item.type)
+        require(takes_null or getattr(settings, item.name) is not None, f"{block}.{item.name}", "null",
+                f"set; without the key it is {item.default!r}")
 
 
 def _as_steps(length: int | float, num_steps: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit
-from lmmods.core.settings import Generation, LoRA, Optimizer, require
+from lmmods.core.settings import Generation, LoRA, Optimizer, check_set, require
 
 Quantize = Literal["nf4", "fp4", "int8"]
 
@@ -72,6 +72,7 @@ class TaskFields:
 
     def __post_init__(self) -> None:
         """Raise UserError unless the fields say clearly what the model starts from and what of it trains."""
+        check_set(self, "model")
         require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
                 "null beside model.config")
         require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,

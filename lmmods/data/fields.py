@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lmmods.core.errors import UserError
+from lmmods.core.settings import check_set
 from lmmods.data.sources.source import SourceLike
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
@@ -90,6 +91,7 @@ class DataFields:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        check_set(self, "data")
         check_range(batch_size=(self.batch_size, 1), eval_batch_size=(self.eval_batch_size, 1),
                     max_length=(self.max_length, 2), pad_to_multiple_of=(self.pad_to_multiple_of, 1),
                     num_workers=(self.num_workers, 0, 1024), num_proc=(self.num_proc, 1, 1024),

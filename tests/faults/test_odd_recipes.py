@@ -164,6 +164,9 @@ VALUES = [
     ("data__init_args__source", "a\0b", r"a"),
     ("data__init_args__source", "x" * 5000, r"x"),
     ("data__init_args__cache_dir", "a\0b", r"cache"),
+    ("data__init_args__batch_size", None, r"data\.batch_size is null, but must be set; without the key it is 1"),
+    ("model__init_args__fast_kernels", None, r"model\.fast_kernels is null"),
+    ("model__init_args__optimizer", None, r"model\.optimizer is None, but must be a mapping"),
     ("data__init_args__tokenizer", "x" * 5000, r"tokenizer"),
 ]
 
