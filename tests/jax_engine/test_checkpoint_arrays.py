@@ -34,7 +34,7 @@ def stepped(toy, parallel, settings, num_steps=2):
 
 def gradients_of(params, step):
     random = np.random.default_rng(step)
-    sums = {"total": np.float32(1.1), "weight": np.int32(3), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
+    sums = {"total": np.float32(1.1), "weight": np.float32(3), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
     return {"gradients": jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params), "sums": sums}
 
 
