@@ -63,6 +63,28 @@ def cheap_ends():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def found_options():
+    """jsonargparse goes through all options of a parser for each of thousands of look-ups; here it remembers them."""
+    from jsonargparse import _core, _subcommands
+
+    find = _subcommands.find_action_and_subcommand
+
+    def remembered(parser, dest, exclude=None):
+        if getattr(parser, "_subcommands_action", None) is not None:  # which may get more of them
+            return find(parser, dest, exclude=exclude)
+        known = vars(parser).setdefault("found_options", {})
+        key = dest, exclude, len(parser._actions)
+        if key not in known:
+            known[key] = find(parser, dest, exclude=exclude)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_core, _subcommands):
+            patch.setattr(module, "find_action_and_subcommand", remembered)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def few_memory_maps():
     """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).

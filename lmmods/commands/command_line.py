@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import docstring_parser
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile, Namespace
 
 from lmmods.commands.argument_parser import OnlyHelp, Parser
 from lmmods.commands.declarations import EngineCommands
+from lmmods.commands.jsonargparse_compat import parse_alone
 from lmmods.commands.registry import COMMANDS, command_parser
 from lmmods.commands.trust import FLAG
 from lmmods.core.engines import ENGINES
@@ -63,7 +64,10 @@ class CommandLine:
             UserError: A file that a key names, as in `--trainer FILE`, cannot be read.
             SystemExit: The help is printed, or what else is wrong.
         """
+        command, *rest = arguments or [""]
         try:
+            if command in self.commands:
+                return Namespace({"subcommand": command, command: parse_alone(self.commands[command], rest)})
             return self.parser.parse_args(arguments)
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"A file that the command line names cannot be read ({error}).") from error

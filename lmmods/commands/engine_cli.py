@@ -23,6 +23,7 @@ from lmmods.core.engines import import_all
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
+from lmmods.core.recipes import Loader
 from lmmods.core.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
@@ -111,8 +112,8 @@ class EngineCLI(CLI):
             settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
 
     def after_instantiate_classes(self) -> None:
-        dump = self.parser.commands[self.subcommand].dump(self.recipe, skip_none=False)
-        recipe = redacted(yaml.safe_load(dump))
+        dump = self.parser.commands[self.subcommand].dump(self.recipe, skip_none=False, skip_validation=True)
+        recipe = redacted(yaml.load(dump, Loader=Loader))
         for key in ("config", "ckpt_path", "overwrite"):
             recipe.pop(key, None)
         defaults = self._defaults()

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jsonargparse
+
 
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Every option of a parser: `_actions` of argparse, which has no public list of them."""
@@ -50,6 +52,15 @@ def replace_check(option: argparse.Action, check: Callable[[Callable[[Any], Any]
                      cfg.get(option.dest) if cfg else None)
 
     option._check_type = check_type
+
+
+def parse_alone(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> jsonargparse.Namespace:
+    """What a command's parser makes of its arguments; the parser above it would check all of it a second time.
+
+    Without `parent_parser`, which `add_subcommand` sets, it also prints its configuration itself.
+    """
+    vars(parser).pop("parent_parser", None)
+    return parser.parse_args(arguments)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lmmods.core.recipes import Loader
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.report import render_table
 from lmmods.data.sources.source_reader import NAMED_SETS
@@ -30,7 +31,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         is_chat: Whether its tokenizer has the chat template that it was trained with.
     """
     text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
-    recipe = yaml.safe_load(text) or {}
+    recipe = yaml.load(text, Loader=Loader) or {}
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
     metrics = json.loads(folder.metrics_json.read_text(encoding="utf-8")) if folder.metrics_json.exists() else {}
     header = _header(folder.root.name, recipe, metrics, base, is_adapter, auto_class)

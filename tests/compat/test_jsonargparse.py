@@ -5,13 +5,14 @@ from calendar import Calendar, TextCalendar
 
 import jsonargparse
 import pytest
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from lmmods.commands.argument_parser import Parser
 from lmmods.commands.jsonargparse_compat import (
     kept_settings,
     list_classes,
     options_of,
+    parse_alone,
     replace_check,
     take_no_files,
     type_of,
@@ -87,3 +88,14 @@ def test_parsers_of_commands_are_found_by_name():
     parser, command = Parser(), Parser()
     parser.add_subcommands().add_subcommand("train", command)
     assert parser.commands["train"] is command, mend("jsonargparse", Parser.add_subcommands)
+
+
+def test_a_command_is_parsed_without_the_parser_above_it(capsys):
+    whole, command = Parser(), Parser()
+    command.add_argument("--config", action=ActionConfigFile)  # with which --print_config comes
+    command.add_argument("--number", type=int)
+    whole.add_subcommands().add_subcommand("train", command)
+    assert parse_alone(command, ["--number", "3"]) == whole.parse_args(["train", "--number", "3"]).train
+    with pytest.raises(SystemExit):
+        parse_alone(command, ["--number", "3", "--print_config"])
+    assert capsys.readouterr().out == "number: 3\n", mend("jsonargparse", parse_alone)
