@@ -85,6 +85,30 @@ def found_options():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kept_parsers():
+    """A parser of a command line is made once for an engine and a command; it keeps nothing of what it has parsed."""
+    from lmmods.commands import early_check, engine_cli
+    from lmmods.commands.command_line import ENGINE_COMMANDS
+
+    made = {}
+
+    def kept(kind, parts):
+        def make(*args):
+            *_, arguments = args
+            if any(word.startswith("--pr") for word in arguments):  # --print_config stays where a recipe is refused
+                return kind(*args)
+            key = kind, *parts(*args), *(word for word in arguments[:1] if word in ENGINE_COMMANDS)
+            return made[key] if key in made else made.setdefault(key, kind(*args))
+        return make
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early_check, "EarlyCommandLine", kept(early_check.EarlyCommandLine, lambda engine, _: (engine,)))
+        patch.setattr(engine_cli, "CommandLine", kept(engine_cli.CommandLine,
+                                                      lambda types, engine, _: (*vars(types).values(), engine)))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def few_memory_maps():
     """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).
