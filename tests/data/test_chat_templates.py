@@ -49,6 +49,14 @@ TEMPLATES = {
     "opens": ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
               "{{ '<call>' + c.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}" + OPEN
               + "{% if add_generation_prompt %}<think>\n{% endif %}"),
+    # Command A: an answer is opened behind each text, whoever had the last word
+    "always opens": "{% for m in messages %}" + TURN + "{% endfor %}<|im_start|>assistant\n",
+    # Gemma 4: the prompt says that there is no reasoning, which turns do not
+    "closed thought": ("{% for m in messages %}" + TURN.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
+                       + "{% endfor %}" + OPEN + "{% if add_generation_prompt %}<think>\n</think>{% endif %}"),
+    # Solar: nothing ends a turn but the text that opens the next
+    "no end": "{% for m in messages %}\n{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}\n"
+              "assistant: {% endif %}",
 }
 SYSTEM, TOOL = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "3", "tool_call_id": "1"}
 SPEC = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
@@ -95,7 +103,7 @@ def responses(row):
     return [text_of([segment for segment in row.segments if segment.response == number]) for number in numbers]
 
 
-WITHOUT_TOOLS = ("closes", "open", "opens", "moves")  # inference with these shows no calls
+WITHOUT_TOOLS = ("closes", "open", "opens", "moves", "always opens", "no end")  # inference with these shows no calls
 
 
 @pytest.mark.parametrize(("name", "chat"), [(name, chat) for name in TEMPLATES for chat in CHATS
@@ -123,7 +131,8 @@ def test_each_response_follows_the_prompt_of_inference(renderer, name, chat):
             if name == "forgets":
                 assert messages[place].get("reasoning_content", "<think>") in response
     whole = len(ours.rows(Conversation(messages, tools), "all")) == 1
-    assert whole == (len(places) == 1 or name != "forgets" and not (name == "moves" and chat == "system"))
+    assert whole == (len(places) == 1 or name not in ("forgets", "closed thought", "no end")
+                     and not (name == "moves" and chat == "system"))
     assert ours.ends() == {"moves": ["</s>"], "open": ["<|im_start|>"]}.get(name, ["<|im_end|>"])
 
 
@@ -169,6 +178,13 @@ def test_variables_documents_and_what_is_not_shown(renderer):
         with pytest.raises(RowProblem, match="does not show calls of tools"):
             renderer(name)[1].rows(Conversation(*CHATS["tools"]), "all")
     assert renderer("opens")[1].rows(Conversation([user("a"), answer("b")]), "all")[0].unlike_inference == 1
+
+
+def test_a_tag_is_not_cut(renderer):
+    """The prompt opens <think>, the answer <tool_call>: they part before the tag."""
+    template = TEMPLATES["opens"].replace("{{ '<call>' + c.function.arguments }}", CALLS.replace("call>", "tool_call>"))
+    row, = renderer(template)[1].rows(Conversation([user("x"), CALL], [SPEC]), "all")
+    assert responses(row)[0].startswith("<tool_call>add") and row.unlike_inference == 1
 
 
 def test_arguments_are_objects_or_text_as_the_template_needs_them(renderer):

@@ -20,6 +20,8 @@ from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
 PROBE = "\U0010fffd"  # an answer that no other begins like
+OPENED = re.compile(r"<[^<>]*>")  # what a prompt opens and leaves to the answer to close
+IN_TAG = re.compile(r"<[^<>\s]*$")
 
 
 def is_template_file(template: str | None) -> bool:
@@ -88,6 +90,24 @@ class ChatTemplateRenderer:
         if turns == "all" and (row := written.whole(scored)):
             return [row]
         return [written.turn(place) for place in scored]
+
+    @cached_property
+    def behind(self) -> str:
+        """What the template writes behind the end of each turn, whoever had the last word: an end of text as Phi-3's, or
+        the beginning of an answer as Command A's."""
+        asked: Message = {"role": "user", "content": "a"}
+        answer: Message = {"role": "assistant", "content": "b"}
+        try:
+            written = _Turns(self, Conversation([asked, answer]))
+            texts = [written.text(num_turns, False) for num_turns in (1, 2)]
+        except RowProblem:  # one that knows no such turns ends none of them
+            return ""
+        same = os.path.commonprefix([text[::-1] for text in texts])[::-1]
+        tokens = self.encoder.control_pattern
+        same = same[found.start():] if (found := tokens.search(same)) else ""
+        before = texts[0].removesuffix(same).rstrip()
+        ended = any(token.end() == len(before) for token in tokens.finditer(before))
+        return same if ended or not same else same[tokens.match(same).end():]
 
     @cached_property
     def terminator(self) -> str:
@@ -161,6 +181,8 @@ class _Turns:
             if not all(text.startswith(answer[: span.end]) for answer, span in answers):
                 return None
             spans = [[self._closed(text, span)] for _, span in answers]
+        if any(not parts[-1].closed and text[parts[-1].end:].strip() for parts in spans):
+            return None  # what ends an answer here would stand in later prompts, where inference does not show it
         return self._row(text, scored, spans, self._conversation)
 
     def turn(self, place: int) -> RenderedRow:
@@ -214,41 +236,36 @@ class _Turns:
         """
         prompt, answered = self.text(place, True), self.text(place + 1, False)
         if answered.startswith(prompt):
-            return answered, self._span(place, answered, len(prompt))
+            return answered, self._span(answered, len(prompt))
         if answered.startswith(self.text(place, False).rstrip()):
-            return answered, self._span(place, answered, self._common(prompt, answered))
-        start = self._common(self._chat.answered_by(place, PROBE), answered)
-        span = self._span(place, answered, start)
+            start = self._common(prompt, answered)
+            if OPENED.fullmatch(prompt[start:].strip()):
+                return answered, self._span(answered, start)
+        else:
+            start = self._common(self._chat.answered_by(place, PROBE), answered)
+        span = self._span(answered, start)
         return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
 
     def _common(self, text: str, other: str) -> int:
-        """Characters with which both begin, no part of a token's name among them."""
-        common = len(os.path.commonprefix([text, other]))
+        """Characters with which both begin, no part of a tag or of a token's name among them."""
+        same = os.path.commonprefix([text, other])
+        common = len(IN_TAG.sub("", same))
         return next((token.start() for token in self._control.finditer(other)
                      if token.start() < common < token.end()), common)
 
-    def _span(self, place: int, answered: str, start: int) -> _Span:
+    def _span(self, answered: str, start: int) -> _Span:
         """From `start` up to the control token that ends the turn; line breaks behind it belong to the next prompt."""
+        answered = answered.removesuffix(self._renderer.behind)
         found = list(self._control.finditer(answered, start))
         if not found or answered[found[-1].end():].strip():
             return _Span(start, max(start, len(answered.rstrip())), False)
-        last = found[-1]
-        if len(found) > 1 and not answered[found[-2].end(): last.start()].strip() and self._ends_texts(last[0], place):
-            last = found[-2]
-        return _Span(start, last.end(), True)
+        return _Span(start, found[-1].end(), True)
 
     def _closed(self, text: str, span: _Span) -> _Span:
         """The same; a turn without a terminator, as GLM's, ends with the token that opens the next one."""
         space = len(text) - span.end - len(text[span.end:].lstrip())
         following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
-
-    def _ends_texts(self, token: str, place: int) -> bool:
-        """Whether the template writes this token behind each text, whoever had the last word, as Phi-3's does."""
-        asked = self.text(place, False)
-        found = list(self._control.finditer(asked))[-2:]
-        return (len(found) == 2 and found[1][0] == token and not asked[found[1].end():].strip()
-                and not asked[found[0].end(): found[1].start()].strip())
 
     def _unshown(self, place: int, text: str, spans: list[_Span]) -> list[str]:
         """Keys of a scored turn that the template leaves out. Raises RowProblem where too little is left to learn."""
