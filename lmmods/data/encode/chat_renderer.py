@@ -93,8 +93,10 @@ class ChatTemplateRenderer:
 
     @cached_property
     def behind(self) -> str:
-        """What the template writes behind the end of each turn, whoever had the last word: an end of text as Phi-3's, or
-        the beginning of an answer as Command A's."""
+        """What the template writes behind the end of each turn, whoever had the last word.
+
+        Phi-3's writes an end of text there, Command A's the beginning of an answer.
+        """
         asked: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": "b"}
         try:
