@@ -59,7 +59,7 @@ class Loop:
                 progress.epoch, progress.batches = progress.epoch + 1, 0
                 loader.load_state_dict(run.data_position)  # of what was read ahead nothing was used
             left = run.schedule.batches_per_epoch - progress.batches
-            for group in run.batches(loader, run.data.batch_size, left, progress.epoch, progress.batches):
+            for group in run.batches(loader, run.data.batch_size, left):
                 self.train_batch(group)
                 if run.is_done:
                     break

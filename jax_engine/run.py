@@ -60,16 +60,15 @@ class Run:
         """Global micro-batches of a pass over a loader."""
         return limited(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
 
-    def batches(self, loader: Any, batch_size: int, num_batches: int | float, epoch: int = 0, start: int = 0,
+    def batches(self, loader: Any, batch_size: int, num_batches: int | float,
                 max_length: int | None = None) -> Iterator[Group]:
         """At most `num_batches` global micro-batches of a pass over a loader.
 
         Args:
-            start: Global micro-batches of the epoch before this pass.
             max_length: Longest row in tokens; None is `data.max_length`.
         """
-        prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id, epoch,
-                                start * self.parallel.data_parallel_size, max_length or self.data.max_length)
+        prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id,
+                                max_length or self.data.max_length)
         with prefetcher:
             for number, group in enumerate(prefetcher, start=1):
                 yield group

@@ -227,7 +227,7 @@ class Trainer(JaxTrainerFields):
         return Run(
             folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),
             flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
-            steps=Steps(self.parallel, model.loss, optimizer, datamodule.seed, clipping, model.predict),
+            steps=Steps(self.parallel, model.loss, optimizer, clipping, model.predict),
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
             limits=self.limits, bar=Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory),
             stopwatch=Stopwatch())

@@ -40,7 +40,7 @@ def pace_jax(rounds: Rounds, check: dict) -> None:
     def train(self, loader, resumed):  # noqa: ANN001, ANN202
         batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
         run = self.run
-        batch = run.parallel.put_batch({**batch, "place": np.zeros((1, 2), np.int32)})
+        batch = run.parallel.put_batch(batch)
         figures = run.steps.eval_step(run.weights.trainable, run.weights.frozen, batch)
         rounds.start_loss(float(figures["total"]) / float(figures["weight"]))
         begin(self, loader, resumed)

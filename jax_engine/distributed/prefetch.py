@@ -25,8 +25,7 @@ class Group:
     """A global micro-batch: one micro-batch of the loader for each data-parallel rank.
 
     Args:
-        batch: On the devices: [ranks, B, ...] int32 (weights float32), with `place` [ranks, 2], the epoch and the
-            number of the micro-batch in it.
+        batch: On the devices: [ranks, B, ...] int32 (weights float32).
         host: The part of this process's ranks, in host memory.
         num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
         position: `state_dict()` of the loader after these micro-batches; None where it has none.
@@ -46,16 +45,15 @@ class Prefetcher:
     Args:
         loader: Yields dicts of CPU tensors, rows first.
         batch_size: Rows of a micro-batch; smaller ones are filled up.
-        start: Number of its first micro-batch within the epoch.
         max_length: Lengths are rounded up, but not above this; None leaves them as they are.
         ahead: Groups to prepare in advance.
     """
 
-    def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int, epoch: int = 0,
-                 start: int = 0, max_length: int | None = None, ahead: int = 2):
+    def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int,
+                 max_length: int | None = None, ahead: int = 2):
         self._loader, self._parallel, self._batch_size = loader, parallel, batch_size
         self._fill = {**_FILL, "input_ids": pad_id}
-        self._epoch, self._start, self._max_length = epoch, start, max_length
+        self._max_length = max_length
         self._ready: queue.Queue = queue.Queue(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="prefetch", daemon=True)
@@ -107,29 +105,25 @@ class Prefetcher:
 
     def _groups(self) -> Iterator[tuple[dict[str, np.ndarray], int, dict[str, Any] | None]]:
         group: list[dict[str, np.ndarray]] = []
-        number = self._start
         for batch in self._loader:
             group.append({name: np.asarray(tensor) for name, tensor in batch.items()})
             if len(group) == self._parallel.data_parallel_size:
-                yield self._stack(group, number), len(group), self._position()
-                number += len(group)
+                yield self._stack(group), len(group), self._position()
                 group = []
         if group:
-            yield self._stack(group, number), len(group), self._position()
+            yield self._stack(group), len(group), self._position()
 
     def _position(self) -> dict[str, Any] | None:
         return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
 
-    def _stack(self, group: list[dict[str, np.ndarray]], number: int) -> dict[str, np.ndarray]:
-        """Arrays [own ranks, B, ...] of micro-batches `number`, `number + 1`, ... of the epoch."""
+    def _stack(self, group: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Arrays [own ranks, B, ...]."""
         length = max(batch["input_ids"].shape[1] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
         own = self._parallel.local_ranks
-        stacked = {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length)
-                                   for rank in own]) for name, x in group[0].items()}
-        stacked["place"] = np.array([[self._epoch, number + rank] for rank in own], np.int32)
-        return stacked
+        return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length)
+                                for rank in own]) for name, x in group[0].items()}
 
     def _filled(self, name: str, x: np.ndarray, length: int) -> np.ndarray:
         """A micro-batch's array with rows up to the batch size and columns up to `length`, int32 or float32."""

@@ -18,8 +18,8 @@ from jax_engine.distributed.loss import LossSums, scored_rows
 from jax_engine.distributed.tree import Tree, merge, new_accumulation, new_state
 
 Batch = dict[str, Array]
-# (parameters, rows, row keys or None, count argmax hits) -> sums
-Loss = Callable[[Tree, Batch, Array | None, bool], LossSums]
+# (parameters, rows, with dropout, count argmax hits) -> sums
+Loss = Callable[[Tree, Batch, bool, bool], LossSums]
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,17 @@ class Clipping:
 class Steps:
     """The steps of one run; each is compiled once for each shape of batch.
 
-    Batches are what `Prefetcher` yields: arrays [ranks, B, ...] with `place` [ranks, 2], the epoch and the number of
-    the micro-batch in it.
+    Batches are what `Prefetcher` yields: arrays [ranks, B, ...].
 
     Args:
         loss: The task's loss of rows [N, T].
-        seed: Seed of the run; with a row's place in the data it decides the row's dropout.
         predict: (parameters, rows) -> tree of arrays [N, ...].
     """
 
-    def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, seed: int,
+    def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs,
                  clipping: Clipping = Clipping(), predict: Callable[[Tree, Batch], Any] | None = None):
         self._parallel, self._loss, self._optimizer = parallel, loss, optimizer
-        self._seed, self._clipping, self._predict = seed, clipping, predict
+        self._clipping, self._predict = clipping, predict
         compile = parallel.compile
         self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
                                   donate=(0,))
@@ -118,7 +116,7 @@ class Steps:
         return self._apply(state, accumulation["gradients"], accumulation["sums"], scalars)
 
     def _eval_step(self, trainable, frozen, batch):
-        sums = self._loss(merge(trainable, frozen), _rows_of(batch), None, True)._asdict()
+        sums = self._loss(merge(trainable, frozen), _rows_of(batch), False, True)._asdict()
         return (self._parallel.sum({name: value for name, value in sums.items() if value is not None}),)
 
     def _predict_step(self, trainable, frozen, batch):
@@ -128,10 +126,9 @@ class Steps:
     def _differentiate(self, state, frozen, batch):
         """Gradient of the summed loss, and the sums, of the micro-batches of the visible ranks."""
         rows = _rows_of(batch)
-        keys = row_keys(self._seed, batch["place"], batch["input_ids"].shape[1])
 
         def summed(trainable):
-            sums = self._loss(merge(trainable, frozen), rows, keys, False)
+            sums = self._loss(merge(trainable, frozen), rows, True, False)
             return sums.total, sums.weight
 
         (total, weight), gradients = jax.value_and_grad(summed, has_aux=True)(state["trainable"])
@@ -150,23 +147,6 @@ class Steps:
         return ({"trainable": optax.apply_updates(trainable, updates), "optimizer": slots}, {**sums, "grad_norm": norm})
 
 
-def row_keys(seed: int, place: Array, batch_size: int) -> Array:
-    """Typed keys of rows: functions of seed, epoch and the row's place in it, whichever batch or device it is on.
-
-    Args:
-        place: [ranks, 2] epoch and number of the micro-batch.
-        batch_size: B.
-
-    Returns:
-        [ranks * B] keys.
-    """
-    def key(epoch, row):
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), epoch), row)
-
-    rows = place[:, 1, None] * batch_size + jnp.arange(batch_size)
-    return jax.vmap(key)(jnp.repeat(place[:, 0], batch_size), rows.reshape(-1))
-
-
 def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
     """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device."""
     plain = {name: value.item() for name, value in jax.device_get(figures).items()}
@@ -175,7 +155,7 @@ def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
 
 def _rows_of(batch: Batch) -> Batch:
     """Rows [ranks * B, ...] of what the network and the loss see."""
-    return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items() if name != "place"}
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
 
 
 def _clip(gradients: Tree, norm: Array, clipping: Clipping) -> Tree:

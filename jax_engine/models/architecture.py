@@ -101,6 +101,8 @@ class Family:
         head_modules: For each head, our module to the full torch module, in torch's order.
         tied: For each head, torch names that are other names of one of our leaves.
         base_of: Prefix of the base where a head has another one.
+        dropouts: Our places of dropout to the torch modules inside the base that do it, or whose attention weights it
+            is done to (`.weights`); `head` to the full name of its module.
     """
 
     architecture: Callable[[Any], Architecture]
@@ -110,6 +112,7 @@ class Family:
     head_modules: dict[Head, dict[str, str]]
     tied: dict[Head, dict[str, str]] = field(default_factory=dict)
     base_of: dict[Head, str] = field(default_factory=dict)
+    dropouts: dict[str, str] = field(default_factory=dict)
 
     def prefix(self, head: Head) -> str:
         """Prefix of the base network's parameters under this head."""

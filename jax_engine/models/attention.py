@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Rope
 from jax_engine.models.cpu_attention import attend_blocked
-from jax_engine.models.linear import Build, Linear, Norm, fold, site_number
+from jax_engine.models.dropout import Seeds, dropped_weights
+from jax_engine.models.linear import Build, Linear, Norm
 from lmmods.core.errors import UserError
 
 
@@ -93,7 +94,7 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
     return (wide * cos + jnp.concatenate([-second, first], -1) * sin).astype(x.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float, keys: Array | None) -> Array:
+def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float, seeds: Seeds | None) -> Array:
     """Softmax attention with float32 scores; a query that sees nothing gets the mean of all values, not NaN.
 
     Args:
@@ -101,7 +102,7 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float,
         k: [B, S, kv_heads, head_dim]; each serves heads / kv_heads queries (Ainslie et al. 2023). v: the same.
         mask: [B, 1, T, S] booleans.
         rate: Dropout of the weights.
-        keys: PRNG keys of the rows, or None.
+        seeds: None is for no dropout.
 
     Returns:
         [B, T, heads * head_dim].
@@ -111,22 +112,11 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float,
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
-    if keys is not None and rate:
-        weights = _drop(weights, rate, keys)
+    if seeds is not None and rate:
+        by_head = weights.reshape(batch, heads, length, -1)
+        weights = dropped_weights(by_head, rate, seeds, "layers.attn.weights").reshape(weights.shape)
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
     return mixed.reshape(batch, length, heads * size)
-
-
-def _drop(weights: Array, rate: float, keys: Array) -> Array:
-    """Dropout of attention weights [B, K, G, T, S]; a key per query, so that padding moves no bit of a mask."""
-    _, groups, per_group, length, num_keys = weights.shape
-
-    def row(key: Array) -> Array:
-        queries = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(length))
-        return jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, (num_keys, groups, per_group)))(queries)
-
-    keep = jax.vmap(row)(fold(keys, site_number("layers.attn.weights"))).transpose(0, 3, 4, 1, 2)
-    return jnp.where(keep, weights / (1 - rate), 0.0)
 
 
 class Attention(nnx.Module):
@@ -149,14 +139,14 @@ class Attention(nnx.Module):
             self.k_norm = Norm(arch.head_dim, arch.norm, arch.norm_eps)
 
     def __call__(self, x: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
-                 angles: tuple[Array, Array] | None, keys: Array | None, cache: dict[str, Array] | None = None,
+                 angles: tuple[Array, Array] | None, seeds: Seeds | None, cache: dict[str, Array] | None = None,
                  start: Array | None = None) -> tuple[Array, dict[str, Array] | None]:
         """Mixed features [B, T, D] of x, and the cache with the new keys and values written from slot `start` on.
 
         Args:
             mask: [B, 1, T, S] booleans, or a fused kernel that knows who sees whom.
         """
-        q, k, v = self._project(x, keys)
+        q, k, v = self._project(x, seeds)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
@@ -164,23 +154,23 @@ class Attention(nnx.Module):
                     for name, new in (("k", k), ("v", v)))
             cache = {"k": k, "v": v}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
-        return self.o(self._mix(q, k, v, mask, scale, keys, cache is None), keys), cache
+        return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None), seeds), cache
 
     def _mix(self, q: Array, k: Array, v: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
-             keys: Array | None, whole_rows: bool) -> Array:
+             seeds: Seeds | None, whole_rows: bool) -> Array:
         if callable(mask):
             return mask(q, k, v)
-        rate = 0.0 if keys is None else self.arch.attention_dropout
+        rate = 0.0 if seeds is None else self.arch.attention_dropout
         if whole_rows and not rate and self.blocked:
             return attend_blocked(self.arch.causal, q, k, v, mask, scale)
-        return attend(q, k, v, mask, scale, rate, keys)
+        return attend(q, k, v, mask, scale, rate, seeds)
 
-    def _project(self, x: Array, keys: Array | None) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array, seeds: Seeds | None) -> tuple[Array, Array, Array]:
         arch = self.arch
         if arch.fused_qkv:
             inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-            parts = jnp.split(self.qkv(x, keys), [inner, inner + kv], axis=-1)
+            parts = jnp.split(self.qkv(x, seeds), [inner, inner + kv], axis=-1)
         else:
-            parts = self.q(x, keys), self.k(x, keys), self.v(x, keys)
+            parts = self.q(x, seeds), self.k(x, seeds), self.v(x, seeds)
         q, k, v = (part.reshape(*part.shape[:2], -1, arch.head_dim) for part in parts)
         return (self.q_norm(q), self.k_norm(k), v) if arch.qk_norm else (q, k, v)

@@ -5,7 +5,8 @@ from jax import Array
 
 from jax_engine.models.architecture import Architecture
 from jax_engine.models.attention import Attention
-from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, dropout
+from jax_engine.models.dropout import Seeds, dropout
+from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm
 
 
 class MLP(nnx.Module):
@@ -19,9 +20,9 @@ class MLP(nnx.Module):
         self.up = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.up", std=arch.layer_std, **kwargs)
         self.down = Linear(arch.mlp_size, arch.hidden_size, "layers.mlp.down", std=arch.residual_std, **kwargs)
 
-    def __call__(self, x: Array, keys: Array | None) -> Array:
-        act, up = ACTIVATIONS[self.activation], self.up(x, keys)
-        return self.down(act(up) if self.gate is None else act(self.gate(x, keys)) * up, keys)
+    def __call__(self, x: Array, seeds: Seeds | None) -> Array:
+        act, up = ACTIVATIONS[self.activation], self.up(x, seeds)
+        return self.down(act(up) if self.gate is None else act(self.gate(x, seeds)) * up, seeds)
 
 
 class Block(nnx.Module):
@@ -34,14 +35,14 @@ class Block(nnx.Module):
         self.mlp = MLP(arch, build, rngs)
         self.mlp_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
 
-    def __call__(self, x: Array, mask: Array, scale: Array, angles: tuple[Array, Array] | None, keys: Array | None,
+    def __call__(self, x: Array, mask: Array, scale: Array, angles: tuple[Array, Array] | None, seeds: Seeds | None,
                  cache: dict[str, Array] | None = None, start: Array | None = None
                  ) -> tuple[Array, dict[str, Array] | None]:
         """Residual stream [B, T, D] after this layer, and the layer's cache."""
         post = self.arch.post_norm
-        mixed, cache = self.attn(x if post else self.attn_norm(x), mask, scale, angles, keys, cache, start)
-        x = x + dropout(mixed, self.arch.residual_dropout, keys, "layers.attn").astype(x.dtype)
+        mixed, cache = self.attn(x if post else self.attn_norm(x), mask, scale, angles, seeds, cache, start)
+        x = x + dropout(mixed, self.arch.residual_dropout, seeds, "layers.attn").astype(x.dtype)
         x = self.attn_norm(x) if post else x
-        update = self.mlp(x if post else self.mlp_norm(x), keys)
-        x = x + dropout(update, self.arch.mlp_dropout, keys, "layers.mlp").astype(x.dtype)
+        update = self.mlp(x if post else self.mlp_norm(x), seeds)
+        x = x + dropout(update, self.arch.mlp_dropout, seeds, "layers.mlp").astype(x.dtype)
         return (self.mlp_norm(x) if post else x), cache

@@ -7,7 +7,8 @@ from flax import nnx
 from jax import Array
 
 from jax_engine.models.architecture import Architecture
-from jax_engine.models.linear import Build, Embedding, dropout, vocabulary_logits
+from jax_engine.models.dropout import Seeds, dropout
+from jax_engine.models.linear import Build, Embedding, vocabulary_logits
 from jax_engine.models.names import TOKEN_ROWS
 
 
@@ -21,7 +22,7 @@ class DecoderEmbedding(nnx.Module):
         self.positions = Embedding(arch.max_positions, arch.hidden_size, rngs, std=arch.init_std
                                    ) if arch.positions == "learned" else None
 
-    def __call__(self, batch: dict[str, Array], position_ids: Array, keys: Array | None) -> Array:
+    def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Residual stream [B, T, D] at the bottom."""
         x = self.tokens(batch["input_ids"])
         x = x * jnp.asarray(self.arch.embedding_scale, x.dtype)
@@ -29,7 +30,7 @@ class DecoderEmbedding(nnx.Module):
             x = x + self.positions(position_ids)
         if self.arch.positions == "sinusoid":
             x = x + jnp.asarray(sinusoids(self.arch), x.dtype)[position_ids]
-        return dropout(x, self.arch.embedding_dropout, keys, "embed")
+        return dropout(x, self.arch.embedding_dropout, seeds, "embed")
 
 
 def sinusoids(arch: Architecture) -> np.ndarray:

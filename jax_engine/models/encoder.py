@@ -7,7 +7,8 @@ from flax import nnx
 from jax import Array
 
 from jax_engine.models.architecture import Architecture
-from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, dropout, product
+from jax_engine.models.dropout import Seeds, dropout
+from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, product
 
 
 class EncoderEmbedding(nnx.Module):
@@ -27,13 +28,13 @@ class EncoderEmbedding(nnx.Module):
         self.project = Linear(size, arch.hidden_size, "embed.project", build, rngs, std=arch.init_std
                               ) if arch.embedding_size else None
 
-    def __call__(self, batch: dict[str, Array], position_ids: Array, keys: Array | None) -> Array:
+    def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Residual stream [B, T, D] at the bottom."""
         x = self.tokens(batch["input_ids"]) + self.positions(position_ids)
         if self.types is not None:
             x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
-        x = dropout(self.norm(x), self.arch.embedding_dropout, keys, "embed")
-        return x if self.project is None else self.project(x, keys).astype(x.dtype)
+        x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
+        return x if self.project is None else self.project(x, seeds).astype(x.dtype)
 
 
 def interleaved_sinusoids(num: int, size: int) -> np.ndarray:

@@ -1,11 +1,10 @@
-"""The parts without attention: linear layers with optional adapters, embeddings, norms, activations, dropout.
+"""The parts without attention: linear layers with optional adapters, embeddings, norms, activations.
 
 Weights keep torch's names and orientation ([out, in]; Conv1D [in, out]), so that loading and saving copy bits and
 block-wise quantisation sees the rows that it would see in torch.
 """
 
 import math
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.quant import Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
@@ -95,12 +95,12 @@ class Linear(nnx.Module):
             if build.lora.dora:
                 self.lora_magnitude_vector = nnx.Param(row_norms(self.weight[...], conv1d))
 
-    def __call__(self, x: Array, keys: Array | None = None) -> Array:
-        """Features [..., in] to [..., out]; `keys` are PRNG keys of the rows, for the adapter's dropout."""
+    def __call__(self, x: Array, seeds: Seeds | None = None) -> Array:
+        """Features [..., in] to [..., out]; `seeds` are for the adapter's dropout."""
         dtype, weight = self.build.dtype, self.weight.get_value()
         y = self._product(x, weight)
         if self.adapted:
-            y = y + self._adapter(x, y, weight, keys)
+            y = y + self._adapter(x, y, weight, seeds)
         return y if self.bias is None else y + self.bias[...].astype(dtype)
 
     def _product(self, x: Array, weight: Any) -> Array:
@@ -110,11 +110,11 @@ class Linear(nnx.Module):
 
         return (jax.checkpoint(times) if isinstance(weight, Quantized) else times)(x, weight)
 
-    def _adapter(self, x: Array, y: Array, weight: Any, keys: Array | None) -> Array:
+    def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
         """What the adapter adds to y = x W^T."""
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora_scaling(lora)
-        dropped = dropout(x, lora.dropout, keys, f"{self.path}.lora")
+        dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
         update = product(product(dropped, self.lora_A[...], self.build), self.lora_B[...], self.build) * scaling
         if not lora.dora:
             return update
@@ -233,28 +233,3 @@ class Norm(nnx.Module):
             wide = wide.astype(x.dtype).astype(jnp.float32)
         wide = wide * (1 + weight) if self.kind == "rms_plus_one" else wide * weight
         return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
-
-
-def fold(keys: Array, number: Array | int) -> Array:
-    """Fold a number into the key of each row."""
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
-
-
-def site_number(site: str) -> int:
-    """A place where dropout happens, as the number that is folded into the keys."""
-    return zlib.crc32(site.encode())
-
-
-def dropout(x: Array, rate: float, keys: Array | None, site: str) -> Array:
-    """Dropout of x [B, T, ...] with a mask per row, which depends on the row's key, the site and the place only.
-
-    A row's mask is the same in any batch and under any padding on the right.
-
-    Args:
-        keys: Typed PRNG keys [B]; None for no dropout.
-        site: Name of the place in the network.
-    """
-    if keys is None or rate == 0.0:
-        return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(fold(keys, site_number(site)))
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -31,8 +31,8 @@ class Names:
         self._wrapped = bool(adapted or to_save)
         self._leaves = flatten(shapes)
         self._per_group = arch.layers_per_group
-        base = family.prefix(head)
-        self._modules = {ours: f"{base}.{theirs}" for ours, theirs in family.modules.items()}
+        self._base = family.prefix(head)
+        self._modules = {ours: f"{self._base}.{theirs}" for ours, theirs in family.modules.items()}
         self._modules |= family.head_modules[head]
         self._stored = arch.num_stored_layers
         order = list(self._modules)
@@ -62,9 +62,14 @@ class Names:
 
     def module(self, ours: str, layer: int | None) -> str:
         """Torch's name of one of our modules, without any wrapping."""
+        return self.filled_in(self._modules[ours], layer)
+
+    def filled_in(self, name: str, layer: int | None, inside: bool = False) -> str:
+        """Torch's name with the number of a layer in it; `inside` is for a name that begins inside the base network."""
+        name = f"{self._base}.{name}" if inside else name
         if layer is None:
-            return self._modules[ours]
-        return self._modules[ours].format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
+            return name
+        return name.format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
 
     def torch_modules(self, ours: str) -> list[str]:
         """Torch's names of one of our modules, one per layer."""

@@ -18,8 +18,9 @@ from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
 from jax_engine.models.block import Block
 from jax_engine.models.decoder import DecoderEmbedding, LMHead
+from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
-from jax_engine.models.linear import Build, Linear, Norm, dropout, fold
+from jax_engine.models.linear import Build, Linear, Norm
 from jax_engine.models.names import Names
 from lmmods.core.errors import UserError
 
@@ -60,6 +61,10 @@ class Network(Names):
         shapes["layers"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((stored, *s.shape), s.dtype), shapes["layers"])
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
         super().__init__(family, head, self.shapes, arch, build.adapted, to_save)
+        lora_drops = build.lora is not None and build.lora.dropout > 0
+        self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
+                                        arch.mlp_dropout, arch.qa_dropout))
+        self._sites = site_seeds(self, family, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:
         """How to make each part of the network from random numbers."""
@@ -82,14 +87,14 @@ class Network(Names):
                   else make(part, keys[name]) for name, part in parts.items()}
         return {name: part for name, part in params.items() if part}
 
-    def hidden(self, params: Tree, batch: dict[str, Array], row_keys: Array | None = None, cache: Tree | None = None
+    def hidden(self, params: Tree, batch: dict[str, Array], training: bool = False, cache: Tree | None = None
                ) -> Array | tuple[Array, Tree]:
         """Hidden states [B, T, D] that the head reads; with a cache, also the cache after these tokens.
 
         Args:
             batch: `input_ids` [B, T]; `attention_mask`, or packed `segment_ids` and `position_ids` that restart at 0;
                 `token_type_ids` where the network has types. Without `position_ids` they count from 0 in each row.
-            row_keys: Typed PRNG keys [B], one for each row; None switches dropout off.
+            training: With dropout, by the batch's `token_seeds` [B, T].
             cache: From `init_cache`; the batch's `attention_mask` then says which of its tokens are real.
 
         Raises:
@@ -97,8 +102,8 @@ class Network(Names):
         """
         self._check(batch)
         position_ids = self._positions(batch)
-        outside = None if row_keys is None else fold(row_keys, self.arch.num_layers)
-        x = self._part("embed", params)(batch, position_ids, outside)
+        seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
+        x = self._part("embed", params)(batch, position_ids, seeds)
         angles = None if self.arch.rope is None else rope_angles(self.arch.rope, position_ids)
         windows = sorted(set(self.arch.windows), key=str)
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
@@ -110,30 +115,32 @@ class Network(Names):
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
-        x, kv = self._layers(params["layers"], x, masks, windows, angles, row_keys, cache)
+        x, kv = self._layers(params["layers"], x, masks, windows, angles, seeds, cache)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         if self.head == "qa":
-            x = dropout(x, self.arch.qa_dropout, outside, "head")
+            x = dropout(x, self.arch.qa_dropout, seeds, "head")
         return x if cache is None else (x, {**kv, "valid": valid, "length": start + length})
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
-                angles: tuple[Array, Array] | None, row_keys: Array | None, cache: Tree | None
+                angles: tuple[Array, Array] | None, seeds: Seeds | None, cache: Tree | None
                 ) -> tuple[Array, Tree | None]:
         arch = self.arch
         shared = arch.passes != tuple(range(arch.num_stored_layers))
-        steps = {"depth": jnp.arange(arch.num_layers), "stored": jnp.array(arch.passes),
+        steps = {"stored": jnp.array(arch.passes),
                  "scale": jnp.array(arch.attention_scales, jnp.float32),
                  "mask": jnp.array([windows.index(window) for window in arch.windows])}
         steps |= {} if shared else {"params": layers}
+        inside = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
+        steps |= {} if seeds is None else {"sites": inside}
         steps |= {} if cache is None else {"cache": {"k": cache["k"], "v": cache["v"]}}
 
         def body(x: Array, step: Tree) -> tuple[Array, Tree | None]:
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
             block = nnx.merge(self._graphs["layers"], params)
             mask = masks[0] if len(masks) == 1 else jnp.where(step["mask"] == 0, masks[0], masks[1])
-            keys = None if row_keys is None else fold(row_keys, step["depth"])
-            return block(x, mask, step["scale"], angles, keys, step.get("cache"),
+            here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
+            return block(x, mask, step["scale"], angles, here, step.get("cache"),
                          None if cache is None else cache["length"])
 
         if self.remat != "none":

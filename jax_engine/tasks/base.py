@@ -59,7 +59,7 @@ class Task(TaskFields, ABC):
     # Steps -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
+    def loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         """Summed loss and weight of rows [N, T]; compiled."""
 
     # Of each row, where a task needs it: (parameters, rows) -> a tree of arrays [N, ...]; compiled.

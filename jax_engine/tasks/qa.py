@@ -29,12 +29,12 @@ class QA(Task):
         self._logits: dict[int, tuple] = {}
         self._losses: dict[int, float] = {}
 
-    def loss(self, params: Tree, rows: dict[str, Array], row_keys: Array | None, count_correct: bool) -> LossSums:
-        return span_loss(self._spans(params, rows, row_keys), rows)
+    def loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
+        return span_loss(self._spans(params, rows, training), rows)
 
-    def _spans(self, params: Tree, rows: dict[str, Array], row_keys: Array | None = None) -> Array:
+    def _spans(self, params: Tree, rows: dict[str, Array], training: bool = False) -> Array:
         """[N, T, 2] logits of start and end."""
-        return self.network.logits(params, self.network.hidden(params, rows, row_keys))
+        return self.network.logits(params, self.network.hidden(params, rows, training))
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> dict[str, Array]:
         """Logits [N, T, 2], and the loss [N] of each window where the rows have positions."""

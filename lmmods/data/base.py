@@ -63,6 +63,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self._tokenizer = replace(self._tokenizer, trust_remote_code=trust_remote_code)
         if self._seed is None:
             self._seed = seed
+        self.run_seed = seed or 0
         self.token_types = token_types
         if max_positions is not None and (self.max_length or 0) > max_positions:
             raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")

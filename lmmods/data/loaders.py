@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.collate import SEEDS, Collator
 from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
+from lmmods.data.batches.numbering import NumberedSet
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, evaluation_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
@@ -35,7 +36,7 @@ class Loaders:
         return self._items[role]
 
     def _arranged(self, rows: RowSet) -> Any:
-        items = self._task._arrange(rows)
+        items = NumberedSet(self._task._arrange(rows), self._task._draws_by_epoch())
         return PackedSet(items, self._task.max_length, self._task.seed) if self._task.packing else items
 
     def training(self, shard: Shard, overfit: int | float = 0) -> StatefulLoader:
@@ -53,9 +54,9 @@ class Loaders:
             if overfit:
                 whole = len(order) if isinstance(overfit, float) else shard.world_size
                 order = order.first(max(int(overfit * whole), 1))
-            return order.shifted(epoch * len(lengths)) if task._draws_by_epoch() else order
+            return order.shifted(epoch * len(lengths))
 
-        return StatefulLoader(items, order_of, self.collator(), shard, task.batch_size)
+        return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size)
 
     def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
         """Training batches of streams, those of this rank."""
@@ -64,10 +65,11 @@ class Loaders:
         def order_of(lengths: np.ndarray, epoch: int, buffer: int) -> BatchOrder:
             order = training_order(lengths, task.batch_size, [task.seed, epoch, buffer], task.shuffle,
                                    task.group_by_length)
-            return order.shifted(draw_number(epoch, buffer) * len(lengths)) if task._draws_by_epoch() else order
+            return order.shifted(draw_number(epoch, buffer) * len(lengths))
 
         settings = {"batch_size": task.batch_size, "window_size": task.stream_window, "seed": task.seed}
-        return StreamLoader(sources, self._arranged, order_of, self.collator(), shard, settings, task.num_proc or 1)
+        return StreamLoader(sources, self._arranged, order_of, self.collator(seeded=True), shard, settings,
+                            task.num_proc or 1)
 
     def evaluation(self, role: Role, shard: Shard) -> EvaluationLoader:
         """Batches of validation or test, those of this rank."""
@@ -83,11 +85,13 @@ class Loaders:
         shard = replace(shard, num_workers=0)  # workers would need a copy of the data module
         return EvaluationLoader(prompts, order, self._collator(task._prompt_keys(), task._prompt_side()), shard)
 
-    def collator(self) -> Collator:
-        """Items to batches."""
+    def collator(self, seeded: bool = False) -> Collator:
+        """Items to batches, with the seeds of dropout or without."""
         packed = ("position_ids", "segment_ids") if self._task.packing else ()
-        return self._collator((*self._task._batch_keys(), *packed), self._task._side())
+        seeds = (SEEDS,) if seeded else ()
+        return self._collator((*self._task._batch_keys(), *packed, *seeds), self._task._side())
 
     def _collator(self, keys: tuple[str, ...], side: str) -> Collator:
         task = self._task
-        return Collator(keys, task.tokenizer.pad_token_id, task.pad_to_multiple_of, task.max_length, side)
+        return Collator(keys, task.tokenizer.pad_token_id, task.pad_to_multiple_of, task.max_length, side,
+                        task.run_seed)

@@ -55,7 +55,7 @@ def test_separate_documents_fill_rows_of_their_own(byte_level_folder, tmp_path):
     data.setup("fit")
     items = data._loaders.items("train")
     assert [items[n]["index"] for n in range(len(items))][0] == 0 and items[len(items) - 1]["index"] == 2
-    assert items.lengths.max() <= 16 and items.lengths.sum() == items.rows.lengths.sum()
+    assert items.lengths.max() <= 16 and items.lengths.sum() == data._rows("train").lengths.sum()
 
 
 def test_a_wrong_column_and_an_empty_corpus_are_errors(byte_level_folder, tmp_path):

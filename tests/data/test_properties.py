@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.masking import Masker
+from lmmods.data.batches.numbering import NumberedSet
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import PADDING_ROW, batches_of_rank, training_order
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
@@ -128,11 +129,14 @@ class Items:
         ids = number * 1000 + np.arange(self.lengths[number])
         return {"input_ids": ids, "labels": ids, "index": number}
 
+    def __len__(self):
+        return len(self.lengths)
+
 
 @QUICK
 @given(LENGTHS, st.integers(50, 120))
 def test_packing_loses_and_mixes_nothing(lengths, capacity):
-    packed = PackedSet(Items(lengths), capacity, seed=1)
+    packed = PackedSet(NumberedSet(Items(lengths), redrawn=False), capacity, seed=1)
     assert packed.lengths.max() <= capacity
     seen = []
     for number in range(len(packed)):
@@ -148,7 +152,7 @@ def test_packing_loses_and_mixes_nothing(lengths, capacity):
             assert ids.tolist() == Items(lengths)[ids[0] // 1000]["input_ids"].tolist()
             seen.append(int(ids[0] // 1000))
     assert sorted(seen) == list(range(len(lengths)))
-    again = PackedSet(Items(lengths), capacity, seed=1)
+    again = PackedSet(NumberedSet(Items(lengths), redrawn=False), capacity, seed=1)
     assert [again[n]["input_ids"].tolist() for n in range(len(again))] == [
         packed[n]["input_ids"].tolist() for n in range(len(packed))
     ]

@@ -314,7 +314,7 @@ def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_ro
     scored = sum(len(labelled(row)) for row in plain.rows_for_inspection(99))
     seen = 0
     for batch in packed.train_dataloader():
-        assert set(batch) == {"input_ids", "attention_mask", "labels", "position_ids", "segment_ids"}
+        assert set(batch) == {"input_ids", "attention_mask", "labels", "position_ids", "segment_ids", "token_seeds"}
         assert torch.equal(batch["attention_mask"] == 0, batch["segment_ids"] == 0)
         firsts = (batch["position_ids"] == 0) & (batch["attention_mask"] == 1)
         assert (batch["labels"][firsts] == -100).all() and firsts.sum() == batch["segment_ids"].max(1).values.sum()
@@ -351,6 +351,31 @@ def test_predict_asks_rows_of_any_weight(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl([{**alpaca_rows[0], "weight": weight} for weight in (0, 2)])
     data = build(path, spm_folder, predict_source=path)
     assert [index for batch in data.predict_dataloader() for index in batch["index"].tolist()] == [0, 1]
+
+
+def test_token_seeds_do_not_depend_on_how_rows_are_batched(spm_folder, write_jsonl, alpaca_rows):
+    """A row gets the same ones alone, beside others, grouped and packed; others in another epoch, and under a seed."""
+    path = write_jsonl(alpaca_rows)
+
+    def epochs(seed=7, **options):
+        data = build(path, spm_folder, val_size=0, **options)
+        data.connect(seed=seed)
+        loader, found = data.train_dataloader(), []
+        for _ in range(2):
+            found.append({})
+            for batch in loader:
+                documents = batch.get("segment_ids", batch["attention_mask"])
+                assert (batch["token_seeds"][documents == 0] == 0).all()
+                for ids, seeds, row in zip(batch["input_ids"], batch["token_seeds"], documents):
+                    found[-1] |= {tuple(ids[row == n].tolist()): seeds[row == n].tolist() for n in row.unique() if n}
+        return found
+
+    first, second = epochs(batch_size=1)
+    assert len(first) == len(alpaca_rows) and all(first[ids] != second[ids] for ids in first)
+    assert len({seed for seeds in [*first.values(), *second.values()] for seed in seeds}) == 2 * sum(map(len, first))
+    for options in ({"batch_size": 4}, {"batch_size": 3, "group_by_length": True}, {"batch_size": 2, "packing": True}):
+        assert epochs(**options) == [first, second], options
+    assert all(epochs(seed=8)[0][ids] != first[ids] for ids in first)
 
 
 def test_inspection_orders(spm_folder, write_jsonl, alpaca_rows):

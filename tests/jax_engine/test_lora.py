@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
+from jax_engine.models.dropout import Seeds
+from lmmods.core.dropout import token_seeds
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 
@@ -158,21 +160,24 @@ def test_dropout_is_on_the_adapters_input_alone(make_ref, dora):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 24)), jnp.float32)
     weights = jax.tree.map(lambda leaf: leaf[0], params["layers"]["attn"]["q"])
 
-    def apply(node, x, keys):
+    tokens = jnp.asarray(token_seeds(0, 0, np.arange(4000)[:, None], np.arange(3)).view(np.uint32))
+
+    def apply(node, x, drops):
         from flax import nnx
 
         assert isinstance(node, Linear)
-        return nnx.merge(nnx.split(node)[0], weights)(x, keys)
+        seeds = Seeds(tokens[: len(x)], {"layers.attn.q.lora": jnp.uint32(1)}) if drops else None
+        return nnx.merge(nnx.split(node)[0], weights)(x, seeds)
 
-    exact = apply(linear["plain"], x, None)
-    assert np.allclose(apply(linear["dropped"], x, None), exact)
-    many = apply(linear["dropped"], jnp.repeat(x, 4000, 0), jax.random.split(jax.random.key(0), 4000))
+    exact = apply(linear["plain"], x, False)
+    assert np.allclose(apply(linear["dropped"], x, False), exact)
+    many = apply(linear["dropped"], jnp.repeat(x, 4000, 0), True)
     assert np.abs(many.mean(0) - exact[0]).max() < 0.1 * np.abs(exact).max()
     assert many.std(0).min() > 0
     without = {**weights, "lora_B": jnp.zeros_like(weights["lora_B"])}
     weights = without
     if not dora:
-        assert np.allclose(apply(linear["dropped"], jnp.repeat(x, 4, 0), jax.random.split(jax.random.key(0), 4)),
+        assert np.allclose(apply(linear["dropped"], jnp.repeat(x, 4, 0), True),
                            x[0] @ weights["weight"].T, atol=1e-5)
 
 

@@ -41,18 +41,19 @@ def batches(num_batches):
         length, size = [6, 8][number % 8 // 4], B if number + 1 < num_batches else 1
         ids = random.integers(1, 64, (size, length))
         mask = np.arange(length) < random.integers(3, length + 1, (size, 1))
-        columns = {"input_ids": ids, "attention_mask": mask.astype(int), "labels": np.where(mask, ids, IGNORED)}
+        columns = {"input_ids": ids, "attention_mask": mask.astype(int), "labels": np.where(mask, ids, IGNORED),
+                   "token_seeds": random.integers(-(2**31), 2**31, ids.shape)}
         yield {name: torch.tensor(column) for name, column in columns.items()}
 
 
 def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
     """Losses of all steps and the parameters after them; `per_step` micro-batches a device step, all in all."""
-    def loss(params, batch, row_keys, count_correct):
-        return token_loss(toy.hidden(params, batch, row_keys), shift_labels(batch["labels"]),
+    def loss(params, batch, training, count_correct):
+        return token_loss(toy.hidden(params, batch, training), shift_labels(batch["labels"]),
                           lambda h: toy.logits(params, h), toy.vocab_size, count_correct)
 
     params = toy.init(jax.random.key(0))
-    steps = Steps(parallel, loss, build(SETTINGS, toy.decays(params)), 3, Clipping(1.0))
+    steps = Steps(parallel, loss, build(SETTINGS, toy.decays(params)), Clipping(1.0))
     state, accumulation, losses = steps.new_state(parallel.put_state(params)), None, []
     groups = per_step // parallel.data_parallel_size * accumulate
     prefetcher = Prefetcher(list(batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
@@ -104,7 +105,7 @@ def test_one_compile_for_each_length(toy, way):
 def test_state_is_born_and_stays_sharded(toy):
     parallel = ShardedMesh(data=2, fsdp=4)
     (params,) = parallel.compile(lambda key: (toy.init(key),), ("scalar",), ("state",))(jax.random.key(0))
-    steps = Steps(parallel, None, build(SETTINGS, toy.decays(params)), 0)
+    steps = Steps(parallel, None, build(SETTINGS, toy.decays(params)))
     state = steps.new_state(params)
     for _ in range(2):
         table = state["trainable"]["embed"]["tokens"]["weight"]

@@ -9,9 +9,10 @@ import torch
 
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.replicas import Replicas
-from jax_engine.distributed.steps import Clipping, Steps, fetch_figures, row_keys
+from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.optim import build, step_scalars
+from lmmods.core.dropout import token_seeds
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
 from lmmods.runs.step_metrics import check_finite
@@ -22,8 +23,8 @@ B, T = 4, 10
 
 
 def loss_of(toy):
-    def loss(params, batch, row_keys, count_correct):
-        hidden = toy.hidden(params, batch, row_keys)
+    def loss(params, batch, training, count_correct):
+        hidden = toy.hidden(params, batch, training)
         return token_loss(hidden, shift_labels(batch["labels"]), lambda h: toy.logits(params, h), toy.vocab_size,
                           count_correct)
 
@@ -35,12 +36,13 @@ def rows(seed, num_rows=B, length=T):
     ids = random.integers(1, 64, (num_rows, length)).astype(np.int32)
     lengths = random.integers(3, length + 1, num_rows)
     mask = (np.arange(length) < lengths[:, None]).astype(np.int32)
-    return {"input_ids": ids, "attention_mask": mask, "labels": np.where(mask == 1, ids, IGNORED).astype(np.int32)}
+    seeds = token_seeds(seed, 0, np.arange(num_rows)[:, None], np.arange(length))
+    return {"input_ids": ids, "attention_mask": mask, "token_seeds": seeds,
+            "labels": np.where(mask == 1, ids, IGNORED).astype(np.int32)}
 
 
-def batch_of(parallel, rows, number=0, epoch=0):
-    return parallel.put_batch({**{name: x[None] for name, x in rows.items()},
-                               "place": np.array([[epoch, number]], np.int32)})
+def batch_of(parallel, rows):
+    return parallel.put_batch({name: x[None] for name, x in rows.items()})
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def one():
 def make(toy, parallel, settings=SETTINGS, clipping=Clipping(), **kwargs):
     params = toy.init(jax.random.key(0))
     optimizer = build(settings, toy.decays(params))
-    steps = Steps(parallel, loss_of(toy), optimizer, 3, clipping, **kwargs)
+    steps = Steps(parallel, loss_of(toy), optimizer, clipping, **kwargs)
     return steps, steps.new_state(parallel.put_state(params)), params
 
 
@@ -73,8 +75,8 @@ def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clippi
     steps, state, params = make(toy, one, clipping=clipping)
     accumulation = steps.new_accumulation(state)
     pieces = [rows(seed, length=length) for seed, length in ((0, 10), (1, 7), (2, 5))]
-    for number, piece in enumerate(pieces):
-        accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece, number))
+    for piece in pieces:
+        accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece))
     state, figures = steps.update(state, accumulation, scalars(one))
 
     def total(params):
@@ -117,7 +119,7 @@ def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
             piece = {name: x[number * size : (number + 1) * size] for name, x in everything.items()}
             longest = piece["attention_mask"].sum(1).max()
             piece = {name: x[:, :longest] for name, x in piece.items()}
-            accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece, number))
+            accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece))
         state, figures = steps.update(state, accumulation, scalars(one, settings=settings))
         results.append((one.fetch_state(state["trainable"]), fetch_figures(figures)))
     steps, state, _ = make(toy, one, settings)
@@ -143,7 +145,7 @@ def test_frozen_parameters_stay_and_have_no_state(toy, one):
     trains["layers"]["mlp"]["up"]["weight"] = True
     trainable, frozen = split(params, trains)
     assert jax.tree.structure(merge(trainable, frozen)) == jax.tree.structure(params)
-    steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(trainable)), 3)
+    steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(trainable)))
     state, base = steps.new_state(one.put_state(trainable)), one.put_state(frozen)
     state, _ = steps.full_step(state, base, batch_of(one, rows(0)), scalars(one))
     assert len(flatten(state["optimizer"])) == 2 and len(flatten(state["trainable"])) == 1
@@ -151,27 +153,19 @@ def test_frozen_parameters_stay_and_have_no_state(toy, one):
     assert not close(one.fetch_state(state["trainable"]), trainable, 1e-4)
 
 
-def test_dropout_depends_on_seed_epoch_and_place(toy, one):
-    totals = []
-    for seed in (3, 4):
-        params = toy.init(jax.random.key(0))
-        steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(params)), seed)
-        state = steps.new_state(one.put_state(params))
-        for epoch, number in ((0, 0), (1, 0), (0, 1), (0, 0)):
-            batch = batch_of(one, rows(0), number, epoch)
-            accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch)
-            totals.append(one.fetch_sums(accumulation)["sums"]["total"].item())
-    assert len(set(totals)) == 6 and totals[0] == totals[3] and totals[4] == totals[7]
+def test_dropout_depends_on_the_seeds_of_tokens_alone(toy, one):
+    steps, state, _ = make(toy, one)
 
+    def total(**changed):
+        accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, rows(0) | changed))
+        return one.fetch_sums(accumulation)["sums"]["total"].item()
 
-def test_row_keys_are_those_of_the_places_in_the_epoch():
-    def data(place, size):
-        return np.asarray(jax.random.key_data(row_keys(7, jnp.array(place), size)))
-
-    whole = data([[2, 3]], 8)
-    assert np.array_equal(whole, data([[2, 6], [2, 7]], 4))
-    assert np.array_equal(whole[4:6], data([[2, 14]], 2))
-    assert len(np.unique(data([[0, 0], [0, 1], [1, 0], [1, 1]], 8), axis=0)) == 32
+    other = rows(0)["token_seeds"] + np.int32(1)
+    assert total() == total() != total(token_seeds=other)
+    without = rows(0)
+    del without["token_seeds"]
+    with pytest.raises(UserError, match="token_seeds"):
+        steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, without))
 
 
 def test_evaluation_and_prediction_keep_the_state(toy, one):
@@ -192,7 +186,7 @@ def test_evaluation_and_prediction_keep_the_state(toy, one):
 def test_each_shape_is_compiled_once_and_nothing_waits(toy, one):
     steps, state, _ = make(toy, one)
     accumulation = steps.new_accumulation(state)
-    batches = [batch_of(one, rows(number, length=length), number) for number, length in enumerate((10, 6, 10, 6))]
+    batches = [batch_of(one, rows(number, length=length)) for number, length in enumerate((10, 6, 10, 6))]
     numbers = [scalars(one, step) for step in range(3)]
     after_first = None
     with jax.transfer_guard("disallow"):

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_engine.distributed.tree import flatten, unflatten
+from jax_engine.models.dropout import Seeds, dropout, token_words
 
 
 class Toy:
     """Embedding, layers that mix each token with the mean of those before it, a head tied to the embedding.
 
-    `hidden` and `logits` are functions of a nested dict; layers are stacked; dropout draws a mask per row.
+    `hidden` and `logits` are functions of a nested dict; layers are stacked; dropout goes by `token_seeds`.
     """
 
     vocab_size, size, num_layers, rate = 64, 16, 3, 0.2
@@ -32,7 +33,7 @@ class Toy:
                            "attn_norm": {"weight": jnp.ones(shape[:2])}},
                 "head": {"bias": jnp.zeros(self.vocab_size)}}
 
-    def hidden(self, params, batch, row_keys=None):
+    def hidden(self, params, batch, training=False):
         self.num_traces += 1
         mask = batch["attention_mask"][..., None].astype(jnp.float32)
         x = jnp.take(params["embed"]["tokens"]["weight"], batch["input_ids"], axis=0)
@@ -42,17 +43,11 @@ class Toy:
             mean = jnp.cumsum(x * mask, 1) / jnp.maximum(jnp.cumsum(mask, 1), 1)
             y = (x + mean) * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * params["attn_norm"]["weight"]
             y = jnp.tanh(y @ params["mlp"]["up"]["weight"].T + params["mlp"]["up"]["bias"])
-            if row_keys is not None:
-                y = jnp.where(self.kept(row_keys, depth, y.shape[1:]), y / (1 - self.rate), 0.0)
+            if training:
+                y = dropout(y, self.rate, Seeds(token_words(batch), {"layer": depth.astype(jnp.uint32)}), "layer")
             return x + y, None
 
         return jax.lax.scan(layer, x, (params["layers"], jnp.arange(self.num_layers)))[0]
-
-    def kept(self, row_keys, depth, shape):
-        """A mask per row from its key; hashed, since XLA takes seconds to compile its random numbers."""
-        row = (jax.random.key_data(row_keys)[:, 0] + depth.astype(jnp.uint32))[:, None]
-        mixed = (row ^ jnp.arange(np.prod(shape), dtype=jnp.uint32)) * jnp.uint32(2654435761)
-        return ((mixed >> 16) % 1000 >= 1000 * self.rate).reshape(-1, *shape)
 
     def logits(self, params, hidden):
         return hidden @ params["embed"]["tokens"]["weight"].T + params["head"]["bias"]

@@ -40,5 +40,7 @@ FAMILY = Family(
         "masked": {"head": "predictions", "head.norm": "predictions.LayerNorm", "head.dense": "predictions.dense"},
         "qa": {"head": "qa_outputs"},
     },
+    dropouts={"embed": "embeddings.dropout", "layers.attn.weights": f"{LAYER}.attention.weights",
+              "layers.attn": f"{LAYER}.attention.output_dropout"},
     tied={"masked": {"predictions.decoder.weight": "embed.tokens.weight", "predictions.decoder.bias": "head.bias"}},
 )

@@ -21,6 +21,12 @@ MODULES = {
     "layers.mlp.down": "encoder.layer.{}.output.dense",
     "layers.mlp_norm": "encoder.layer.{}.output.LayerNorm",
 }
+DROPOUTS = {
+    "embed": "embeddings.dropout",
+    "layers.attn.weights": "encoder.layer.{}.attention.self.weights",
+    "layers.attn": "encoder.layer.{}.attention.output.dropout",
+    "layers.mlp": "encoder.layer.{}.output.dropout",
+}
 
 
 def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
@@ -51,6 +57,7 @@ FAMILY = Family(
                    "head.norm": "cls.predictions.transform.LayerNorm"},
         "qa": {"head": "qa_outputs"},
     },
+    dropouts=DROPOUTS,
     tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
                      "cls.predictions.decoder.bias": "head.bias"}},
 )

@@ -39,5 +39,6 @@ FAMILY = Family(
     },
     classes={"causal": "CTRLLMHeadModel"},
     head_modules={"causal": {"head": "lm_head"}},
+    dropouts={"embed": "dropout", "layers.attn": "h.{}.dropout1", "layers.mlp": "h.{}.dropout2"},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

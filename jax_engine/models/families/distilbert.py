@@ -43,5 +43,7 @@ FAMILY = Family(
         "masked": {"head.dense": "vocab_transform", "head.norm": "vocab_layer_norm", "head": "vocab_projector"},
         "qa": {"head": "qa_outputs"},
     },
+    dropouts={"embed": "embeddings.dropout", "layers.attn.weights": "transformer.layer.{}.attention.weights",
+              "layers.mlp": "transformer.layer.{}.ffn.dropout", "head": "dropout"},
     tied={"masked": {"vocab_projector.weight": "embed.tokens.weight"}},
 )

@@ -41,5 +41,7 @@ FAMILY = Family(
     },
     classes={"causal": "GPT2LMHeadModel", "qa": "GPT2ForQuestionAnswering"},
     head_modules={"causal": {"head": "lm_head"}, "qa": {"head": "qa_outputs"}},
+    dropouts={"embed": "drop", "layers.attn.weights": "h.{}.attn.weights", "layers.attn": "h.{}.attn.resid_dropout",
+              "layers.mlp": "h.{}.mlp.dropout"},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

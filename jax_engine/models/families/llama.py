@@ -46,7 +46,8 @@ def llama_family(architecture: Any, name: str, qa_base: str | None = "transforme
     if qa_base:
         classes["qa"], head_modules["qa"] = f"{name}ForQuestionAnswering", {"head": "qa_outputs"}
     return Family(architecture=architecture, base="model", modules=MODULES, classes=classes,
-                  head_modules=head_modules, tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
+                  head_modules=head_modules, dropouts={"layers.attn.weights": "layers.{}.self_attn.weights"},
+                  tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
                   base_of={"qa": qa_base} if qa_base else {})
 
 

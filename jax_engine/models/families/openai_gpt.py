@@ -39,5 +39,7 @@ FAMILY = Family(
     },
     classes={"causal": "OpenAIGPTLMHeadModel"},
     head_modules={"causal": {"head": "lm_head"}},
+    dropouts={"embed": "drop", "layers.attn.weights": "h.{}.attn.weights", "layers.attn": "h.{}.attn.resid_dropout",
+              "layers.mlp": "h.{}.mlp.dropout"},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

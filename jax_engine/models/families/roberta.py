@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family
-from jax_engine.models.families.bert import MODULES, bert_like
+from jax_engine.models.families.bert import DROPOUTS, MODULES, bert_like
 from lmmods.core.errors import UserError
 
 
@@ -22,5 +22,6 @@ FAMILY = Family(
         "masked": {"head": "lm_head", "head.dense": "lm_head.dense", "head.norm": "lm_head.layer_norm"},
         "qa": {"head": "qa_outputs"},
     },
+    dropouts=DROPOUTS,
     tied={"masked": {"lm_head.decoder.weight": "embed.tokens.weight", "lm_head.decoder.bias": "head.bias"}},
 )

@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lmmods.core.dropout import token_seeds
 from lmmods.core.labels import IGNORED
+
+SEEDS = "token_seeds"
 
 
 @dataclass
@@ -16,7 +19,8 @@ class Collator:
     A padding row (None) attends to one token, so that no softmax is over nothing, and has no label.
 
     Args:
-        keys: Columns of a batch; `attention_mask` comes on top.
+        keys: Columns of a batch; `attention_mask` comes on top. `token_seeds` are those of `core.dropout`, for rows
+            of a `NumberedSet`; 0 in padding.
         multiple: Lengths are rounded up to a multiple of this, but not above `max_length`.
         side: Where the padding goes.
     """
@@ -26,6 +30,7 @@ class Collator:
     multiple: int
     max_length: int
     side: str = "right"
+    seed: int = 0  # of `token_seeds`
 
     def __call__(self, rows: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
         """Batch of rows that hold `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers.
@@ -37,6 +42,8 @@ class Collator:
         return {key: torch.from_numpy(self._column(key, rows, length)) for key in (*self.keys, "attention_mask")}
 
     def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
+        if key == SEEDS:
+            return self._token_seeds(rows, length)
         if key == "index":
             return np.array([-1 if row is None else row[key] for row in rows], np.int64)
         if key in ("start_positions", "end_positions"):
@@ -52,10 +59,22 @@ class Collator:
                 continue
             elif key == "loss_weights":
                 value = np.broadcast_to(row["weight"], len(row["input_ids"]))
+            elif key == "row":
+                value = np.broadcast_to(row[key], len(row["input_ids"]))
+            elif key == "position_ids" and key not in row:
+                value = np.arange(len(row["input_ids"]))
             else:
                 value = row[key]
             column[place, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value
         return column
+
+    def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
+        """[B, T], of which the packed rows of a batch have several data rows each."""
+        numbers, positions = (self._column(key, rows, length) for key in ("row", "position_ids"))
+        draws = np.array([[0 if row is None else row["draw"]] for row in rows], np.int64)
+        real = self._column("attention_mask", rows, length).astype(bool)
+        real[[row is None for row in rows]] = False
+        return np.where(real, token_seeds(self.seed, draws, numbers, positions), 0).astype(np.int64)
 
     def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
         """A position in the padded row."""

@@ -46,10 +46,12 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 class PackedSet(Dataset):
     """Items packed into rows of at most `max_length` tokens. Item -1 is None, a padding row.
 
-    Which items share a pack is drawn once from the seed; the number of packs is the same in each epoch.
+    Which items share a pack is drawn once from the seed; the number of packs is the same in each epoch. Pack number +
+    draw * len(self) is of the items of that draw.
 
     Args:
-        items: Data set with `lengths` and items {input_ids, labels, index}, perhaps `weight`.
+        items: Data set with `lengths` and items {input_ids, labels, index, row, draw}, perhaps `weight`, numbered as
+            `NumberedSet`'s.
     """
 
     def __init__(self, items: Any, max_length: int, seed: int) -> None:
@@ -72,11 +74,13 @@ class PackedSet(Dataset):
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         if number < 0:
             return None
-        rows = [self.items[place] for place in self._packs[number].tolist()]
+        draw, place = divmod(number, len(self))
+        rows = [self.items[item + draw * len(self.items)] for item in self._packs[place].tolist()]
         sizes = [len(row["input_ids"]) for row in rows]
         labels = np.concatenate([row["labels"] for row in rows])
         labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # nothing before it in its document predicts a first token
         weights = {"weight": np.repeat([row["weight"] for row in rows], sizes)} if "weight" in rows[0] else {}
         return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **weights,
                 "position_ids": np.concatenate([np.arange(size) for size in sizes]),
-                "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes), "index": rows[0]["index"]}
+                "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes),
+                "row": np.repeat([row["row"] for row in rows], sizes), "draw": draw, "index": rows[0]["index"]}

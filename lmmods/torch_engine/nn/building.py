@@ -14,6 +14,7 @@ from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.task_fields import TaskFields
 from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
+from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
@@ -51,8 +52,9 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
                  else continue_adapter(model, fields.adapter, dtype))
         if fields.fast_kernels and not fields.compile:  # the compiler joins them by itself
             fuse_adapters(model)
+    dropout = TokenDropout(model, compiled=fields.compile)
     if fields.gradient_checkpointing:
-        enable_checkpointing(model)
+        enable_checkpointing(model, dropout.contexts)
     if fields.compile:
         compile_layers(model)
     return model.train()

@@ -1,12 +1,13 @@
 """An encoder with a token head taken apart, so that only masked positions reach the head."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.loss import LossSums, token_loss
 
 
@@ -34,7 +35,9 @@ class MLMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
-        with _stepping_aside(self.encoder, hidden.unsqueeze(0)):
+        dropout = TokenDropout.of(self.model)
+        # An adapter here sees masked positions of many rows: no dropout, as on JAX.
+        with _stepping_aside(self.encoder, hidden.unsqueeze(0)), dropout.off() if dropout else nullcontext():
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             return self.model(input_ids=ids).logits.squeeze(0)
 

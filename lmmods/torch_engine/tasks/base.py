@@ -19,6 +19,7 @@ from lmmods.core.text_metrics import perplexity
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, WeightedMean, seed_step
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
@@ -40,6 +41,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.model: nn.Module | None = None
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self._waiting: list[dict[str, Tensor]] = []
+        self._dropout: TokenDropout | None = None
         self.accumulation = GradientAccumulation()
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
@@ -55,6 +57,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.trainer.strategy.root_device,
                                    seed=base_seed())
+        self._dropout = TokenDropout.of(self.model)
         with self.trainer.precision_plugin.forward_context():
             self.on_model_ready()
         if self.device_mesh is not None:
@@ -84,14 +87,15 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Summed loss and weight of a micro-batch."""
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        # Dropout of a micro-batch depends on seed and position alone: no evaluation, no resume, no number of processes
-        # can shift it.
+        # What a network draws beside dropout (noise, layers left out) depends on seed and position alone: no evaluation
+        # and no resume can shift it.
         place = batch_idx * self.trainer.world_size + self.trainer.global_rank
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         size = self.piece_size()
         piece, *self._waiting = split_rows(batch, size) if size else [batch]
+        self._dropout.begin(piece)
         sums = self(self.batch_loss, piece)
         self.accumulation.add(sums, *self._counts(piece))
         return sums.total / GradientAccumulation.GRADIENT_SCALE
@@ -100,6 +104,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Lightning's backward pass, then forward and backward of the pieces that wait: gradients add up."""
         super().backward(loss, *args, **kwargs)
         for piece in self._waiting:
+            self._dropout.begin(piece)
             with self.trainer.precision_plugin.forward_context():
                 sums = self(self.batch_loss, piece)
             self.accumulation.add_piece(sums, *self._counts(piece))

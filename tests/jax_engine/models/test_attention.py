@@ -1,6 +1,5 @@
 """Masks, rotary positions and the attention itself against transformers and torch."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +8,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from jax_engine.models.attention import attend, attention_mask, cached_mask, rope_angles, rope_of, rotate
+from jax_engine.models.dropout import Seeds
+from lmmods.core.dropout import token_seeds
 
 RANDOM = np.random.default_rng(0)
 
@@ -69,8 +70,13 @@ def test_grouped_attention_is_torchs():
 def test_dropped_weights_keep_their_mean_and_are_each_rows_own():
     q, k = (jnp.asarray(RANDOM.normal(size=(1, 4, 2, 8)), jnp.float32).repeat(3000, 0) for _ in range(2))
     mask = jnp.ones((3000, 1, 4, 4), bool)
-    keys = jax.random.split(jax.random.key(0), 3000)
-    exact, dropped = attend(q, k, k, mask, 0.3, 0.5, None), attend(q, k, k, mask, 0.3, 0.5, keys)
+    tokens = token_seeds(0, 0, np.arange(3000)[:, None], np.arange(4)).view(np.uint32)
+
+    def drop(rows):
+        seeds = Seeds(jnp.asarray(tokens[:rows]), {"layers.attn.weights": jnp.uint32(7)})
+        return attend(q[:rows], k[:rows], k[:rows], mask[:rows], 0.3, 0.5, seeds)
+
+    exact, dropped = attend(q, k, k, mask, 0.3, 0.5, None), drop(3000)
     assert np.abs(dropped.mean(0) - exact[0]).max() < 0.1
     assert not np.array_equal(dropped[0], dropped[1])
-    assert np.allclose(attend(q[:1], k[:1], k[:1], mask[:1], 0.3, 0.5, keys[:1])[0], dropped[0], atol=1e-6)
+    assert np.allclose(drop(1)[0], dropped[0], atol=1e-6)

@@ -1,4 +1,4 @@
-"""Norms, activations, embeddings and dropout against torch."""
+"""Norms, activations, embeddings against torch."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 from transformers.activations import ACT2FN
 
-from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Norm, dropout, known_activation, product
+from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Norm, known_activation, product
 from lmmods.core.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32) * 3
@@ -54,16 +54,6 @@ def test_the_padding_row_has_no_gradient(padding_id):
 
 def test_an_id_outside_the_table_is_not_silent():
     assert np.isnan(Embedding(5, 6, nnx.Rngs(0), std=1.0)(jnp.array([[5]]))).all()
-
-
-def test_dropout_keeps_its_rate_and_mean():
-    keys = jax.random.split(jax.random.key(0), 500)
-    dropped = dropout(jnp.ones((500, 20, 10)), 0.3, keys, "here")
-    assert abs(float((dropped == 0).mean()) - 0.3) < 0.01 and abs(float(dropped.mean()) - 1) < 0.02
-    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.7)}
-    assert not np.array_equal(dropped, dropout(jnp.ones((500, 20, 10)), 0.3, keys, "there"))
-    assert not np.array_equal(dropped[0], dropped[1])
-    assert dropout(X, 0.3, None, "here") is X and dropout(X, 0.0, keys[:3], "here") is X
 
 
 @pytest.mark.parametrize("cpu_forms", [True, False])

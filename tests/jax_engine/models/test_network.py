@@ -10,6 +10,7 @@ from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS
 
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
+from lmmods.core.dropout import token_seeds
 
 every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
 LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
@@ -23,8 +24,8 @@ def labels_of(batch):
     return np.where(real & (random.random(labels.shape) < 0.7), labels, -100)
 
 
-def our_loss(net, params, batch, labels, row_keys=None):
-    logits = net.logits(params, net.hidden(params, batch, row_keys))
+def our_loss(net, params, batch, labels, training=False):
+    logits = net.logits(params, net.hidden(params, batch, training))
     if net.head == "qa":
         real = batch["attention_mask"][..., None] > 0
         spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
@@ -138,11 +139,11 @@ def test_remat_and_unroll_change_no_gradient(make_ref, name):
     ref = make_ref(name, head)
     batch = ref.batch()
     labels = labels_of(batch)
-    keys = jax.random.split(jax.random.key(0), 4)
+    batch["token_seeds"] = token_seeds(0, 0, np.arange(4)[:, None], np.arange(9))
 
     def gradients(**options):
         net = hub.network(ref.net.config, head, **options)
-        gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, keys)[0]))
+        gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, True)[0]))
         return gradient(ref.params), "remat" in str(jax.make_jaxpr(gradient)(ref.params))
 
     plain, has_remat = gradients()
@@ -160,16 +161,16 @@ def test_remat_and_unroll_change_no_gradient(make_ref, name):
 @pytest.mark.parametrize(("name", "head"), [("gpt2", "causal"), ("bert", "masked"), ("distilbert", "qa")])
 def test_a_rows_dropout_does_not_depend_on_its_batch(make_ref, name, head):
     ref = make_ref(name, head)
-    batch = ref.batch() | {"attention_mask": np.ones((4, 9), int)}
-    keys = jax.random.split(jax.random.key(5), 4)
-    hidden = jax.jit(ref.net.hidden)
-    whole = np.asarray(hidden(ref.params, batch, keys))
+    seeds = token_seeds(5, 0, np.arange(4)[:, None], np.arange(9))
+    batch = ref.batch() | {"attention_mask": np.ones((4, 9), int), "token_seeds": seeds}
+    hidden = jax.jit(ref.net.hidden, static_argnums=2)
+    whole = np.asarray(hidden(ref.params, batch, True))
     for row in range(4):
-        alone = np.asarray(hidden(ref.params, {k: v[row:row + 1] for k, v in batch.items()}, keys[row:row + 1]))
+        alone = np.asarray(hidden(ref.params, {k: v[row:row + 1] for k, v in batch.items()}, True))
         assert np.allclose(alone[0], whole[row], atol=1e-5)
     longer = {k: np.pad(v, ((0, 0), (0, 3))) for k, v in batch.items()}
-    assert np.allclose(np.asarray(hidden(ref.params, longer, keys))[:, :9], whole, atol=1e-5)
-    assert not np.allclose(np.asarray(hidden(ref.params, batch, keys[::-1])), whole, atol=1e-2)
+    assert np.allclose(np.asarray(hidden(ref.params, longer, True))[:, :9], whole, atol=1e-5)
+    assert not np.allclose(np.asarray(hidden(ref.params, batch | {"token_seeds": seeds[::-1]}, True)), whole, atol=1e-2)
     assert not np.allclose(np.asarray(hidden(ref.params, batch)), whole, atol=1e-2)
 
 
@@ -194,9 +195,9 @@ def test_dropout_sites_are_torchs(make_ref):
             ref_.torch.eval()
             theirs = (torch.stack([output.start_logits, output.end_logits], -1) if head == "qa" else output.logits)
             many = {k: np.repeat(v, 600, 0) for k, v in batch.items()}
-            keys = jax.random.split(jax.random.key(9), 600)
-            ours = np.asarray(jax.jit(lambda p, net=ref_.net, many=many, keys=keys: net.logits(
-                p, net.hidden(p, many, keys)))(ref_.params))
+            many["token_seeds"] = token_seeds(9, 0, np.arange(600)[:, None], np.arange(many["input_ids"].shape[1]))
+            ours = np.asarray(jax.jit(lambda p, net=ref_.net, many=many: net.logits(
+                p, net.hidden(p, many, True)))(ref_.params))
             spread, expected = ours.std(0), theirs.std(0).numpy()
             assert abs(spread.mean() / expected.mean() - 1) < 0.05, (name, chosen)
 

@@ -1,0 +1,111 @@
+"""Dropout with the masks of `lmmods.core.dropout`: made where they are used, and again in the backward pass."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_engine.models.architecture import Architecture, Family
+from jax_engine.models.names import Names
+from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept, site_seed
+from lmmods.core.errors import UserError
+
+
+class Seeds(NamedTuple):
+    """What decides about the masks of a forward pass.
+
+    Args:
+        tokens: [B, T] uint32.
+        sites: Seeds of the places where dropout happens, by our names of them; inside a layer, of that layer.
+    """
+
+    tokens: Array
+    sites: dict[str, Array]
+
+
+def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: frozenset[str]) -> dict[str, np.ndarray]:
+    """Seeds of all sites of a network by our names, uint32; one for each step of the depth where it is in the layers.
+
+    Args:
+        lora_paths: Linear layers whose adapters have dropout.
+    """
+    def torch_name(site: str, layer: int | None) -> str:
+        if site.endswith(".lora"):
+            return names.module(site.removesuffix(".lora"), layer) + ".lora_dropout"
+        return names.filled_in(family.dropouts[site], layer, inside=site != "head")
+
+    found = {}
+    for site in [*family.dropouts, *(f"{path}.lora" for path in sorted(lora_paths))]:
+        if site.startswith("layers."):
+            numbers = [site_seed(torch_name(site, stored), arch.passes[:depth].count(stored))
+                       for depth, stored in enumerate(arch.passes)]
+        else:
+            numbers = site_seed(torch_name(site, None))
+        found[site] = np.array(numbers, np.uint32)
+    return found
+
+
+def dropout(x: Array, rate: float, seeds: Seeds | None, site: str) -> Array:
+    """Dropout of the features of x [B, T, F]; `seeds` None is for no dropout."""
+    if seeds is None or rate == 0.0:
+        return x
+    return _dropped(rate, x, seeds.tokens, seeds.sites[site])
+
+
+def dropped_weights(weights: Array, rate: float, seeds: Seeds, site: str) -> Array:
+    """Dropout of attention weights [B, heads, T, T]."""
+    return _dropped(rate, weights, seeds.tokens, seeds.sites[site])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dropped(rate: float, x: Array, tokens: Array, site: Array) -> Array:
+    kept = feature_mask(tokens, site, x.shape[-1], rate) if x.ndim == 3 else attention_mask(tokens, site, x.shape[1],
+                                                                                           rate)
+    return jnp.where(kept, x.astype(jnp.float32) * keep_scale(rate), 0.0).astype(x.dtype)
+
+
+def _forward(rate, x, tokens, site):
+    return _dropped(rate, x, tokens, site), (tokens, site)
+
+
+def _backward(rate, kept, gradient):
+    return _dropped(rate, gradient, *kept), None, None
+
+
+_dropped.defvjp(_forward, _backward)
+
+
+def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
+    """`core.dropout.feature_mask`: [B, T, num] of tokens [B, T]."""
+    words = _finalise(tokens ^ site)
+    return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, 2)[..., :num]
+
+
+def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float) -> Array:
+    """`core.dropout.attention_mask`: [B, num_heads, T, T] of tokens [B, T]."""
+    queries = _finalise(tokens ^ site)
+    keys = _finalise(tokens[:, None] ^ feature_seeds(-(-num_heads // 2))[:, None])
+    return _split(queries[:, None, :, None] ^ keys[:, :, None], rate, 1)[:, :num_heads]
+
+
+def _finalise(h: Array) -> Array:
+    h = (h ^ (h >> 16)) * jnp.uint32(FINAL_1)
+    h = (h ^ (h >> 13)) * jnp.uint32(FINAL_2)
+    return h ^ (h >> 16)
+
+
+def _split(mixed: Array, rate: float, axis: int) -> Array:
+    bits = _finalise(mixed)
+    halves = jnp.concatenate([bits, bits << 16], axis)
+    return jax.lax.bitcast_convert_type(halves, jnp.int32) >= jnp.int32(least_kept(rate))
+
+
+def token_words(batch: dict[str, Array]) -> Array:
+    """[B, T] uint32 of a batch's `token_seeds`. Raises UserError: it has none."""
+    if "token_seeds" not in batch:
+        raise UserError("The batches have no token_seeds, by which dropout is drawn: let the data module's collator "
+                        "make them.")
+    return jax.lax.bitcast_convert_type(batch["token_seeds"], jnp.uint32)

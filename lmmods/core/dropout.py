@@ -1,0 +1,127 @@
+"""Dropout masks as a function of (seed, epoch, row, position, site), the same bits on both engines.
+
+A token's seed is MurmurHash3 (Austin Appleby, SMHasher, `MurmurHash3_x86_32`) of its epoch, row and position. All else
+is that hash's finaliser, which lets each bit of 32 reach each other one: of a token's seed and a site's gives the word
+of the token there, of that and a feature's (in attention: a key's) gives 32 bits, which decide about two features.
+
+So a mask knows nothing of batches, padding, devices, or what else was drawn. This is the reference, in numpy; the
+engines compute the same in torch and in JAX. Arrays of 32 bits are uint32 here, token seeds travel as int32.
+"""
+
+import zlib
+from functools import lru_cache
+
+import numpy as np
+
+from lmmods.core.errors import UserError
+
+GOLDEN = 0x9E3779B9  # 2^32 by the golden ratio: spreads small numbers over 32 bits
+FINAL_1, FINAL_2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser's factors
+BLOCK_1, BLOCK_2 = 0xCC9E2D51, 0x1B873593  # those of a block
+STEPS = 2**16  # a rate is a multiple of 1 / STEPS
+
+
+def finalise(h: np.ndarray) -> np.ndarray:
+    """MurmurHash3's finaliser, a bijection of 32 bits."""
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(FINAL_1)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(FINAL_2)
+    return h ^ (h >> np.uint32(16))
+
+
+def murmur3(seed: int, blocks: list[np.ndarray]) -> np.ndarray:
+    """MurmurHash3_x86_32 of each sequence of 4-byte blocks; blocks are uint32 and broadcast against each other."""
+    h = np.full((1,), seed, np.uint32)
+    for block in blocks:
+        mixed = _rotated(block * np.uint32(BLOCK_1), 15) * np.uint32(BLOCK_2)
+        h = _rotated(h ^ mixed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    return finalise(h ^ np.uint32(4 * len(blocks)))
+
+
+def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
+    return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
+
+
+def token_seeds(seed: int, epoch: int | np.ndarray, row: int | np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Seeds of tokens, int32, of any shapes that broadcast.
+
+    Two tokens of a run have the same with a probability of 2^-32, which only means that they share their masks.
+
+    Args:
+        epoch: Which time round.
+        row: Number of the row in the epoch's data, whatever its place in a batch.
+        position: Counted from 0 at the row's first token.
+    """
+    wide = [part for number in (epoch, row) for part in _halves(np.asarray(number, np.int64))]
+    return murmur3(seed, [*wide, np.asarray(position).astype(np.uint32)]).view(np.int32)
+
+
+def _halves(number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    number = np.atleast_1d(number)
+    return (number & 0xFFFFFFFF).astype(np.uint32), (number >> 32).astype(np.uint32)
+
+
+@lru_cache(2**14)
+def site_seed(site: str, call: int = 0) -> int:
+    """Seed of a place in the network where dropout happens, below 2^32.
+
+    Args:
+        site: The torch module's name without PEFT's wrapping, for instance `transformer.h.0.mlp.dropout`.
+        call: How often the module was called before in the same forward pass (layers that share weights).
+    """
+    return int(finalise(np.array([(zlib.crc32(site.encode()) + GOLDEN * call) % 2**32], np.uint32))[0])
+
+
+def feature_seeds(num: int) -> np.ndarray:
+    """[num] uint32, one for two features."""
+    return finalise(np.arange(1, num + 1, dtype=np.uint32) * np.uint32(GOLDEN))
+
+
+def dropped_steps(rate: float) -> int:
+    """`rate` as a multiple of 1 / STEPS. Raises UserError unless 0 <= rate < 1."""
+    if not 0 <= rate < 1:
+        raise UserError(f"A dropout rate of the model's configuration is {rate}: give one from 0 up to but not "
+                        "including 1.")
+    return min(max(round(rate * STEPS), int(rate > 0)), STEPS - 1)
+
+
+def keep_scale(rate: float) -> float:
+    """What kept features are multiplied by: 1 / the share that is kept."""
+    return STEPS / (STEPS - dropped_steps(rate))
+
+
+def least_kept(rate: float) -> int:
+    """The least 32 bits, as int32, whose upper half keeps a feature."""
+    return (dropped_steps(rate) - STEPS // 2) * STEPS
+
+
+def feature_mask(seeds: np.ndarray, site: int, num: int, rate: float) -> np.ndarray:
+    """What is kept of the features of tokens.
+
+    Args:
+        seeds: [...] int32, of tokens.
+        site: From `site_seed`.
+
+    Returns:
+        [..., num] bool. Feature j and feature j + ceil(num / 2) share 32 bits.
+    """
+    words = finalise(seeds.view(np.uint32) ^ np.uint32(site))
+    return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, -1)[..., :num]
+
+
+def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) -> np.ndarray:
+    """What is kept of attention weights: [B, num_heads, T, T] bool, query by key; heads share bits as features do.
+
+    Args:
+        seeds: [B, T] int32, of tokens. A weight's mask depends on its two tokens alone.
+    """
+    queries = finalise(seeds.view(np.uint32) ^ np.uint32(site))
+    pairs = feature_seeds(-(-num_heads // 2))
+    keys = finalise(seeds.view(np.uint32)[:, None] ^ pairs[:, None])
+    return _split(queries[:, None, :, None] ^ keys[:, :, None], rate, 1)[:, :num_heads]
+
+
+def _split(mixed: np.ndarray, rate: float, axis: int) -> np.ndarray:
+    """Two decisions of each word, those of the upper halves first."""
+    bits = finalise(mixed)
+    halves = np.concatenate([bits, bits << np.uint32(16)], axis)
+    return halves.view(np.int32) >= np.int32(least_kept(rate))
