@@ -321,7 +321,7 @@ def jax_leaks(sizes: Sizes) -> Figures:
     from lmmods.core.hf_config import load_config
 
     network = hub.network(load_config(sizes.clm_config(sizes.row_layers)), "causal", compute_dtype="bfloat16")
-    params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), network.init(key)))(jax.random.key(0))
+    params = jax.device_put(network.init(0, "bfloat16"))
     packed, place, positions = documents(sizes)
     run = jax.jit(lambda batch: network.logits(params, network.hidden(params, batch)[0]))
     row = {"input_ids": jnp.array([packed])}

@@ -81,8 +81,9 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
             arguments = recipe(f"{engine}.yaml", **{
                 "engine": engine, "model": {"class_path": name, "init_args": model}, **({"data": data} if data else {}),
                 "data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": longest,
-                "trainer__max_steps": 20, "trainer__gradient_clip_val": 0.5,
-                "trainer__val_check_interval": 20, "trainer__accumulate_grad_batches": 2,
+                "data__init_args__tokenizer": str(tokenizer), "trainer__max_steps": 20,
+                "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": 20,
+                "trainer__accumulate_grad_batches": 2,
                 "trainer__default_root_dir": str(run.root), **changes})
             assert main(["fit", *arguments]) == 0
             assert main(["predict", *arguments, "--ckpt_path", "last"]) == 0
@@ -125,12 +126,13 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("CLM", {"data__init_args__pad_to_multiple_of": 8}),
     ("CLM", {"model__init_args__lora": {**LORA, "rslora": True, "modules_to_save": ["lm_head"]}}),
     ("CLM", QLORA),
+    ("CLM", {"model__init_args__pretrained": None, "model__init_args__config": GPT2}),
     ("MLM", {}),
     ("MLM", QLORA),
     ("QA", {}),
     ("QA", QLORA),
-], ids=["sft", "sft-nf4-packed", "sft-dora-grouped", "sft-fp4", "clm", "clm-rslora", "clm-nf4", "mlm", "mlm-nf4", "qa",
-        "qa-nf4"])
+], ids=["sft", "sft-nf4-packed", "sft-dora-grouped", "sft-fp4", "clm", "clm-rslora", "clm-nf4", "clm-from-scratch",
+        "mlm", "mlm-nf4", "qa", "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)

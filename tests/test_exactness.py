@@ -141,7 +141,8 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig
 
-    from lmmods.core.initializers import init_lora_A
+    from lmmods.core.adapters import saved_name
+    from lmmods.core.initialization import draw, lora_a
     from lmmods.data.sft import SFTData
 
     adam = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
@@ -160,7 +161,7 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).train()
     for name, param in model.named_parameters():
         if "lora_A" in name:
-            param.data = torch.from_numpy(init_lora_A(7, name, tuple(param.shape)))
+            param.data = torch.from_numpy(draw(7, saved_name(name), lora_a(param.shape[1]), param.shape))
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
     for batch, row in zip(data.train_dataloader(), rows, strict=False):

@@ -125,6 +125,11 @@ def plain_layers(num_layers: int, scale: float, window: int | None = None) -> di
             "passes": tuple(range(num_layers))}
 
 
+def initial_std(config: Any) -> float:
+    """Standard deviation of first matrices, as transformers reads it: 0.02 where the configuration has 0 or none."""
+    return config.initializer_range or 0.02
+
+
 def refuse(config: Any, **unsupported: Any) -> None:
     """Raise UserError if a field of the configuration has a value other than the one given here.
 

@@ -122,10 +122,10 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float,
 class Attention(nnx.Module):
     """Self-attention of one layer with its projections."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         self.arch, self.blocked = arch, build.blocked
         inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        kwargs = {"build": build, "rngs": rngs, "conv1d": arch.conv1d}
+        kwargs = {"build": build, "conv1d": arch.conv1d}
         if arch.fused_qkv:
             self.qkv = Linear(arch.hidden_size, inner + 2 * kv, "layers.attn.qkv", std=arch.layer_std,
                               bias=arch.qkv_bias, **kwargs)

@@ -12,8 +12,8 @@ from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm
 class MLP(nnx.Module):
     """down(act(up(x))), gated (Shazeer 2020): down(act(gate(x)) * up(x))."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
-        kwargs = {"build": build, "rngs": rngs, "bias": arch.mlp_bias, "conv1d": arch.conv1d}
+    def __init__(self, arch: Architecture, build: Build):
+        kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d}
         self.activation = arch.activation
         self.gate = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.gate", std=arch.layer_std, **kwargs
                            ) if arch.gated else None
@@ -28,11 +28,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer of a decoder or encoder; the residual stream keeps the dtype in which it comes."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
-        self.attn = Attention(arch, build, rngs)
+        self.attn = Attention(arch, build)
         self.attn_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
-        self.mlp = MLP(arch, build, rngs)
+        self.mlp = MLP(arch, build)
         self.mlp_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
 
     def __call__(self, x: Array, mask: Array, scale: Array, angles: tuple[Array, Array] | None, seeds: Seeds | None,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_engine.distributed.tree import Tree, flatten, unflatten
@@ -15,6 +14,7 @@ from lmmods.core import hf_config
 from lmmods.core.adapters import quantised_in_full, tokens_to_train
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import TaskFields
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
@@ -44,7 +44,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         params = loading.load(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
                               fields.double_quant)
     else:
-        params = jax.tree.map(lambda x: np.asarray(x).astype(stored), network.init(jax.random.key(seed)))
+        params = network.init(seed, stored)
     num_rows = network.config.vocab_size
     network, params = _with_rows_for(len(data.tokenizer), network, params, options)
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
@@ -65,12 +65,13 @@ def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dic
     say(hf_config.new_rows_message(num_tokens, old))
     network.config.vocab_size = num_tokens
     wider = hub.network(network.config, network.head, **options)
-    shapes = flatten(jax.eval_shape(wider.init, jax.random.key(0)))
+    shapes = flatten(wider.shapes)
     leaves = {}
     for path, leaf in flatten(params).items():
         missing = shapes[path].shape[0] - leaf.shape[0] if leaf.ndim else 0
-        mean = leaf.astype(np.float32).mean(0, keepdims=True).astype(leaf.dtype) if missing else None
-        leaves[path] = np.concatenate([leaf, np.repeat(mean, missing, 0)]) if missing else leaf
+        if missing:
+            leaf = np.concatenate([leaf, *[mean_row(leaf.astype(np.float32)).astype(leaf.dtype)] * missing])
+        leaves[path] = leaf
     return wider, unflatten(leaves)
 
 

@@ -1,6 +1,5 @@
 """The two ends of a decoder: embedding of tokens and positions, and the head that names the next token."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -10,16 +9,18 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.linear import Build, Embedding, vocabulary_logits
 from jax_engine.models.names import TOKEN_ROWS
+from jax_engine.models.parameters import parameter
+from lmmods.core.initialization import Normal
 
 
 class DecoderEmbedding(nnx.Module):
     """Tokens, and positions unless they are rotary."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
-        self.tokens = Embedding(arch.vocab_size, arch.hidden_size, rngs, std=arch.init_std, padding_id=arch.padding_id,
+        self.tokens = Embedding(arch.vocab_size, arch.hidden_size, std=arch.init_std, padding_id=arch.padding_id,
                                 tokens=build.rows.get("embed.tokens", ()))
-        self.positions = Embedding(arch.max_positions, arch.hidden_size, rngs, std=arch.init_std
+        self.positions = Embedding(arch.max_positions, arch.hidden_size, std=arch.init_std
                                    ) if arch.positions == "learned" else None
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
@@ -44,14 +45,13 @@ def sinusoids(arch: Architecture) -> np.ndarray:
 class LMHead(nnx.Module):
     """Logits over the vocabulary in float32; the matrix is the embedding's where the two are tied."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         self.build = build
-        self.weight = None if arch.tied else nnx.Param(
-            arch.init_std * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size)))
-        self.bias = nnx.Param(jnp.zeros(arch.vocab_size)) if arch.head_bias else None
+        self.weight = None if arch.tied else parameter((arch.vocab_size, arch.hidden_size), Normal(arch.init_std))
+        self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
         self.tokens = build.rows.get("embed.tokens" if arch.tied else "head", ())
         if self.tokens and not arch.tied:
-            self.trainable_tokens_delta = nnx.Param(jnp.zeros((len(self.tokens), arch.hidden_size)))
+            self.trainable_tokens_delta = parameter((len(self.tokens), arch.hidden_size), 0.0)
 
     def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
         """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding."""

@@ -1,6 +1,5 @@
 """The two ends of an encoder: embeddings with their norm, and the heads for masked tokens and answer spans."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -9,23 +8,25 @@ from jax import Array
 from jax_engine.models.architecture import Architecture
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, product
+from jax_engine.models.parameters import parameter
+from lmmods.core.initialization import Normal
 
 
 class EncoderEmbedding(nnx.Module):
     """Tokens, positions and types, normed; widened where the tables are narrower than the network."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
         size = arch.embedding_size or arch.hidden_size
-        self.tokens = Embedding(arch.vocab_size, size, rngs, std=arch.init_std, padding_id=arch.padding_id,
+        self.tokens = Embedding(arch.vocab_size, size, std=arch.init_std, padding_id=arch.padding_id,
                                 tokens=build.rows.get("embed.tokens", ()))
-        self.positions = Embedding(arch.max_positions, size, rngs, std=arch.init_std,
+        self.positions = Embedding(arch.max_positions, size, std=arch.init_std,
                                    padding_id=arch.padding_id if arch.positions_after_padding else None)
         if arch.sinusoid_init:
-            self.positions.weight[...] = jnp.asarray(interleaved_sinusoids(arch.max_positions, size))
-        self.types = Embedding(arch.num_types, size, rngs, std=arch.init_std) if arch.num_types else None
+            self.positions.weight = parameter((arch.max_positions, size), interleaved_sinusoids)
+        self.types = Embedding(arch.num_types, size, std=arch.init_std) if arch.num_types else None
         self.norm = Norm(size, arch.norm, arch.norm_eps)
-        self.project = Linear(size, arch.hidden_size, "embed.project", build, rngs, std=arch.init_std
+        self.project = Linear(size, arch.hidden_size, "embed.project", build, std=arch.init_std
                               ) if arch.embedding_size else None
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
@@ -46,12 +47,12 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
 class MLMHead(nnx.Module):
     """Dense layer, activation, norm, then the embedding's table and a bias: float32 logits over the vocabulary."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         size = arch.embedding_size or arch.hidden_size
         self.activation, self.build = arch.head_activation, build
-        self.dense = Linear(arch.hidden_size, size, "head.dense", build, rngs, std=arch.init_std)
+        self.dense = Linear(arch.hidden_size, size, "head.dense", build, std=arch.init_std)
         self.norm = Norm(size, arch.norm, arch.norm_eps)
-        self.bias = nnx.Param(jnp.zeros(arch.vocab_size))
+        self.bias = parameter((arch.vocab_size,), 0.0)
 
     def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
         """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding, a table [V, E]."""
@@ -62,10 +63,10 @@ class MLMHead(nnx.Module):
 class SpanHead(nnx.Module):
     """Logits of an answer's start and end at each position, float32 [..., 2]."""
 
-    def __init__(self, arch: Architecture, build: Build, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, build: Build):
         self.build = build
-        self.weight = nnx.Param(arch.init_std * jax.random.normal(rngs.params(), (2, arch.hidden_size)))
-        self.bias = nnx.Param(jnp.zeros(2))
+        self.weight = parameter((2, arch.hidden_size), Normal(arch.init_std))
+        self.bias = parameter((2,), 0.0)
 
     def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
         logits = product(hidden, self.weight[...], self.build, result=jnp.float32)

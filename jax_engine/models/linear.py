@@ -15,8 +15,10 @@ from flax import nnx
 from jax import Array
 
 from jax_engine.models.dropout import Seeds, dropout
+from jax_engine.models.parameters import Rows, parameter
 from jax_engine.models.quant import Quantized
 from lmmods.core.errors import UserError
+from lmmods.core.initialization import Normal, lora_a
 from lmmods.core.settings import LoRA
 
 
@@ -80,20 +82,17 @@ class Linear(nnx.Module):
     (Hu et al. 2021), rank-stabilised (Kalajdzievski 2023), weight-decomposed (DoRA, Liu et al. 2024).
     """
 
-    def __init__(self, in_size: int, out_size: int, path: str, build: Build, rngs: nnx.Rngs, *, std: float,
-                 bias: bool = True, conv1d: bool = False):
+    def __init__(self, in_size: int, out_size: int, path: str, build: Build, *, std: float, bias: bool = True,
+                 conv1d: bool = False):
         self.path, self.build, self.conv1d = path, build, conv1d
-        shape = (in_size, out_size) if conv1d else (out_size, in_size)
-        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape))
-        self.bias = nnx.Param(jnp.zeros(out_size)) if bias else None
+        self.weight = parameter((in_size, out_size) if conv1d else (out_size, in_size), Normal(std))
+        self.bias = parameter((out_size,), 0.0) if bias else None
         self.adapted = path in build.adapted
         if self.adapted:
-            rank = build.lora.rank
-            bound = 1 / math.sqrt(in_size)  # kaiming_uniform with a = sqrt(5)
-            self.lora_A = nnx.Param(jax.random.uniform(rngs.params(), (rank, in_size), minval=-bound, maxval=bound))
-            self.lora_B = nnx.Param(jnp.zeros((out_size, rank)))
+            self.lora_A = parameter((build.lora.rank, in_size), lora_a(in_size))
+            self.lora_B = parameter((out_size, build.lora.rank), 0.0)
             if build.lora.dora:
-                self.lora_magnitude_vector = nnx.Param(row_norms(self.weight[...], conv1d))
+                self.lora_magnitude_vector = parameter((out_size,), 1.0)  # what it starts as depends on the weight
 
     def __call__(self, x: Array, seeds: Seeds | None = None) -> Array:
         """Features [..., in] to [..., out]; `seeds` are for the adapter's dropout."""
@@ -194,14 +193,13 @@ class Embedding(nnx.Module):
     Those of `tokens` are replaced by rows that train while the table does not, as PEFT's trainable tokens.
     """
 
-    def __init__(self, num: int, size: int, rngs: nnx.Rngs, *, std: float, padding_id: int | None = None,
+    def __init__(self, num: int, size: int, *, std: float, padding_id: int | None = None,
                  tokens: tuple[int, ...] = ()):
         self.padding_id = None if padding_id is None else padding_id % num
-        table = std * jax.random.normal(rngs.params(), (num, size))
-        self.weight = nnx.Param(table if self.padding_id is None else table.at[self.padding_id].set(0.0))
+        self.weight = parameter((num, size), Rows(std, self.padding_id))
         self.tokens = tokens
         if tokens:
-            self.trainable_tokens_delta = nnx.Param(jnp.zeros((len(tokens), size)))
+            self.trainable_tokens_delta = parameter((len(tokens), size), 0.0)
 
     def __call__(self, ids: Array) -> Array:
         rows = jnp.take(self.weight[...], ids, axis=0)  # ids outside the table give NaN, which the trainer reports
@@ -221,8 +219,8 @@ class Norm(nnx.Module):
 
     def __init__(self, size: int, kind: str, eps: float):
         self.kind, self.eps = kind, eps
-        self.weight = nnx.Param(jnp.zeros(size) if kind == "rms_plus_one" else jnp.ones(size))
-        self.bias = nnx.Param(jnp.zeros(size)) if kind == "layer" else None
+        self.weight = parameter((size,), 0.0 if kind == "rms_plus_one" else 1.0)
+        self.bias = parameter((size,), 0.0) if kind == "layer" else None
 
     def __call__(self, x: Array) -> Array:
         wide, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)

@@ -22,7 +22,6 @@ from jax_engine.models.network import Network, Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import no_model
-from lmmods.core.initializers import init_weight
 from lmmods.core.weights_files import check_weights, reading_weights
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
@@ -89,7 +88,8 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     tree = leaves.tree()
     if headless:
         say(f"{folder} has no {network.head} head: {some(sorted(headless))} start at random.")
-        tree = unflatten(flatten(tree) | _init_head(network, headless, seed, leaves.dtype))
+        head = [path for name, path, _ in network.names(plain=True) if name in headless]
+        tree = unflatten(flatten(tree) | flatten(network.init(seed, leaves.dtype, head)))
     return adapters.add_adapter(network, tree, seed) if network.lora else tree
 
 
@@ -148,17 +148,6 @@ def _check_complete(network: Network, leaves: Leaves, problems: list[str], folde
                         f"Missing: {some(sorted(missing - headless)) or 'nothing'}. "
                         f"Not expected: {some(sorted(problems)) or 'nothing'}.")
     return headless
-
-
-def _init_head(network: Network, names: set[str], seed: int, dtype: np.dtype) -> dict[LeafPath, np.ndarray]:
-    """A head as `init_weight` starts it on either engine."""
-    fresh = jax.device_get(jax.jit(lambda key: network.init(key)["head"])(jax.random.key(seed)))
-    leaves = {("head", *path): np.asarray(leaf) for path, leaf in flatten(fresh).items()}
-    for name, path, _ in network.names(plain=True):
-        if name in names and "norm" not in ".".join(path):
-            std = getattr(network.config, "initializer_range", 0.02)
-            leaves[path] = init_weight(seed, name, network.shape(path), std)
-    return {path: leaf.astype(dtype) for path, leaf in leaves.items()}
 
 
 def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import flatten, split, unflatten
 from jax_engine.models.architecture import Head
-from jax_engine.models.names import LORA_LEAVES, TOKEN_ROWS
+from jax_engine.models.names import TOKEN_ROWS
 from jax_engine.models.network import Network, Tree
 from lmmods.core.adapters import (
     SETTINGS,
@@ -18,12 +17,13 @@ from lmmods.core.adapters import (
     adapter_config,
     check_rows,
     modules_in_full,
+    saved_name,
     token_indices,
     trained_rows,
 )
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.initializers import init_lora_A
+from lmmods.core.initialization import row_norms
 from lmmods.core.settings import LoRA
 
 WEIGHTS = "adapter_model.safetensors"
@@ -105,26 +105,21 @@ def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str,
 
 
 def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
-    """The base (numpy arrays) with new adapters, float32: A of `init_lora_A`, B zero, DoRA's |W|, the base's rows."""
+    """The base (numpy arrays) with new adapters, float32: A at random, B zero, DoRA's |W|, the base's rows."""
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
         # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
         leaves["head", "weight"] = leaves["embed", "tokens", "weight"].copy()
-    first: dict[LeafPath, list[np.ndarray]] = {}
-    for name, path, _ in network.names():
-        if path[-1] == "lora_A":
-            first.setdefault(path, []).append(init_lora_A(seed, name, network.shape(path)))
+    drawn = [path for path in flatten(network.shapes) if path[-1] in ("lora_A", "lora_B")]
+    leaves |= flatten(network.init(seed, paths=drawn))
     for path, shape in flatten(network.shapes).items():
-        if path[-1] == "lora_A":
-            leaves[path] = np.stack(first[path]).reshape(shape.shape)
-        elif path[-1] == "lora_B":
-            leaves[path] = np.zeros(shape.shape, np.float32)
-        elif path[-1] == TOKEN_ROWS:
+        if path[-1] == TOKEN_ROWS:
             tokens = network.build.rows[".".join(path[:-1])]
             leaves[path] = leaves[(*path[:-1], "weight")][list(tokens)].astype(np.float32)
         elif path[-1] == "lora_magnitude_vector":
-            weight = leaves[(*path[:-1], "weight")].astype(np.float32)
-            leaves[path] = np.linalg.norm(weight, axis=-2 if network.arch.conv1d else -1)
+            weight = np.asarray(leaves[(*path[:-1], "weight")].astype(np.float32))
+            norms = [row_norms(layer, network.arch.conv1d) for layer in weight.reshape(-1, *weight.shape[-2:])]
+            leaves[path] = np.stack(norms).reshape(shape.shape)
     return unflatten(leaves)
 
 
@@ -138,7 +133,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
     folder, lora = Path(folder), network.lora
     folder.mkdir(parents=True, exist_ok=True)
     trained, _ = split(params, network.trainable(params))
-    save_file({_file_name(name): value for name, value in network.to_torch(trained).items()}, folder / WEIGHTS,
+    save_file({saved_name(name): value for name, value in network.to_torch(trained).items()}, folder / WEIGHTS,
               metadata={"format": "pt"})
     adapted = sorted(name for ours in network.build.adapted for name in network.torch_modules(ours))
     to_save = sorted(name for ours in network.to_save for name in network.torch_modules(ours))
@@ -208,7 +203,7 @@ def load_adapter(network: Network, folder: str | Path) -> Tree:
     if not file.is_file():
         raise UserError(f"model.adapter: {folder} holds no {WEIGHTS}.")
     tensors = load_file(file)
-    wanted = {_file_name(name): (name, network.shape(path)) for name, path, _ in network.names()
+    wanted = {saved_name(name): (name, network.shape(path)) for name, path, _ in network.names()
               if network.trains(path)}
     wrong = [f"{name} {tensors[name].shape} (wanted {shape})" for name, (_, shape) in wanted.items()
              if name in tensors and tensors[name].shape != shape]
@@ -222,12 +217,3 @@ def load_adapter(network: Network, folder: str | Path) -> Tree:
 def _unsupported(folder: str | Path, name: str, value: object) -> UserError:
     return UserError(f"model.adapter: {folder}/{SETTINGS} has {name}: {value!r}, which the JAX engine does not "
                      "support. Use engine: torch.")
-
-
-def _file_name(name: str) -> str:
-    """PEFT's name of a parameter in its file, where the adapter's own name is left out."""
-    name = name.replace(".modules_to_save.default.", ".")
-    for leaf in LORA_LEAVES[:2]:
-        name = name.replace(f".{leaf}.default.", f".{leaf}.")
-    name = name.replace(f".{TOKEN_ROWS}.default", f".{TOKEN_ROWS}")
-    return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")

@@ -6,6 +6,7 @@ import numpy as np
 
 from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
+from lmmods.core.adapters import saved_name
 from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
@@ -59,6 +60,14 @@ class Names:
         """Shape of a leaf, of one layer where it is stacked."""
         shape = self._leaves[path].shape
         return shape[1:] if path[0] == "layers" else shape
+
+    def file_names(self, path: Path) -> list[str]:
+        """Names of a leaf in a Hugging Face folder, of an adapter's in PEFT's: one, or one for each layer."""
+        named = self._saved_name if path[-1] in ADAPTER_LEAVES else self._plain
+        return [named(path, layer) for layer in (range(self._stored) if path[0] == "layers" else [None])]
+
+    def _saved_name(self, path: Path, layer: int | None) -> str:
+        return saved_name(self.name(path, layer))
 
     def module(self, ours: str, layer: int | None) -> str:
         """Torch's name of one of our modules, without any wrapping."""

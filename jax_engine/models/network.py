@@ -4,6 +4,7 @@ Flax NNX modules define the parts; between calls there is only a nested dict of 
 `{embed, layers, norm, head}`, in which every leaf of `layers` has the layer as its leading axis.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
 
-from jax_engine.distributed.tree import flatten, unflatten
+from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
@@ -22,6 +23,7 @@ from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
 from jax_engine.models.linear import Build, Linear, Norm
 from jax_engine.models.names import Names
+from jax_engine.models.parameters import Start, first_values, starts
 from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
@@ -51,9 +53,11 @@ class Network(Names):
         self.fused = fused.choose(arch, build.dtype, head, build.attention)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
+        self._starts: dict[Path, Start] = {}
         shapes: Tree = {}
         for name, part in self._parts().items():
-            module = nnx.eval_shape(lambda part=part: part(nnx.Rngs(0)))
+            module = nnx.eval_shape(part)
+            self._starts |= {(name, *path): start for path, start in starts(module).items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             graph, state = nnx.split(module)
             self._graphs[name], shapes[name] = graph, nnx.to_pure_dict(state)
@@ -67,25 +71,27 @@ class Network(Names):
         self._sites = site_seeds(self, family, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:
-        """How to make each part of the network from random numbers."""
+        """How to make each part of the network."""
         arch, build = self.arch, self.build
         embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
-        parts = {"embed": lambda rngs: embedding(arch, build, rngs), "layers": lambda rngs: Block(arch, build, rngs)}
+        parts = {"embed": lambda: embedding(arch, build), "layers": lambda: Block(arch, build)}
         if arch.final_norm_eps is not None:
-            parts["norm"] = lambda rngs: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
-        return parts | {"head": lambda rngs: HEADS[self.head](arch, build, rngs)}
+            parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
+        return parts | {"head": lambda: HEADS[self.head](arch, build)}
 
-    def init(self, key: Array) -> Tree:
-        """Random parameters with the distributions of transformers, float32; may be jitted."""
-        def make(part: Any, key: Array) -> Tree:
-            return nnx.to_pure_dict(nnx.split(part(nnx.Rngs(key)))[1])
+    def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
+        """First parameters as numpy arrays: the distributions of transformers, and the values that torch gets.
 
-        parts = self._parts()
-        keys = dict(zip(parts, jax.random.split(key, len(parts))))
-        layer_keys = jax.random.split(keys["layers"], self.arch.num_stored_layers)
-        params = {name: jax.vmap(lambda k, part=part: make(part, k))(layer_keys) if name == "layers"
-                  else make(part, keys[name]) for name, part in parts.items()}
-        return {name: part for name, part in params.items() if part}
+        Of an adapter: those of PEFT; what starts from the weights of the base, `add_adapter` puts right.
+
+        Args:
+            paths: Of the leaves to make; None makes all.
+        """
+        leaves = {}
+        for path in flatten(self.shapes) if paths is None else paths:
+            values = first_values(self._starts[path], self.shape(path), seed, self.file_names(path))
+            leaves[path] = (values if path[0] == "layers" else values[0]).astype(jnp.dtype(dtype))
+        return unflatten(leaves)
 
     def hidden(self, params: Tree, batch: dict[str, Array], training: bool = False, cache: Tree | None = None
                ) -> Array | tuple[Array, Tree]:

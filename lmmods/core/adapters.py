@@ -1,6 +1,7 @@
 """LoRA adapters on both engines: which modules carry one, which train in full beside it, and what a folder holds."""
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ def quantised_in_full(module: str, kind: str) -> str:
     """What to say where `modules_to_save` names a module whose weight is quantised."""
     return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name it in "
             "lora.targets instead, or set model.quantize to null.")
+
+
+def saved_name(name: str) -> str:
+    """PEFT's name of a parameter in its file, from that in the model, where the adapter has a name of its own."""
+    name = name.replace(".modules_to_save.default.", ".").replace(".lora_magnitude_vector.default.weight",
+                                                                  ".lora_magnitude_vector")
+    return re.sub(r"\.(lora_\w+|trainable_tokens_delta)\.default\b", r".\1", name)
 
 
 def adapter_config(folder: str | Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lmmods.torch_engine.compat import peft as compat
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
@@ -56,3 +57,18 @@ def test_rows_of_tokens_that_train():
         trained.fill_(2.0)
     assert torch.equal(head.weight[[1, 4]], torch.full((2, 4), 2.0)), mend("peft", compat.trained_rows)
     assert compat.trained_rows(layer) is None
+
+
+@pytest.mark.parametrize(("layer", "is_conv1d"), [(nn.Linear(4, 6), False), (Conv1D(6, 4), True)])
+def test_adapters_start_again(layer, is_conv1d):
+    lora = adapted(layer, use_dora=True)
+    with torch.no_grad():
+        lora.lora_A["default"].weight.zero_()
+        lora.lora_B["default"].weight.fill_(1.0)
+    compat.reset_adapter(lora)
+    assert lora.lora_A["default"].weight.std() > 0.1 and not lora.lora_B["default"].weight.any(), mend(
+        "peft", compat.reset_adapter)
+    (magnitude, weight, found), = compat.magnitudes(lora)
+    assert weight is layer.weight and found == is_conv1d, mend("peft", compat.magnitudes)
+    torch.testing.assert_close(magnitude, weight.norm(dim=0 if is_conv1d else 1))
+    assert list(compat.magnitudes(adapted())) == []

@@ -43,3 +43,24 @@ def test_a_model_stays_where_it_is():
     for move in (lambda: layer.to("meta"), lambda: layer.double(), lambda: layer.to(torch.bfloat16)):
         assert move() is layer and layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu", mend(
             "torch", compat.never_move)
+
+
+def test_every_operation_is_seen():
+    class Seen(compat.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func)
+            return func(*args, **kwargs or {})
+
+    names, aten = [], torch.ops.aten
+    with Seen():
+        layer = nn.Embedding(3, 2, padding_idx=0)
+        with torch.no_grad():
+            nn.init.kaiming_uniform_(layer.weight)
+            layer.weight.data.normal_(0.0, 0.1)
+            layer.weight.zero_()
+    drawn = [aten.normal_.default, aten.select.int, aten.fill_.Scalar, aten.uniform_.default, aten.normal_.default,
+             aten.zero_.default]
+    assert [func for func in names if func in drawn] == drawn, mend("torch", compat.tensors_in)
+    assert aten.select.int.is_view and not aten.fill_.Scalar.is_view, mend("torch", compat.tensors_in)
+    one, two = torch.ones(1), torch.ones(2)
+    assert compat.tensors_in((one, [two, 3], {"a": "b"})) == [one, two], mend("torch", compat.tensors_in)

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
 from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -46,3 +54,59 @@ def test_gelu_of_gpt2_is_that_of_torch():
 def test_layers_are_of_one_class(llama):
     assert sum(isinstance(part, GradientCheckpointingLayer) for part in llama.modules()) == 1, mend(
         "transformers", compile_layers)
+
+
+class Plain(PreTrainedModel):
+    """Has a part that its `_init_weights` leaves alone."""
+
+    config_class = PreTrainedConfig
+    _no_split_modules = []
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first, self.second = nn.Linear(3, 3), nn.Bilinear(3, 3, 3)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            initialization.constant_(module.weight, 7.0)
+
+
+def test_models_are_made_without_first_weights():
+    with compat.without_first_weights():
+        model = Plain(PreTrainedConfig())
+        assert not (model.first.weight == 7).any(), mend("transformers", compat.without_first_weights)
+    before = model.second.weight.clone()
+    model.init_weights()
+    assert (model.first.weight == 7).all() and torch.equal(model.second.weight, before), mend(
+        "transformers", compat.without_first_weights)
+    assert (Plain(PreTrainedConfig()).first.weight == 7).all()
+
+
+def test_modules_are_entered_before_their_weights_are_drawn():
+    with compat.without_first_weights():
+        model = Plain(PreTrainedConfig())
+    seen = []
+    with compat.before_each_module(lambda module: seen.append((module, bool((model.first.weight == 7).any())))):
+        model.init_weights()
+    assert seen == [(model.first, False), (model.second, True), (model, True)], mend(
+        "transformers", compat.before_each_module)
+
+
+def test_missing_weights_are_drawn_at_one_place(tmp_path):
+    model = Plain(PreTrainedConfig())
+    model.save_pretrained(tmp_path, state_dict={"first.bias": torch.full((3,), 2.0)})
+    seen = []
+
+    def start(model, initialize):
+        before = model.first.weight.clone()
+        initialize()
+        seen.append((before, model.first.weight.clone(), model.first.bias.clone()))
+
+    with compat.around_missing_weights(start):
+        Plain.from_pretrained(tmp_path)
+    assert len(seen) == 1 and not (seen[0][0] == 7).any() and (seen[0][1] == 7).all() and (seen[0][2] == 2).all(), mend(
+        "transformers", compat.around_missing_weights)
+    Plain.from_pretrained(tmp_path)
+    assert len(seen) == 1

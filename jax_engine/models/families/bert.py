@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
 from jax_engine.models.linear import known_activation
 
 MODULES = {
@@ -33,7 +33,7 @@ def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
     """Architecture of a network built like BERT, changed by `choices`."""
     refuse(config, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True,
            position_embedding_type="absolute")
-    head_dim, std = config.hidden_size // config.num_attention_heads, config.initializer_range
+    head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
     act = known_activation(config.hidden_act)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,

@@ -4,14 +4,14 @@ import math
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, plain_layers
+from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
 
 BLOCK_NORM_EPS = 1e-6  # only the last norm reads layer_norm_epsilon
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
     head_dim = config.n_embd // config.n_head
-    std = config.initializer_range
+    std = initial_std(config)
     return Architecture(
         vocab_size=config.vocab_size, hidden_size=config.n_embd, num_layers=config.n_layer, num_heads=config.n_head,
         num_kv_heads=config.n_head, head_dim=head_dim, mlp_size=config.dff, activation="relu",

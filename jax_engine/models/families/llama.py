@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, plain_layers
+from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
 from jax_engine.models.attention import rope_of
 from jax_engine.models.linear import known_activation
 
@@ -28,7 +28,7 @@ MODULES = {
 def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
     """Architecture of a network built like Llama, changed by `choices`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    std = config.initializer_range
+    std = initial_std(config)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim,

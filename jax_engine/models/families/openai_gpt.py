@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
 
 # Its own table of activations: "gelu" is the tanh approximation here.
 ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -16,7 +16,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return Architecture(
         vocab_size=config.vocab_size, hidden_size=config.n_embd, num_layers=config.n_layer, num_heads=config.n_head,
         num_kv_heads=config.n_head, head_dim=head_dim, mlp_size=4 * config.n_embd,
-        activation=ACTIVATIONS[config.afn], norm_eps=config.layer_norm_epsilon, init_std=config.initializer_range,
+        activation=ACTIVATIONS[config.afn], norm_eps=config.layer_norm_epsilon, init_std=initial_std(config),
         layer_std=CONV1D_STD, residual_std=CONV1D_STD, causal=True, post_norm=True,
         max_positions=config.n_positions, fused_qkv=True, conv1d=True, tied=config.tie_word_embeddings,
         embedding_dropout=config.embd_pdrop, attention_dropout=config.attn_pdrop,

@@ -4,6 +4,8 @@ Held by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`, 
 `base_layer`, `active_adapters`, `merged`, `disable_adapters`) are those that PEFT documents for custom layers.
 """
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 KINDS = ("Linear", "Linear4bit")
@@ -37,3 +39,28 @@ def trained_rows(layer: nn.Module) -> tuple[nn.Module, list[int], Tensor] | None
         return None
     adapter, (name,) = layer.token_adapter, layer.token_adapter.active_adapters
     return adapter.base_layer, adapter.token_indices[name], adapter.trainable_tokens_delta[name]
+
+
+def reset_adapter(model: nn.Module) -> None:
+    """Draw the new adapters of a model again: `reset_lora_parameters` of each LoRA layer."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name in layer.active_adapters:
+                layer.reset_lora_parameters(name, init_lora_weights=True)
+
+
+def magnitudes(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Of each linear layer with DoRA: its magnitude [out], the base's matrix, and whether that is [in, out].
+
+    `lora_magnitude_vector` by the adapter's name, `fan_in_fan_out` and `dequantize_module_weight`.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.integrations import dequantize_module_weight
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for magnitude in layer.lora_magnitude_vector.values():
+                weight = dequantize_module_weight(layer.get_base_layer())
+                yield magnitude.weight, weight, layer.fan_in_fan_out

@@ -3,8 +3,14 @@
 `torch.nn.Module._apply` is replaced on models that lie on several devices: see `never_move`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees every operation that torch runs
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["DispatchMode"]
 
 
 def cpu_multiplies_bfloat16() -> bool:
@@ -30,3 +36,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def never_move(model: nn.Module) -> None:
     """Let nobody move or cast the model as a whole: `_apply` is what `to`, `cuda` and `float` all end in."""
     model._apply = lambda *_, **__: model
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments of an operation; `torch.utils` has no public name for its trees."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -4,6 +4,8 @@ Each use is held by tests/compat/test_transformers.py. The attention functions t
 `sdpa_attention_forward` are documented under "Attention interface".
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,3 +30,50 @@ def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[s
     Architectures override it, so there is nothing of one's own to put in its place in a `custom_generate`.
     """
     return model._update_model_kwargs_for_generation(outputs, kwargs)
+
+
+@contextmanager
+def without_first_weights() -> Iterator[None]:
+    """Models of transformers that are made keep what their parts started with, and are not tied: `init_weights`.
+
+    `initialization.no_init_weights` takes away the parts' own start too, which some architectures keep.
+    """
+    with _in_place_of("init_weights", lambda _: lambda model: None):
+        yield
+
+
+@contextmanager
+def around_missing_weights(start: Callable[[nn.Module, Callable[[], None]], None]) -> Iterator[None]:
+    """`start` is called where from_pretrained draws the weights that its files lack: `initialize_weights`.
+
+    Args:
+        start: Takes the model and what draws its weights, which spares those that the files hold.
+    """
+    with _in_place_of("initialize_weights", lambda original: lambda model: start(model, lambda: original(model))):
+        yield
+
+
+@contextmanager
+def before_each_module(enter: Callable[[nn.Module], None]) -> Iterator[None]:
+    """`enter` is called with each module before its model draws its weights: `_initialize_weights`."""
+    def entered(original: Callable) -> Callable:
+        def initialize(model: nn.Module, module: nn.Module, *args: Any) -> None:
+            enter(module)
+            original(model, module, *args)
+
+        return initialize
+
+    with _in_place_of("_initialize_weights", entered):
+        yield
+
+
+@contextmanager
+def _in_place_of(method: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
+    from transformers import PreTrainedModel
+
+    original = getattr(PreTrainedModel, method)
+    setattr(PreTrainedModel, method, replacement(original))
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, method, original)

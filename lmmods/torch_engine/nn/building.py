@@ -17,6 +17,7 @@ from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
+from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 
@@ -71,8 +72,8 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
                              vocabulary)
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         with _sizes_checked(), choosing_attention(fields.attention):
-            return auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
-                                    trust_remote_code=fields.trust_remote_code)
+            return from_config(lambda: auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
+                                                        trust_remote_code=fields.trust_remote_code), seed)
     return load_pretrained(auto, fields.pretrained, overrides=fields.config_overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,

@@ -1,6 +1,5 @@
 """From a folder or hub id to a network: dtypes, quantisation, missing weights, rows for new tokens."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,11 +7,12 @@ from torch import nn
 
 from lmmods.core.console import say, warn
 from lmmods.core.hf_config import check_saved_quantization, load_config, new_rows_message, saved_quantization
-from lmmods.core.initializers import init_weight
+from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
 from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 from lmmods.torch_engine.nn.attention import choosing_attention
+from lmmods.torch_engine.nn.initialization import missing_weights
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -53,16 +53,15 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if quantize and not saved:
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
     check_weights(pretrained)
-    with reading_weights(pretrained), choosing_attention(attention):
+    with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed):
         try:
-            model, info = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
-                                                     trust_remote_code=trust_remote_code, attn_implementation=attention,
-                                                     output_loading_info=True, **options)
+            model = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
+                                               trust_remote_code=trust_remote_code, attn_implementation=attention,
+                                               **options)
         except (ValueError, RuntimeError) as error:
             if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # says bitsandbytes
                 raise no_room(max_memory) from error
             raise
-    _start_missing(model, info["missing_keys"], seed)
     mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
@@ -75,16 +74,6 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
             if "Norm" in type(module).__name__:
                 module.float()
     return model.train()
-
-
-@torch.no_grad()
-def _start_missing(model: nn.Module, names: Iterable[str], seed: int) -> None:
-    """Weights that transformers has drawn itself start as on the other engine."""
-    params = dict(model.named_parameters())
-    std = getattr(model.config, "initializer_range", 0.02)
-    for name in set(names) & set(params):
-        if params[name].is_floating_point() and not ("norm" in name.lower() and name.endswith("weight")):
-            params[name].copy_(torch.from_numpy(init_weight(seed, name, tuple(params[name].shape), std)))
 
 
 def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype, skip: list[str] | None):
@@ -109,6 +98,6 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
     say(new_rows_message(num_tokens, old))
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
     for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
-        weight = layer.weight.data
-        weight[old:] = weight[:old].float().mean(dim=0, keepdim=True).to(weight.dtype)
+        for param in {layer.weight, getattr(layer, "bias", None)} - {None}:
+            param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
     return list(range(old, num_tokens))

@@ -12,8 +12,8 @@ from lmmods.core.adapters import (
     trained_rows,
 )
 from lmmods.core.errors import UserError, first_line
-from lmmods.core.initializers import init_lora_A
 from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn.initialization import start_adapter
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
@@ -48,12 +48,9 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         exclude_modules=["qa_outputs"] if task_type == "QUESTION_ANS" else None,
         task_type=task_type,
     )
-    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-    with torch.no_grad():
-        for name, param in wrapped.named_parameters():
-            if ".lora_A." in name:
-                param.copy_(torch.from_numpy(init_lora_A(seed, name, tuple(param.shape))))
-    return _cast_trainable(wrapped, dtype)
+    wrapped = _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)
+    start_adapter(wrapped, seed)
+    return wrapped
 
 
 def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Module:

@@ -61,6 +61,6 @@ def test_the_recipe_switches_it_off(monkeypatch, asked, fast_kernels, blocked):
     used = []
     monkeypatch.setattr(attention, "attend_blocked", lambda *args: used.append(True) or attend_blocked(*args))
     network = hub.network(config, "causal", fast_kernels=fast_kernels, attention=asked)
-    network.hidden(network.init(jax.random.key(0)), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
+    network.hidden(network.init(0), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
     assert bool(used) == blocked
     assert (network.build.cpu_forms, network.unroll) == ((True, 8) if fast_kernels else (False, 1))

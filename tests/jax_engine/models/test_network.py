@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
-from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS
+from hf_reference import CAUSAL, PAIRS
 
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
@@ -110,26 +109,6 @@ def test_packed_documents_are_as_apart(make_ref, name, head):
         assert np.abs(together[:, place] - apart).max() <= 1e-5 * np.abs(apart).max()
     changed = dict(packed, input_ids=np.concatenate([first[:, ::-1], ids[:, 5:]], 1))
     assert np.array_equal(np.asarray(forward(changed))[:, 5:9], together[:, 5:9])
-
-
-@every_language_model
-def test_random_start_has_the_distributions_of_transformers(name, head):
-    sizes = {"vocab_size": 300}
-    config = transformers.CONFIG_MAPPING[name](**FAMILIES[name] | sizes, initializer_range=0.05)
-    torch.manual_seed(0)
-    theirs = dict(getattr(transformers, AUTO[head]).from_config(config).named_parameters())
-    net = hub.network(config, head)
-    ours = net.to_torch(jax.jit(net.init)(jax.random.key(0)))
-    assert list(ours) == list(theirs)
-    for key, value in theirs.items():
-        value = value.detach().numpy()
-        assert ours[key].shape == value.shape, key
-        if value.std() == 0:
-            assert (ours[key] == value).all(), key
-        else:
-            spread = 5 / np.sqrt(2 * value.size) + 5 / np.sqrt(2 * value.size)
-            assert abs(ours[key].std() / value.std() - 1) < spread, key
-            assert ((ours[key] == 0).all(-1) == (value == 0).all(-1)).all(), key
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""How parameters start that no file holds: the same values on both engines.
+
+Each parameter has a Philox generator of its own (Salmon et al. 2011), whose key is made of the run's seed and the
+parameter's name in the Hugging Face folder (an adapter's: in PEFT's folder). Its values are drawn in row-major order,
+in blocks with counters of their own: they depend neither on the engine, the device, the number of threads or processes,
+nor on the order in which parameters are made.
+"""
+
+import hashlib
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmmods.core.ziggurat import standard_normal
+
+BLOCK = 1 << 16  # values with a counter of their own; another number gives other values
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A normal distribution, float32."""
+
+    std: float
+    mean: float = 0.0
+
+    def fill(self, generator: np.random.Generator, out: np.ndarray) -> None:
+        np.multiply(standard_normal(generator, out.size), np.float32(self.std), out=out)
+        if self.mean:
+            out += np.float32(self.mean)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """An even distribution from `low` to `high`, float32."""
+
+    low: float
+    high: float
+
+    def fill(self, generator: np.random.Generator, out: np.ndarray) -> None:
+        generator.random(dtype=np.float32, out=out)
+        out *= np.float32(self.high - self.low)
+        out += np.float32(self.low)
+
+
+def stream_key(seed: int, name: str) -> int:
+    """Key of a parameter's generator, 128 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest())
+
+
+def lora_a(num_inputs: int) -> Uniform:
+    """The distribution of PEFT's first A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as torch computes it."""
+    gain = math.sqrt(2 / (1 + math.sqrt(5) ** 2))
+    bound = math.sqrt(3) * (gain / math.sqrt(num_inputs))
+    return Uniform(-bound, bound)
+
+
+def draw(seed: int, name: str, distribution: Normal | Uniform, shape: tuple[int, ...]) -> np.ndarray:
+    """First values of a parameter, float32 of this shape."""
+    values = np.empty(shape, np.float32)
+    fill(seed, name, distribution, values)
+    return values
+
+
+def fill(seed: int, name: str, distribution: Normal | Uniform, out: np.ndarray) -> None:
+    """`draw` into an array that is there, float32 and contiguous."""
+    if not out.flags.c_contiguous:
+        raise ValueError(f"the array for {name} is not contiguous")
+    flat = out.reshape(-1)
+    key = stream_key(seed, name)
+
+    def fill_block(start: int) -> None:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=start // BLOCK << 64))
+        distribution.fill(generator, flat[start:start + BLOCK])
+
+    starts = range(0, flat.size, BLOCK)
+    if len(starts) == 1:
+        fill_block(0)
+    else:
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy lets others run while it draws
+            list(threads.map(fill_block, starts))
+
+
+def mean_row(table: np.ndarray) -> np.ndarray:
+    """The row [1, ...] with which tokens new to a model start, float32: the mean of its table's rows."""
+    return table.mean(0, keepdims=True, dtype=np.float64).astype(np.float32)
+
+
+def row_norms(matrix: np.ndarray, conv1d: bool) -> np.ndarray:
+    """Euclidean norm of each output's weights, float32 [out], with which DoRA's magnitude starts.
+
+    Args:
+        matrix: [out, in]; with `conv1d`, [in, out].
+    """
+    return np.sqrt(np.einsum("io,io->o" if conv1d else "oi,oi->o", matrix, matrix, dtype=np.float64)).astype(np.float32)

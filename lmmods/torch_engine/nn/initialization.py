@@ -1,0 +1,176 @@
+"""First weights on torch: each architecture's own initialisation, with random numbers of `core.initialization`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmmods.core.adapters import saved_name
+from lmmods.core.initialization import Normal, Uniform, draw, fill, row_norms, stream_key
+from lmmods.torch_engine.compat.peft import magnitudes, reset_adapter
+from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
+from lmmods.torch_engine.compat.transformers import (
+    around_missing_weights,
+    before_each_module,
+    without_first_weights,
+)
+
+aten = torch.ops.aten
+DISTRIBUTIONS = {
+    aten.normal_.default: lambda mean=0.0, std=1.0: Normal(std, mean),
+    aten.uniform_.default: lambda low=0.0, high=1.0: Uniform(low, high),
+}
+CONSTANTS = (aten.zero_.default, aten.fill_.Scalar)
+SHAPES_ALONE = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
+
+
+@dataclass
+class _Memory:
+    """Memory that waits for its values.
+
+    Args:
+        tensor: Keeps it.
+        number: Names it, if no parameter does.
+        writes: What has been written to it and to parts of it, in order.
+    """
+
+    tensor: Tensor
+    number: str
+    writes: list[tuple[Tensor, Callable, tuple]] = field(default_factory=list)
+
+
+class FirstWeights(DispatchMode):
+    """While this is entered, `normal_` and `uniform_` draw from the stream of the parameter that they fill.
+
+    They are carried out when something reads the values, or by `start`: what is drawn twice, or drawn and then tied to
+    something else, costs nothing. Part of a parameter gets the values that this part of the whole has. A tensor that
+    is no parameter has a stream by its module and a number. What else is random comes from torch's own generator, whose
+    seed each module sets.
+
+    Args:
+        seed: Of the run.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self._seed = seed
+        self._names: dict[int, str] = {}
+        self._waiting: dict[int, _Memory] = {}
+        self._place, self._num_unnamed = "", 0
+
+    @torch.no_grad()
+    def start(self, model: nn.Module, initialize: Callable[[], None], file_name: Callable[[str], str] = str) -> None:
+        """Run the initialisation of a model that has been made.
+
+        Args:
+            file_name: From a parameter's name in the model to that in the model's folder.
+        """
+        def names() -> dict[int, str]:
+            tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+            return {_memory(tensor): file_name(name) for name, tensor in reversed(tensors) if _is_real(tensor)}
+
+        before, modules = names(), {module: name for name, module in model.named_modules()}
+
+        def enter(module: nn.Module) -> None:
+            self._place, self._num_unnamed = modules[module], 0
+            torch.manual_seed(stream_key(self._seed, self._place) >> 64)
+
+        self._names = before
+        with before_each_module(enter):
+            initialize()
+        self._names = names()
+        for memory in list(self._waiting):
+            if memory in before and memory not in self._names:  # tied to something else
+                del self._waiting[memory]
+            else:
+                self._settle(memory)
+
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in DISTRIBUTIONS and _is_real(args[0]) and args[0].is_floating_point():
+            self._write(args[0], self._draw, (DISTRIBUTIONS[func](*args[1:]),))
+            return args[0]
+        if func in CONSTANTS and _is_real(args[0]) and _memory(args[0]) in self._waiting and not _is_whole(args[0]):
+            self._write(args[0], lambda _, tensor, *value: func(tensor, *value), args[1:])
+            return args[0]
+        if self._waiting and not func.is_view and func not in SHAPES_ALONE:
+            for tensor in tensors_in((args, kwargs)):
+                if _is_real(tensor) and _memory(tensor) in self._waiting:
+                    overwritten = tensor is args[0] and _is_whole(tensor) and func in (*CONSTANTS, aten.copy_.default)
+                    self._waiting.pop(_memory(tensor)) if overwritten else self._settle(_memory(tensor))
+        return func(*args, **kwargs or {})
+
+    def _write(self, tensor: Tensor, write: Callable, values: tuple) -> None:
+        memory = _memory(tensor)
+        waits = memory in self._waiting
+        if not waits:
+            self._num_unnamed += memory not in self._names
+            self._waiting[memory] = _Memory(tensor, f"{self._place}#{self._num_unnamed}")
+        if _is_whole(tensor):
+            self._waiting[memory].writes.clear()
+        self._waiting[memory].writes.append((tensor, write, values))
+        if not (waits or _is_whole(tensor)):  # the rest of it has values
+            self._settle(memory)
+
+    def _settle(self, memory: int) -> None:
+        waiting = self._waiting.pop(memory)
+        for tensor, write, values in waiting.writes:
+            write(self._names.get(memory, waiting.number), tensor, *values)
+
+    def _draw(self, name: str, tensor: Tensor, distribution: Normal | Uniform) -> None:
+        plain = tensor.detach()
+        if plain.device.type == "cpu" and plain.dtype == torch.float32 and plain.is_contiguous() and _is_whole(plain):
+            fill(self._seed, name, distribution, plain.numpy())
+        else:
+            size = plain.untyped_storage().nbytes() // plain.element_size()
+            values = torch.from_numpy(draw(self._seed, name, distribution, (size,)))
+            plain.copy_(values.as_strided(plain.shape, plain.stride(), plain.storage_offset()))
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() > 0
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def from_config(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model of transformers with first weights.
+
+    Args:
+        make: Makes it of a configuration.
+    """
+    with FirstWeights(seed) as weights:
+        with without_first_weights():
+            model = make()
+        weights.start(model, model.init_weights)
+    return model
+
+
+@contextmanager
+def missing_weights(seed: int) -> Iterator[None]:
+    """While this is entered, what the files of from_pretrained lack starts as in `from_config`."""
+    def start(model: nn.Module, initialize: Callable[[], None]) -> None:
+        with FirstWeights(seed) as weights:
+            weights.start(model, initialize)
+
+    with around_missing_weights(start):
+        yield
+
+
+@torch.no_grad()
+def start_adapter(model: nn.Module, seed: int) -> None:
+    """First weights of the new LoRA adapter around a model, with PEFT's distributions; DoRA's magnitudes."""
+    with FirstWeights(seed) as weights:
+        weights.start(model, lambda: reset_adapter(model), saved_name)
+    for magnitude, weight, is_conv1d in magnitudes(model):
+        norms = row_norms(weight.float().cpu().numpy(), is_conv1d)
+        magnitude.copy_(torch.from_numpy(norms))

@@ -1,0 +1,146 @@
+"""From the same recipe and seed both engines start with the same parameters, in the distributions of transformers."""
+
+import copy
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS
+from safetensors.torch import load_file
+from test_lora import TASKS
+
+from jax_engine.distributed.tree import flatten
+from jax_engine.models import building, hub, loading
+from jax_engine.models import lora as adapters
+from lmmods.core.hf_config import load_config
+from lmmods.core.initialization import draw, lora_a
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn.initialization import from_config
+from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
+from lmmods.torch_engine.nn.lora import add_lora
+
+every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
+SIZES = {"vocab_size": 300, "initializer_range": 0.05}
+
+
+def configuration(name: str, **changes):
+    return transformers.CONFIG_MAPPING[name](**FAMILIES[name] | SIZES | changes)
+
+
+def scratch(name: str, head: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
+    """A model of the torch engine from random weights."""
+    auto, config = getattr(transformers, AUTO[head]), configuration(name, **changes)
+    return from_config(lambda: auto.from_config(config, dtype=dtype), seed)
+
+
+def same(tree_of_names: dict[str, np.ndarray], model: torch.nn.Module) -> None:
+    theirs = {key: p for key, p in model.named_parameters() if key in tree_of_names}
+    assert list(theirs) == list(tree_of_names)
+    for key, value in tree_of_names.items():
+        assert str(value.dtype) == str(theirs[key].dtype).removeprefix("torch."), key
+        assert np.array_equal(value.astype(np.float32), theirs[key].detach().float().numpy()), key
+
+
+@every_pair
+def test_a_model_from_scratch_is_the_same_on_both_engines(name, head):
+    model = scratch(name, head, seed=5)
+    net = hub.network(configuration(name), head)
+    assert net.to_torch(net.init(5)).keys() == dict(model.named_parameters()).keys()
+    same(net.to_torch(net.init(5)), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_in_bfloat16_and_untied_too(name):
+    head, untied = ("causal", {"tie_word_embeddings": False}) if name == "llama" else ("masked", {})
+    net = hub.network(configuration(name, **untied), head)
+    same(net.to_torch(net.init(1, "bfloat16")), scratch(name, head, 1, torch.bfloat16, **untied))
+
+
+@every_pair
+def test_distributions_are_those_of_transformers(name, head):
+    """Mean and variance of every parameter, to five standard deviations of what chance makes of both."""
+    torch.manual_seed(0)
+    theirs = dict(getattr(transformers, AUTO[head]).from_config(configuration(name)).named_parameters())
+    for key, ours in scratch(name, head).named_parameters():
+        value, size = theirs[key].detach(), theirs[key].numel()
+        assert ours.shape == value.shape and ours.requires_grad, key
+        if value.std() == 0:
+            assert torch.equal(ours, value), key
+            continue
+        zeros = (value == 0).all(-1)
+        assert torch.equal((ours == 0).all(-1), zeros) and not torch.equal(ours, value), key
+        kept, other = ours[~zeros].double(), value[~zeros].double()
+        assert abs(kept.mean() - other.mean()) < 5 * value.std() * math.sqrt(2 / size), key
+        assert abs(kept.var() / other.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, key
+
+
+def test_position_tables_are_sines_where_the_configuration_says_so():
+    net = hub.network(configuration("distilbert", sinusoidal_pos_embds=True), "masked")
+    same(net.to_torch(net.init(0)), scratch("distilbert", "masked", sinusoidal_pos_embds=True))
+
+
+@pytest.mark.parametrize(("base", "name", "head"), [
+    ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
+    ("MistralForCausalLM", "mistral", "qa"), ("GPT2LMHeadModel", "gpt2", "qa")])
+def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scratch(base, name, head, tmp_path):
+    getattr(transformers, base)(configuration(name)).save_pretrained(tmp_path)
+    model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
+    net = hub.network(load_config(str(tmp_path)), head)
+    loaded = net.to_torch(loading.load(net, str(tmp_path), seed=5))
+    same(loaded, model)
+    first, heads = net.to_torch(net.init(5)), [key for key, path, _ in net.names() if path[0] == "head"]
+    assert heads and all(np.array_equal(loaded[key], first[key]) for key in heads)
+    assert not any(np.array_equal(loaded[key], first[key]) for key in first if key not in heads and first[key].std())
+
+
+def test_a_head_beside_a_quantised_base_is_the_same_too(tmp_path):
+    transformers.MistralForCausalLM(configuration("mistral", hidden_size=64)).save_pretrained(tmp_path)
+    model = load_pretrained(transformers.AutoModelForQuestionAnswering, str(tmp_path), seed=5, quantize="nf4",
+                            frozen=True)
+    net = hub.network(load_config(str(tmp_path)), "qa")
+    head = flatten(loading.load(net, str(tmp_path), seed=5, quantize="nf4"))["head", "weight"]
+    assert np.array_equal(head, model.qa_outputs.weight.detach().numpy()) and head.std() > 0.04
+
+
+ADAPTERS = [
+    ("llama", "causal", {}, torch.float32), ("llama", "causal", {"rslora": True}, torch.bfloat16),
+    ("gpt2", "causal", {"dora": True}, torch.float32), ("llama", "causal", {"dora": True}, torch.float32),
+    ("bert", "qa", {}, torch.float32), ("albert", "masked", {}, torch.float32),
+    ("llama", "causal", {"modules_to_save": ["lm_head"]}, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("name", "head", "settings", "dtype"), ADAPTERS, ids=[
+    "lora", "on-bfloat16", "dora-conv1d", "dora", "qa", "shared-layers", "head-in-full"])
+def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, settings, dtype, tmp_path):
+    ref, lora = make_ref(name, head), LoRA(rank=4, alpha=8, **settings)
+    tokens = [] if head == "masked" else [36, 5]
+    model = add_lora(copy.deepcopy(ref.torch).to(dtype), lora, tokens, torch.float32, TASKS[head], seed=5)
+    net = hub.network(ref.net.config, head, lora=lora, rows=adapters.rows_beside(ref.net, lora, tokens))
+    base = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(str(dtype).removeprefix("torch."))), ref.params)
+    params = flatten(adapters.add_adapter(net, base, 5))
+    trained = {key: (params[path] if layer is None else params[path][layer]).astype(np.float32)
+               for key, path, layer in net.names() if net.trains(path)}
+    same(trained, model)
+    assert len(trained) == sum(p.requires_grad for p in model.parameters())
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
+        if "lora_A" in key:
+            expected = draw(5, key, lora_a(value.shape[1]), tuple(value.shape))  # under its name in PEFT's folder
+            assert np.array_equal(value.numpy(), expected), key
+        assert "lora_B" not in key or not value.any()
+
+
+@pytest.mark.parametrize(("name", "head"), [(name, "causal") for name in CAUSAL] + [
+    ("bert", "masked"), ("roberta", "masked"), ("albert", "masked"), ("distilbert", "masked"), ("bert", "qa")])
+def test_rows_of_new_tokens_are_the_same_on_both_engines(make_ref, name, head):
+    ref = make_ref(name, head)
+    model, net = copy.deepcopy(ref.torch), hub.network(copy.deepcopy(ref.net.config), head)
+    resize_embeddings(model, 40)
+    wider, params = building._with_rows_for(40, net, ref.params, {})
+    same(wider.to_torch(params), model)
+    assert model.get_input_embeddings().weight.shape[0] == 40

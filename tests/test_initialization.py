@@ -1,0 +1,98 @@
+"""The values with which parameters start: their distributions, and that seed, name and place alone decide them."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from lmmods.core import initialization, ziggurat
+from lmmods.core.initialization import BLOCK, Normal, Uniform, draw, fill, lora_a, mean_row, row_norms
+
+SIZE = 16 * BLOCK + 3
+
+
+def moments(values: np.ndarray) -> list[float]:
+    return [(values.astype(np.float64)**power).mean() for power in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("distribution", "expected", "variances"), [
+    (Normal(1.0), [0, 1, 0, 3], [1, 2, 15, 96]),  # the moments of order 1 to 4, and E x^2k - (E x^k)^2 for each
+    (Uniform(-1.0, 1.0), [0, 1 / 3, 0, 1 / 5], [1 / 3, 4 / 45, 1 / 7, 1 / 9 - 1 / 25]),
+])
+def test_moments_and_independence(distribution, expected, variances):
+    values = draw(3, "a.weight", distribution, (SIZE,))
+    assert values.dtype == np.float32
+    for found, mean, variance in zip(moments(values), expected, variances, strict=True):
+        assert abs(found - mean) < 5 * math.sqrt(variance / SIZE)
+    others = [values[1:], values[BLOCK:], draw(4, "a.weight", distribution, (SIZE,)),
+              draw(3, "b.weight", distribution, (SIZE,))]
+    for other in others:  # of the next place, block, seed and name
+        product = (values[:other.size] * other).mean() / expected[1]
+        assert abs(product) < 5 / math.sqrt(other.size)
+
+
+def test_normal_numbers_fill_the_bell():
+    """Counts in 400 bins and beyond them, where the ziggurat has its layers and its tail."""
+    values = draw(11, "a.weight", Normal(1.0), (64 * BLOCK,)).astype(np.float64)
+    edges = np.concatenate([[-math.inf], np.linspace(-3.8, 3.8, 401), [math.inf]])
+    below = np.array([math.erfc(-edge / math.sqrt(2)) / 2 for edge in edges])
+    expected, found = np.diff(below) * values.size, np.histogram(values, edges)[0]
+    assert expected.min() > 15 and found.sum() == values.size
+    surplus = ((found - expected)**2 / expected).sum() - (len(expected) - 1)
+    assert abs(surplus) < 5 * math.sqrt(2 * len(expected))
+    tail = np.abs(values[np.abs(values) > ziggurat.TAIL])
+    of_all = math.erfc(ziggurat.TAIL / math.sqrt(2))
+    assert abs(tail.size - of_all * values.size) < 5 * math.sqrt(of_all * values.size)
+    mean = math.exp(-ziggurat.TAIL**2 / 2) * math.sqrt(2 / math.pi) / of_all  # of |x| beyond it
+    assert abs(tail.mean() - mean) < 5 * tail.std() / math.sqrt(tail.size)
+    assert ziggurat.EDGES[0] > ziggurat.EDGES[1] == ziggurat.TAIL and (np.diff(ziggurat.EDGES) < 0).all()
+    top = ziggurat.AREA / ziggurat.EDGES[255] + ziggurat.HEIGHTS[255]
+    assert abs(top - 1) < 1e-9  # the layers end where the curve does
+    assert len(ziggurat.standard_normal(np.random.default_rng(0), 7)) == 7
+
+
+def test_mean_std_and_bounds_are_applied():
+    values = draw(0, "a", Normal(0.5, mean=2.0), (SIZE,))
+    assert np.array_equal(values, draw(0, "a", Normal(1.0), (SIZE,)) * np.float32(0.5) + np.float32(2))
+    values = draw(0, "a", Uniform(1.0, 3.0), (SIZE,))
+    assert values.min() >= 1 and values.max() <= 3 and values.max() - values.min() > 1.999
+
+
+def test_values_depend_neither_on_threads_nor_on_the_rest_of_the_parameter(monkeypatch):
+    values = draw(1, "a", Normal(1.0), (3 * BLOCK,))
+    assert np.array_equal(draw(1, "a", Normal(1.0), (2 * BLOCK,)), values[:2 * BLOCK])
+    assert np.array_equal(draw(1, "a", Normal(1.0), (3, BLOCK)).ravel(), values)
+    monkeypatch.setattr(initialization, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(5))
+    assert np.array_equal(draw(1, "a", Normal(1.0), (3 * BLOCK,)), values)
+
+
+def test_the_streams_are_those_recorded():
+    """numpy keeps Philox as it is, but may change how numbers are made of it: a run would no longer repeat."""
+    assert draw(7, "model.norm.weight", Normal(1.0), (BLOCK + 2,))[[0, 1, BLOCK, BLOCK + 1]].tolist() == [
+        -0.16370829939842224, -0.9919687509536743, -0.1597433090209961, -2.4952890872955322]
+    assert draw(7, "model.norm.weight", Uniform(0.0, 1.0), (2,)).tolist() == [0.1367475390434265, 0.5350387692451477]
+
+
+def test_a_part_that_is_not_contiguous_is_refused():
+    with pytest.raises(ValueError, match="the array for a is not contiguous"):
+        fill(0, "a", Normal(1.0), np.empty((4, 6), np.float32)[:, :3])
+
+
+def test_the_first_a_is_distributed_as_pefts():
+    """peft.tuners.lora.layer.LoraLayer.reset_lora_parameters."""
+    for size in range(1, 3000, 7):
+        bounds = []
+        tensor = torch.empty(1, size)
+        tensor.uniform_ = lambda low, high, generator, bounds=bounds: bounds.extend((low, high))
+        torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+        assert lora_a(size) == Uniform(*bounds)
+
+
+def test_norms_and_means():
+    matrix = draw(0, "a", Normal(1.0), (30, 70))
+    expected = torch.from_numpy(matrix).double().norm(dim=1).float().numpy()
+    assert np.array_equal(row_norms(matrix, conv1d=False), expected)
+    assert np.array_equal(row_norms(np.ascontiguousarray(matrix.T), conv1d=True), expected)
+    assert np.array_equal(mean_row(matrix), torch.from_numpy(matrix).double().mean(0, keepdim=True).float().numpy())
