@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED)
 os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
 
 from pathlib import Path  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -33,6 +34,7 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
          "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]
 
 
+frozen = {"objects": 0}  # when the tests begin
 looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
 
 
@@ -48,6 +50,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The garbage collector spares the libraries, which tests have imported by now, and comes less often."""
     gc.collect()
     gc.freeze()
+    frozen["objects"] = gc.get_freeze_count()
     gc.set_threshold(20_000, 20, 10)
 
 
@@ -56,8 +59,13 @@ def cheap_ends():
     """Nobody draws the plug here, and few look at the picture with which a run ends: a tenth of its time each."""
     from matplotlib.figure import Figure
 
+    from lmmods.data.store import building
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        # To say whether the libraries are spared it counts a million objects, for each of a thousand small stores.
+        patch.setattr(building, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
+                                                      get_freeze_count=lambda: frozen["objects"]))
         patch.setattr(Figure, "savefig",
                       functools.wraps(Figure.savefig)(lambda figure, path, **_: Path(path).write_bytes(b"a picture")))
         yield

@@ -287,12 +287,12 @@ def tiny(arguments: list[str], steps: int) -> list[str]:
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch, tmp_path_factory) -> Path:
+def tree(tmp_path, monkeypatch, instructions) -> Path:
     """An empty folder with the demo assets and the recipes in it."""
     for name in ("demo", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LMMODS_CACHE", str(tmp_path_factory.getbasetemp() / "docs_cache"))
+    monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))
     return tmp_path
 
 

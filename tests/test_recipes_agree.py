@@ -54,9 +54,9 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_both_engines_run_the_recipe_alike(name, still, tmp_path, monkeypatch):
+def test_both_engines_run_the_recipe_alike(name, still, tmp_path, monkeypatch, instructions):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))  # three recipes read the same texts
     recipe = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     task, options = recipe["model"]["class_path"], recipe["model"]["init_args"]
     model = {"pretrained": still(recipe["model"], recipe["data"]["init_args"].get("tokenizer")), "config": None}
