@@ -36,11 +36,13 @@ def run(recipe, root, **changes) -> tuple[list[dict[str, float]], dict[str, torc
     return rows, load_file(folder.resolve("last") / "model.safetensors")
 
 
-def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path):
+@pytest.mark.parametrize(("engine", "sizes"), [
+    ("torch", (12, 4, 3, 1)), pytest.param("jax", (12, 3), marks=pytest.mark.slow)], ids=["torch", "jax"])
+def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path, engine, sizes):
     """Dropout of attention and adapters included."""
-    changes = {"model__init_args__lora": {"rank": 4, "dropout": 0.2}}
+    changes = {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "engine": engine}
     results = [run(recipe, tmp_path / f"cut{size}", **changes, data__init_args__batch_size=size,
-                   trainer__accumulate_grad_batches=12 // size) for size in (12, 4, 3, 1)]
+                   trainer__accumulate_grad_batches=12 // size) for size in sizes]
     for rows, weights in results[1:]:
         for row, expected in zip(rows, results[0][0], strict=True):
             assert row == pytest.approx(expected, rel=1e-5)

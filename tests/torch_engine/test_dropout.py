@@ -15,6 +15,7 @@ from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.dropout_masks import Dropped, attention_mask, feature_mask
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
+from lmmods.torch_engine.nn.mlm_head import MLMHead
 
 SITE = reference.site_seed("here")
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -222,3 +223,18 @@ def test_compiled_layers_lose_the_same(name):
     compile_layers(compiled)
     torch.testing.assert_close(outputs(compiled, batch_of((9, 5))), outputs(plain, batch_of((9, 5))), rtol=1e-4,
                                atol=1e-5)
+
+
+def test_the_head_of_a_masked_lm_drops_nothing(capsys):
+    """It sees masked positions of many rows, so their number in it is no position; an adapter's is told."""
+    batch = batch_of((9, 5))
+    for targets, told in (["query"], False), (["query", "transform.dense"], True):
+        model = get_peft_model(made("bert"), LoraConfig(r=4, lora_dropout=0.9, target_modules=targets)).train()
+        TokenDropout(model).begin(batch)
+        head = MLMHead(model)
+        assert ("the head, which sees masked positions" in capsys.readouterr().out) is told
+        for key, param in model.named_parameters():
+            if "lora_B" in key:
+                param.data.normal_()
+        hidden = torch.randn(6, 32)
+        torch.testing.assert_close(head(hidden)[2:4], head(hidden[2:4]))

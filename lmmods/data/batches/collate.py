@@ -59,21 +59,21 @@ class Collator:
                 continue
             elif key == "loss_weights":
                 value = np.broadcast_to(row["weight"], len(row["input_ids"]))
-            elif key == "row":
-                value = np.broadcast_to(row[key], len(row["input_ids"]))
-            elif key == "position_ids" and key not in row:
-                value = np.arange(len(row["input_ids"]))
             else:
                 value = row[key]
             column[place, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value
         return column
 
     def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
-        """[B, T], of which the packed rows of a batch have several data rows each."""
-        numbers, positions = (self._column(key, rows, length) for key in ("row", "position_ids"))
-        draws = np.array([[0 if row is None else row["draw"]] for row in rows], np.int64)
-        real = self._column("attention_mask", rows, length).astype(bool)
-        real[[row is None for row in rows]] = False
+        """[B, T], of which packed rows have several data rows each."""
+        draws, sizes = (np.array([[0 if row is None else get(row)] for row in rows], np.int64)
+                        for get in (lambda row: row["draw"], lambda row: len(row["input_ids"])))
+        positions = np.arange(length) - (0 if self.side == "right" else length - sizes)
+        real = (positions >= 0) & (positions < sizes)
+        if any(row is not None and "segment_ids" in row for row in rows):
+            numbers, positions = (self._column(key, rows, length) for key in ("row", "position_ids"))
+        else:
+            numbers = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)
         return np.where(real, token_seeds(self.seed, draws, numbers, positions), 0).astype(np.int64)
 
     def _moved(self, row: dict[str, Any], key: str, length: int) -> int:

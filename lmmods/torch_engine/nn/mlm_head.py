@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from lmmods.core.console import say
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.loss import LossSums, token_loss
 
@@ -32,11 +33,13 @@ class MLMHead:
         places = {id(p): (module, name) for module in network.modules()
                   for name, p in module.named_parameters(recurse=False) if id(p) not in inside or id(p) in tied}
         self._places = list(places.values())
+        in_encoder = set(self.encoder.modules())
+        if any(isinstance(part, nn.Dropout) and part.p and part not in in_encoder for part in network.modules()):
+            say("Dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
         dropout = TokenDropout.of(self.model)
-        # An adapter here sees masked positions of many rows: no dropout, as on JAX.
         with _stepping_aside(self.encoder, hidden.unsqueeze(0)), dropout.off() if dropout else nullcontext():
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             return self.model(input_ids=ids).logits.squeeze(0)
