@@ -90,6 +90,7 @@ def save_until_killed(folder: Path) -> None:
     writer.wait()
 
 
+@pytest.mark.slow  # the server of the forks takes seconds to start
 def test_a_kill_during_the_save_leaves_the_old_one(tmp_path):
     folder = tmp_path / "step=2"
     write_checkpoint(folder, {"x": np.ones(3)})

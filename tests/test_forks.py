@@ -3,7 +3,11 @@
 import os
 import sys
 
+import pytest
+
 from tests.forks import PRELOADED, Fork
+
+pytestmark = pytest.mark.slow  # as is the start of a server
 
 
 def show() -> None:

@@ -77,6 +77,7 @@ def test_failed_build_leaves_nothing(spm_folder, tmp_path):
     assert folders(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(spm_folder, write_jsonl, alpaca_rows, tmp_path):
     path = write_jsonl(alpaca_rows * 20)
     runs = [Fork(show_sum, path, spm_folder, str(tmp_path / "cache")) for _ in range(2)]

@@ -169,7 +169,7 @@ def test_long_conversations_have_room():
     assert ChatTemplate(source, {}).render(chat, False) == ("w " * 399 + "w" + ("text " * 400).strip()) * 200
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_ends_with_one_message(recipe, tokenizer_folder, tmp_path, capsys, workers):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = ENDLESS["nested loops without output"]
