@@ -34,6 +34,9 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
          "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]
 
 
+LONG = {"benchmarks/test_bench.py", "faults/test_mutations.py", "jax_engine/test_parallel.py",
+        "jax_engine/test_trainer.py", "test_engines_agree.py", "test_recipes_agree.py", "test_resume.py",
+        "test_startup.py"}
 frozen = {"objects": 0}  # when the tests begin
 looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
 
@@ -44,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
         for path in Path(COMPILED).glob("*-cache"):
             if time.time() - path.stat().st_atime > 30 * 24 * 3600:
                 path.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with cases of ten seconds and more come first: at the end, short ones keep all workers busy."""
+    items.sort(key=lambda item: item.nodeid.split("::")[0].removeprefix("tests/") not in LONG)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
