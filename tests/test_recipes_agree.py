@@ -1,13 +1,10 @@
-"""Every shipped recipe on both engines, as it stands but for dropout: the same losses, metrics, samples, outputs."""
+"""Every shipped recipe on both engines, as it stands: the same losses, metrics, samples, outputs."""
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 import yaml
 
 from lmmods.cli import main
@@ -15,31 +12,8 @@ from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
-AUTO = {"CLM": "AutoModelForCausalLM", "SFT": "AutoModelForCausalLM", "MLM": "AutoModelForMaskedLM"}
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
 STEPS = 20
-
-
-@pytest.fixture
-def still(tmp_path):
-    """A function that gives the folder of a recipe's model, without dropout: a copy, or what its `config` describes."""
-    def make(model: dict, tokenizer: str) -> str:
-        options, folder = model["init_args"], tmp_path / "model"
-        if options.get("pretrained"):
-            shutil.copytree(ROOT / options["pretrained"], folder)
-        else:
-            fields = {"vocab_size": len(transformers.AutoTokenizer.from_pretrained(ROOT / tokenizer)),
-                      **options["config"]}
-            torch.manual_seed(0)
-            config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields)
-            getattr(transformers, AUTO[model["class_path"]]).from_config(config).save_pretrained(folder)
-            transformers.AutoTokenizer.from_pretrained(ROOT / tokenizer).save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
-        rates = {name: 0.0 for name in config if "drop" in name and isinstance(config[name], float)}
-        (folder / "config.json").write_text(json.dumps(config | rates))
-        return str(folder)
-
-    return make
 
 
 def rows(run: RunFolder) -> list[dict[str, float]]:
@@ -54,14 +28,11 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_both_engines_run_the_recipe_alike(name, still, tmp_path, monkeypatch, instructions):
+def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch, instructions):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))  # three recipes read the same texts
     recipe = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-    task, options = recipe["model"]["class_path"], recipe["model"]["init_args"]
-    model = {"pretrained": still(recipe["model"], recipe["data"]["init_args"].get("tokenizer")), "config": None}
-    if options.get("lora"):
-        model["lora"] = {"dropout": 0.0}
+    task, model = recipe["model"]["class_path"], {}
     if task in ("CLM", "SFT"):
         model["generation"] = {"max_new_tokens": 16}
     changes = {"trainer": {"max_steps": STEPS, "log_every_n_steps": 1, "precision": "32-true", "logger": None,
