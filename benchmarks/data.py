@@ -80,13 +80,11 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
         cache_dir=str(folder / "cache"),
     )
     data.setup("fit")
-    renderer = data._sft_encoder("alpaca", False).renderer
+    encoder = data._sft_encoder("alpaca", False)
     texts = []
     for line in path.open():
-        row = json.loads(line)
-        user = {"role": "user", "content": row["instruction"], **({"input": row["input"]} if row["input"] else {})}
-        segments = renderer.render([user, {"role": "assistant", "content": row["output"]}])
-        texts.append("".join(segment.text for segment in segments))
+        row, = encoder.renderer.rows(encoder.conversation(json.loads(line)), "all")
+        texts.append("".join(segment.text for segment in row.segments))
     raw = Tokenizer.from_str(data.tokenizer.backend_tokenizer.to_str())
 
     def encode_raw() -> None:

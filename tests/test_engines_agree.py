@@ -121,7 +121,8 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
 @pytest.mark.parametrize(("name", "changes"), [
     ("SFT", {"data__init_args__pad_to_multiple_of": 48}),
     ("SFT", {**QLORA, "data__init_args__packing": True}),
-    ("SFT", {"model__init_args__lora": {**LORA, "dora": True}, "data__init_args__group_by_length": True}),
+    ("SFT", {"model__init_args__lora": {**LORA, "dora": True}, "data__init_args__group_by_length": True,
+             "model__init_args__generation": {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9}}),
     ("SFT", {**QLORA, "model__init_args__quantize": "fp4", "model__init_args__double_quant": False}),
     ("CLM", {"data__init_args__pad_to_multiple_of": 8}),
     ("CLM", {"model__init_args__lora": {**LORA, "rslora": True, "modules_to_save": ["lm_head"]}}),
@@ -131,8 +132,8 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("MLM", QLORA),
     ("QA", {}),
     ("QA", QLORA),
-], ids=["sft", "sft-nf4-packed", "sft-dora-grouped", "sft-fp4", "clm", "clm-rslora", "clm-nf4", "clm-from-scratch",
-        "mlm", "mlm-nf4", "qa", "qa-nf4"])
+], ids=["sft", "sft-nf4-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora", "clm-nf4",
+        "clm-from-scratch", "mlm", "mlm-nf4", "qa", "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)

@@ -17,7 +17,7 @@ LOST = -1e9  # Score of a beam that is out of the running; sums with it stay fin
 
 
 def beam_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
-    """The program (params, ids [B, width], mask [B, width], key) -> the best new tokens [B, max_new_tokens].
+    """The program (params, ids [B, width], mask [B, width], keys [B]) -> the best new tokens [B, max_new_tokens].
 
     The caller truncates after an end token. With `do_sample` candidates are drawn instead of taken by their scores.
     """
@@ -25,9 +25,8 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
     size, total = settings.num_beams // num_groups, width + new
     forward, group = Forward(network, settings.use_cache), _Group(width, settings, ends, size)
 
-    def program(params: Tree, ids: Array, mask: Array, key: Array) -> Array:
+    def program(params: Tree, ids: Array, mask: Array, row_keys: Array) -> Array:
         batch = ids.shape[0]
-        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
         tokens, real = jnp.pad(ids, ((0, 0), (0, new))), jnp.pad(mask, ((0, 0), (0, new))) > 0
         kept, hidden = forward.start(params, tokens, real, width)
         copies = jnp.repeat(jnp.arange(batch), settings.num_beams)

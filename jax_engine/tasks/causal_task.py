@@ -57,7 +57,7 @@ class CausalTask(CausalFields, Task):
             if not prompts:
                 continue
             answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.stop_token_ids,
-                               datamodule.tokenizer.pad_token_id, seed + int(batch["index"][rows[0]]))
+                               datamodule.tokenizer.pad_token_id, seed, batch["index"][rows].tolist())
             own = {name: batch[name][rows] for name in ("input_ids", "index")}
             found |= datamodule.outputs_by_index(own, answers)
         return found

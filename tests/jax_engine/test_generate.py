@@ -1,6 +1,6 @@
 """Generation: the same tokens as transformers where it is greedy, the same filters where it draws."""
 
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,9 @@ from transformers.generation import logits_process as theirs
 from jax_engine.models import decoding as filters
 from jax_engine.models import generate as ours
 from lmmods.core.errors import UserError
+from lmmods.core.sampling import draws
 from lmmods.core.settings import Generation
+from lmmods.torch_engine.nn import decoding
 
 EOS = [2, 11]
 
@@ -104,6 +106,50 @@ def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(make_
     assert ours.generate(ref.net, ref.params, prompts, settings, [], pad=0, seed=2) != together
     twice = ours.generate(ref.net, ref.params, prompts[:1] * 2, settings, [], pad=0, seed=1)
     assert twice[0] != twice[1]
+
+
+@pytest.mark.parametrize("settings", [
+    Generation(max_new_tokens=30, do_sample=True, top_k=0, temperature=1.5),
+    Generation(max_new_tokens=30, do_sample=True, top_k=12, top_p=0.8, repetition_penalty=1.2, use_cache=False),
+    Generation(max_new_tokens=30, do_sample=True, typical_p=0.7, min_new_tokens=20, no_repeat_ngram_size=2),
+], ids=["plain", "narrowed", "constrained"])
+def test_torch_draws_the_same_tokens_in_any_batch(make_ref, settings):
+    ref, rows = make_ref("llama"), [4, 70_000, 11]
+    prompts = prompts_of(ref)
+    answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=2**32 - 1, rows=rows)
+    config = GenerationConfig(**{name: value for name, value in asdict(settings).items() if value is not None},
+                              pad_token_id=0, eos_token_id=EOS)
+    numbers = torch.from_numpy(draws(2**32 - 1, rows, 30))
+    for picked in ([0, 1, 2], [2], [1, 0]):
+        width = max(len(prompts[row]) for row in picked)
+        ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in picked])
+        found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=numbers[picked])[:, width:].tolist()
+        for row, tokens in zip(picked, found, strict=True):
+            assert ours._until(tokens, EOS) == answers[row]
+    assert len(answers[0]) > 5
+
+
+def test_a_token_is_drawn_where_the_probabilities_exceed_its_number():
+    logits = np.log(np.array([0.2, 0.0, 0.5, 0.3, 0.0], np.float32), where=[1, 0, 1, 1, 0],
+                    out=np.full(5, -np.inf, np.float32))
+    numbers = np.array([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-24], np.float32)
+    for found in (ours.drawn(jnp.tile(logits, (6, 1)), jnp.asarray(numbers)),
+                  decoding.drawn(torch.from_numpy(logits).expand(6, 5), torch.from_numpy(numbers))):
+        assert found.tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_the_numbers_of_a_row_are_uniform_and_its_own():
+    numbers = draws(5, range(-1, 999), 1000)
+    assert np.array_equal(draws(5, [7, 3], 10), numbers[[8, 4], :10])
+    assert not np.array_equal(draws(6, [7], 10), numbers[[8], :10])
+    assert 0 <= numbers.min() and numbers.max() < 1
+    for axis in (0, 1):  # rows and columns: means of a thousand numbers of variance 1/12
+        assert np.abs(numbers.mean(axis) - 0.5).max() < 5 / np.sqrt(12 * 1000)
+    cells = np.bincount((numbers.reshape(-1) * 256).astype(int), minlength=256)
+    assert ((cells - 1e6 / 256) ** 2).sum() / (1e6 / 256) < 255 + 5 * np.sqrt(2 * 255)
+    beside = [np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1],
+              np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]]
+    assert np.abs(beside).max() < 5e-3
 
 
 def test_one_compile_per_bucket(make_ref, monkeypatch):

@@ -1,8 +1,9 @@
 """Text generation: everything transformers' `generate` does, plus contrastive search and diverse beam search.
 
-transformers 5 left those two out and would fetch their code from its hub. Both are written here from their papers and
-run through `generate(..., custom_generate=function)`: transformers prepares masks, positions, cache, logits processors
-and stopping criteria as for its own methods, then calls the function with them.
+transformers 5 left those two out and would fetch their code from its hub, and it draws from a generator that all rows
+share. All three are written here, the searches from their papers, and run through `generate(...,
+custom_generate=function)`: transformers prepares masks, positions, cache, logits processors and stopping criteria as
+for its own methods, then calls the function with them.
 
 B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. H: hidden size. V: vocabulary.
 """
@@ -24,7 +25,7 @@ LOST = -1e9  # Score of a beam that is out of the running; sums with it stay fin
 
 
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
-             synced: bool = False, **kwargs: Any) -> Tensor:
+             synced: bool = False, draws: Tensor | None = None, **kwargs: Any) -> Tensor:
     """Continue the prompts by the method that the options ask for.
 
     Args:
@@ -32,13 +33,15 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         input_ids: [B, T] prompts, padded on the left.
         attention_mask: [B, T], 0 on padding.
         synced: Go on until all processes are done: each step gathers parameters that are cut over them.
+        draws: [B, max_new_tokens] float32 in [0, 1), by which `do_sample` without beams draws tokens; None draws from
+            torch's generator, as beams always do.
         kwargs: Options that go before those of `generation_config`; all others go on to the model's `generate`.
 
     Returns:
         [B * num_return_sequences, T + T_new] prompts and answers, padded behind the end of an answer.
     """
     config = copy.deepcopy(generation_config)
-    kwargs = config.update(**kwargs) | _custom_method(config, synced)
+    kwargs = config.update(**kwargs) | _custom_method(config, synced, draws)
     # transformers must not see these, or it would ask for the hub. None would let the model's own defaults in.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
@@ -51,7 +54,7 @@ def _refuse(wrong: bool | None, message: str) -> None:
         raise UserError(message)
 
 
-def _custom_method(config: GenerationConfig, synced: bool) -> dict[str, Any]:
+def _custom_method(config: GenerationConfig, synced: bool, draws: Tensor | None) -> dict[str, Any]:
     """Check the options; the arguments for transformers' `generate` that bring in a method of this file, or none."""
     alpha, groups, beams = config.penalty_alpha or 0.0, config.num_beam_groups or 1, config.num_beams or 1
     if alpha:
@@ -70,7 +73,39 @@ def _custom_method(config: GenerationConfig, synced: bool) -> dict[str, Any]:
         config.do_sample = False
         return {"custom_generate": group_beam_search, "num_beam_groups": groups, "diversity_penalty": penalty,
                 "synced": synced}
+    if config.do_sample and beams == 1 and draws is not None:
+        return {"custom_generate": sample, "draws": draws, "synced": synced}
     return {}
+
+
+def sample(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
+           stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, draws: Tensor,
+           synced: bool = False, **model_kwargs: Any) -> Tensor:
+    """Sampling by given numbers, see `generate`, [B, T + T_new]."""
+    finished, prompt_length = torch.zeros_like(input_ids[:, 0], dtype=torch.bool), input_ids.shape[1]
+    while _goes_on(bool(finished.all()), synced, input_ids.device):
+        place = input_ids.shape[1] - prompt_length
+        outputs, model_kwargs = _forward(model, input_ids, model_kwargs, prompt=not place)
+        scores = logits_processor(input_ids, outputs.logits[:, -1].float())
+        # A process that waits for others goes on beyond its numbers, with tokens that do not count.
+        token = drawn(scores, draws[:, min(place, draws.shape[1] - 1)])
+        input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
+        finished |= stopping_criteria(input_ids, None)
+    return input_ids
+
+
+def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
+    """For each row the first token [B] at which the probabilities, added up, exceed its number.
+
+    Args:
+        scores: [B, V] logits.
+        numbers: [B] in [0, 1).
+    """
+    dtype = torch.float32 if scores.device.type == "mps" else torch.float64
+    added = scores.softmax(-1, dtype=dtype).cumsum(-1)
+    # Not a share of 1 but of what the sum came to, and less than it.
+    wanted = (numbers.to(dtype) * added[:, -1]).minimum(added[:, -1].nextafter(added.new_zeros(())))
+    return (added <= wanted[:, None]).sum(-1)
 
 
 def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,

@@ -3,9 +3,11 @@
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmmods.core.errors import UserError
+from lmmods.core.sampling import draws
 from lmmods.core.settings import Generation
 from lmmods.core.task_fields import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
@@ -38,17 +40,18 @@ class CausalModule(CausalFields, TaskModule):
         return causal_loss(self.model, self.head, batch, count_correct)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """New tokens [B, T_new] after left-padded prompts [B, T], padded at the end; draws depend on seed and batch."""
+        """New tokens [B, T_new] after left-padded prompts [B, T], padded at the end; draws depend on seed and row."""
         from lmmods.torch_engine.nn.decoding import generate
 
-        seed_step(base_seed(), batch_idx)
+        seed_step(base_seed(), batch_idx)  # for beams, which draw from torch's generator
         data = self.trainer.datamodule
         prompt_length, num_positions = batch["input_ids"].shape[1], self.max_positions()
         if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
             self.generation.check_positions(prompt_length, num_positions)
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
+        numbers = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens)
         tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
-                      self.device_mesh is not None)
+                      self.device_mesh is not None, torch.from_numpy(numbers).to(self.device))
         return tokens[:, prompt_length:]
 
 
