@@ -126,7 +126,7 @@ def test_torch_draws_the_same_tokens_in_any_batch(make_ref, settings):
         found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=numbers[picked])[:, width:].tolist()
         for row, tokens in zip(picked, found, strict=True):
             assert ours._until(tokens, EOS) == answers[row]
-    assert len(answers[0]) > 5
+    assert max(map(len, answers)) > 5
 
 
 def test_a_token_is_drawn_where_the_probabilities_exceed_its_number():
