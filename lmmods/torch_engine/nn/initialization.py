@@ -73,10 +73,12 @@ class FirstWeights(DispatchMode):
             return {_memory(tensor): file_name(name) for name, tensor in reversed(tensors) if _is_real(tensor)}
 
         before, modules = names(), {module: name for name, module in model.named_modules()}
+        # torch.manual_seed notes a traceback for each kind of device, even where there is none: slow for each module
+        set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
         def enter(module: nn.Module) -> None:
             self._place, self._num_unnamed = modules[module], 0
-            torch.manual_seed(stream_key(self._seed, self._place) >> 64)
+            set_seed(stream_key(self._seed, self._place) >> 64)
 
         self._names = before
         with before_each_module(enter):
