@@ -69,7 +69,7 @@ def test_masks_are_the_references_bits(monkeypatch):
     """Also where rows are cut into chunks, and several rows share one."""
     seeds = reference.token_seeds(42, 3, np.arange(3)[:, None], np.arange(13))
     tokens = torch.from_numpy(seeds)
-    for chunk in (2**16, 400, 30):
+    for chunk in (2**15, 400, 30):
         monkeypatch.setattr("lmmods.torch_engine.nn.dropout_masks.CHUNK", chunk)
         for rate in (0.1, 0.5):
             for num in (1, 6, 9):

@@ -24,7 +24,7 @@ from lmmods.torch_engine.nn.dropout_masks import Dropped, attention_mask, featur
 
 _dropout, _attention = F.dropout, F.scaled_dot_product_attention
 ATTENTION = ("eager", "sdpa", FLOAT32, VARLEN)  # what calls torch's functions, or has no dropout
-LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes"}
+MODULES_ONLY = {"torch", "peft", "bitsandbytes"}  # packages whose modules call no function for dropout
 _PEFT = re.compile(r"^base_model\.model\.|\.modules_to_save\.[^.]+|(?<=\.lora_dropout)\.[^.]+")
 
 
@@ -41,7 +41,7 @@ class TokenDropout:
         self._is_off = False
         self._told: set[str] = set()
         self.has_sites = False
-        own_code = any(_package(module) not in LIBRARIES for module in model.modules())
+        own_code = any(_package(module) not in MODULES_ONLY | {"transformers"} for module in model.modules())
         calls_functions = has_rates(model.config) or own_code
         if compiled:
             self._drop = torch.compiler.disable(self._drop)
@@ -50,7 +50,7 @@ class TokenDropout:
             if isinstance(module, nn.Dropout):
                 self.has_sites |= module.p > 0
                 module.forward = partial(self._module_forward, module, name)
-            elif calls_functions and _package(module) not in ("torch", "peft") and not (compiled and _is_plain(module)):
+            elif calls_functions and _package(module) not in MODULES_ONLY and not (compiled and _is_plain(module)):
                 self.has_sites = True
                 forward = _FunctionsReplaced(self, module, name)
                 module.forward = torch.compiler.disable(forward) if compiled else forward

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept
 
-CHUNK = 2**16  # words at a time on CPUs: with their temporaries they fit a core's cache
+# Words at a time on CPUs: with their temporaries they fit a core's cache, and torch gives them to one thread. Threads
+# that meet after each of so many short passes cost more than they gain, all the more where others use the machine.
+CHUNK = 2**15
 
 
 def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
