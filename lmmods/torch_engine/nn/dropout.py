@@ -117,9 +117,9 @@ class TokenDropout:
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+            scores.masked_fill_(~attn_mask, torch.finfo(scores.dtype).min)
         elif attn_mask is not None:
-            scores = scores + attn_mask
+            scores += attn_mask
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         return self._drop(name, weights, dropout_p) @ value
 
