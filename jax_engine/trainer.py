@@ -142,7 +142,7 @@ class Trainer(JaxTrainerFields):
         outputs: dict[int, Any] = {}
         run.bar.open("predict", num_batches)
         for group in run.batches(loader, data.eval_batch_size, num_batches):
-            outputs |= run.task.outputs(run.steps, run.weights, group, data, data.seed)
+            outputs |= run.task.outputs(run.steps, run.weights, group, data, data.run_seed)
             run.bar.update()
         run.bar.close()
         outputs = machines.gather(outputs)
@@ -221,7 +221,7 @@ class Trainer(JaxTrainerFields):
         if command != "predict" and self.mmlu.is_on:
             self.mmlu.prepare(datamodule, model)
             model.choice_ids = self.mmlu.choice_ids
-        trainable, frozen = model.build(self.precision, datamodule, datamodule.seed)
+        trainable, frozen = model.build(self.precision, datamodule, datamodule.run_seed)
         optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
         return Run(

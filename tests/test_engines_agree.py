@@ -127,7 +127,7 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("CLM", {"data__init_args__pad_to_multiple_of": 8}),
     ("CLM", {"model__init_args__lora": {**LORA, "rslora": True, "modules_to_save": ["lm_head"]}}),
     ("CLM", QLORA),
-    ("CLM", {"model__init_args__pretrained": None, "model__init_args__config": GPT2}),
+    ("CLM", {"model__init_args__pretrained": None, "model__init_args__config": GPT2, "data__init_args__seed": 3}),
     ("MLM", {}),
     ("MLM", QLORA),
     ("QA", {}),

@@ -13,7 +13,7 @@ from jax_engine.models.beams import beam_search
 from jax_engine.models.decoding import Forward, constrained, narrowed
 from jax_engine.models.network import Network, Tree
 from lmmods.core.errors import UserError
-from lmmods.core.sampling import draws
+from lmmods.core.sampling import UNIT, draws
 from lmmods.core.settings import Generation, check_beam_groups
 
 BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few shapes are compiled
@@ -69,9 +69,9 @@ def drawn(logits: Array, numbers: Array) -> Array:
         logits: [B, V].
         numbers: [B] in [0, 1).
     """
-    added = jnp.cumsum(jax.nn.softmax(logits, -1), -1)
+    added = jnp.cumsum(jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32), -1)
     # Not a share of 1 but of what the sum came to, and less than it.
-    wanted = jnp.minimum(numbers * added[:, -1], jnp.nextafter(added[:, -1], 0.0))
+    wanted = jnp.minimum((numbers * added[:, -1]).astype(jnp.int32), added[:, -1] - 1)
     return (added <= wanted[:, None]).sum(-1)
 
 

@@ -23,7 +23,7 @@ class TaskHooks(DataFields, ABC):
     eval_batch_size: int  # the fields that are settled before rows are read
     max_length: int
     seed: int
-    run_seed: int = 0  # of dropout
+    run_seed: int = 0  # of all but the data: first weights, dropout, sampled text
     token_types: bool = True  # whether the model tells kinds of token apart
     _adds_padding = True  # whether a tokenizer without padding token gets a new one, and the network a row for it
 

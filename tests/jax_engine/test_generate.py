@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, astuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -136,6 +137,17 @@ def test_a_token_is_drawn_where_the_probabilities_exceed_its_number():
     for found in (ours.drawn(jnp.tile(logits, (6, 1)), jnp.asarray(numbers)),
                   decoding.drawn(torch.from_numpy(logits).expand(6, 5), torch.from_numpy(numbers))):
         assert found.tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    """By numbers at the values of a running sum in float32, which moves behind such tokens where it is parallel."""
+    logits = np.random.default_rng(0).normal(size=50_000).astype(np.float32) * 3
+    logits[logits < np.sort(logits)[-2000]] = -np.inf
+    sums = np.asarray(jnp.cumsum(jax.nn.softmax(jnp.asarray(logits))))
+    numbers = np.append(np.random.default_rng(1).choice(np.clip(sums, 0, 1 - 2**-24), 300), np.float32(1 - 2**-24))
+    for found in (jax.jit(jax.vmap(lambda number: ours.drawn(jnp.asarray(logits)[None], number[None])[0]))(numbers),
+                  decoding.drawn(torch.from_numpy(logits).expand(301, -1), torch.from_numpy(numbers))):
+        assert np.isfinite(logits[np.asarray(found)]).all()
 
 
 def test_the_numbers_of_a_row_are_uniform_and_its_own():

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lmmods.core.errors import UserError
+from lmmods.core.sampling import UNIT
 from lmmods.core.settings import check_beam_groups
 from lmmods.torch_engine.compat.transformers import after_step
 
@@ -101,10 +102,9 @@ def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
         scores: [B, V] logits.
         numbers: [B] in [0, 1).
     """
-    dtype = torch.float32 if scores.device.type == "mps" else torch.float64
-    added = scores.softmax(-1, dtype=dtype).cumsum(-1)
+    added = (scores.softmax(-1) / UNIT).round().long().cumsum(-1)
     # Not a share of 1 but of what the sum came to, and less than it.
-    wanted = (numbers.to(dtype) * added[:, -1]).minimum(added[:, -1].nextafter(added.new_zeros(())))
+    wanted = (numbers * added[:, -1]).long().minimum(added[:, -1] - 1)
     return (added <= wanted[:, None]).sum(-1)
 
 
