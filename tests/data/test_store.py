@@ -86,6 +86,7 @@ def test_two_processes_at_once(spm_folder, write_jsonl, alpaca_rows, tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
+@pytest.mark.slow  # so are starts of processes
 def test_worker_processes_give_the_same_store(chat_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows * 60)
     one = build(path, chat_folder, num_proc=1).rows_for_inspection(10**6)
