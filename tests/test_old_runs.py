@@ -1,7 +1,7 @@
 """Runs begun with an earlier version go on: folders that lmmods 0.1.0 left when it was interrupted between two steps.
 
 `tests/golden/old_runs.tar.gz` holds a tiny model, its rows, a run of each engine, and the metrics.csv of the same run
-left to its end by that version.
+left to its end by that version. They have no dropout, whose masks were drawn by another rule.
 """
 
 import shutil
