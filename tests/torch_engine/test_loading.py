@@ -1,5 +1,6 @@
 """Loading: dtypes, quantisation, embeddings, adapters, and the library bugs that are stepped around."""
 
+import shutil
 from types import SimpleNamespace
 
 import bitsandbytes as bnb
@@ -7,7 +8,8 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, AutoTokenizer
 
 from lmmods.core.adapters import adapted_layers
 from lmmods.core.errors import UserError
@@ -16,6 +18,7 @@ from lmmods.core.task_fields import TaskFields
 from lmmods.torch_engine.nn import loading, lora, summary
 from lmmods.torch_engine.nn.attention import FLOAT32
 from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 
 
@@ -33,6 +36,33 @@ def test_models_come_back_in_training_mode_with_their_dropout(llama_folder):
     assert all(module.training for module in model.modules())
     torch.manual_seed(0)
     assert not torch.equal(model(ids()).logits, model(ids()).logits)
+
+
+def test_question_answering_finds_the_base_of_a_causal_model(llama_folder, tmp_path):
+    """transformers looks for it under another name, and would begin with random weights."""
+    causal = load(llama_folder)
+    for quantize in (None, "nf4"):
+        model = loading.load_pretrained(AutoModelForQuestionAnswering, str(llama_folder), quantize=quantize,
+                                        frozen=quantize is not None)
+        assert torch.equal(model.transformer.embed_tokens.weight, causal.model.embed_tokens.weight)
+        if quantize is None:
+            assert all(torch.equal(param, causal.model.get_parameter(name))
+                       for name, param in model.transformer.named_parameters())
+            save(model, tmp_path, adapter_only=False, dtype=None, writes=True)
+            again = AutoModelForQuestionAnswering.from_pretrained(tmp_path)
+            assert all(torch.equal(param, model.get_parameter(name)) for name, param in again.named_parameters())
+            ours = loading.load_pretrained(AutoModelForQuestionAnswering, str(tmp_path))
+            assert torch.equal(ours.qa_outputs.weight, model.qa_outputs.weight)
+
+
+def test_a_folder_without_some_of_the_base_is_refused(llama_folder, tmp_path):
+    shutil.copytree(llama_folder, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 weights of LlamaForCausalLM, among them model.layers.1.mlp.up_proj"):
+        load(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("precision", "frozen", "matrix", "norm"), [

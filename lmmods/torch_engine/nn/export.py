@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lmmods.torch_engine.nn import sharding
+from lmmods.torch_engine.nn.loading import base_names
 
 
 def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype | None, writes: bool) -> None:
@@ -17,7 +18,8 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
         writes: Whether this process is the one that writes.
     """
     # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
-    options = {"save_embedding_layers": False} if adapter_only else {}
+    # transformers would write names as they were read, which it could not read itself where `base_names` helped.
+    options = {"save_embedding_layers": False} if adapter_only else {"save_original_format": not _is_renamed(model)}
     sharded = any(sharding.is_cut(param) for param in model.parameters())
     if sharded:
         options["state_dict"] = _whole_state(model, adapter_only, dtype)
@@ -29,6 +31,10 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
         model.save_pretrained(folder, **options)
     for param, data in trained.items():  # training may go on, in the type it has
         param.data = data
+
+
+def _is_renamed(model: nn.Module) -> bool:
+    return type(model).__name__.endswith("ForQuestionAnswering") and bool(base_names(model.config))
 
 
 def _whole_state(model: nn.Module, adapter_only: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from lmmods.core.console import say, warn
+from lmmods.core.errors import UserError
 from lmmods.core.hf_config import check_saved_quantization, load_config, new_rows_message, saved_quantization
 from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import Quantize
@@ -52,16 +54,21 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         options = placement(max_memory)
     if quantize and not saved:
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
+    options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
     with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed):
         try:
-            model = auto_class.from_pretrained(pretrained, config=config, revision=revision, dtype=stored,
-                                               trust_remote_code=trust_remote_code, attn_implementation=attention,
-                                               **options)
+            model, found = auto_class.from_pretrained(
+                pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,
+                attn_implementation=attention, output_loading_info=True, **options)
         except (ValueError, RuntimeError) as error:
             if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # says bitsandbytes
                 raise no_room(max_memory) from error
             raise
+    if missing := sorted(name for name in found["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")):
+        raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
+                        f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
+                        "missing. Fetch it again.")
     mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
@@ -74,6 +81,20 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
             if "Norm" in type(module).__name__:
                 module.float()
     return model.train()
+
+
+def base_names(config: PreTrainedConfig) -> dict[str, str]:
+    """Names in files (patterns) -> names in a network for question answering, where its base has another name.
+
+    In transformers the base of these networks is `transformer` in some families, and `model` in all their files.
+    """
+    from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING or type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
+        return {}
+    in_files, in_network = (mapping[type(config)].base_model_prefix
+                            for mapping in (MODEL_MAPPING, MODEL_FOR_QUESTION_ANSWERING_MAPPING))
+    return {} if in_files == in_network else {rf"^{in_files}\.": f"{in_network}."}
 
 
 def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute: torch.dtype, skip: list[str] | None):
