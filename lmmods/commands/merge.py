@@ -31,6 +31,8 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
     """
+    from lmmods.torch_engine.nn.export import save  # needs torch, which help does not
+
     out_folder = Path(out)
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
         raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
@@ -56,7 +58,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
                         "--force true.")
     temporary = out_folder.with_name(f".{out_folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    chosen.save_pretrained(temporary)
+    save(chosen, temporary, adapter_only=False, dtype=None, writes=True)
     reference.tokenizer.save_pretrained(temporary)
     if (recipe.folder.model / GENERATION_CONFIG).is_file():
         shutil.copyfile(recipe.folder.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
