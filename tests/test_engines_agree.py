@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.runs import paths
 
 # A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
 WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
+CORPUS = Path(__file__).parent.parent / "demo" / "corpus"
 TIMED = {"train/tokens_per_second"}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
@@ -130,10 +132,13 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("CLM", {"model__init_args__pretrained": None, "model__init_args__config": GPT2, "data__init_args__seed": 3}),
     ("MLM", {}),
     ("MLM", QLORA),
+    ("MLM", {"data__init_args__source": [{"path": f"{CORPUS}/val.txt", "weight": 3}, f"{CORPUS}/train.txt"],
+             "data__init_args__val_size": 0, "data__init_args__val_source": {"path": f"{CORPUS}/val.txt", "limit": 9},
+             "data__init_args__streaming": True, "data__init_args__stream_window": 24}),
     ("QA", {}),
     ("QA", QLORA),
 ], ids=["sft", "sft-nf4-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora", "clm-nf4",
-        "clm-from-scratch", "mlm", "mlm-nf4", "qa", "qa-nf4"])
+        "clm-from-scratch", "mlm", "mlm-nf4", "mlm-streams-mixed", "qa", "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)
