@@ -24,7 +24,7 @@ RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="ada
 def stepped(toy, parallel, settings, num_steps=2):
     """A state after some updates with gradients of one constant per leaf element."""
     params = toy.init(jax.random.key(0))
-    steps = Steps(parallel, None, build(settings, toy.decays(params)), 0)
+    steps = Steps(parallel, None, build(settings, toy.decays(params)))
     state = steps.new_state(parallel.put_state(params))
     for step in range(num_steps):
         accumulation = parallel.put_sums(gradients_of(params, step))
