@@ -51,6 +51,7 @@ def test_help_lists_what_works(capsys):
     assert "FSDPStrategy" not in said and "lmmods.strategies.FSDP2" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALLOWED if name != "EarlyStopping"])  # that has tests of its own
 def test_what_is_allowed_resumes_exactly(recipe, tmp_path, name, stop_at):
     if name == "RichModelSummary":

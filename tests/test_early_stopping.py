@@ -201,6 +201,7 @@ def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first, c
     assert folder.names()[-1] == "step=8" and state(folder)["wait_count"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_run_without_validation_is_checked_each_epoch(recipe, tmp_path, engine):
     """An epoch is 9 steps; the loss of a rate of 0 without dropout and shuffling is that of the rows alone."""

@@ -51,6 +51,7 @@ def clean_wandb(monkeypatch, tmp_path):
     wandb.finish()
 
 
+@pytest.mark.slow
 def test_wandb_stays_offline_without_a_key_and_keeps_its_run(recipe, tmp_path, capsys, clean_wandb, monkeypatch):
     import wandb
 

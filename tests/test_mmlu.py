@@ -354,6 +354,7 @@ def noisy_questions(monkeypatch):
     monkeypatch.setattr(torch_side, "choice_logits", noisy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "every", "changes"), [
     ("torch", 1, {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "trainer__accumulate_grad_batches": 3,
                   "model__init_args__gradient_checkpointing": True}),

@@ -8,6 +8,7 @@ import pytest
 from lmmods.cli import main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_each_epoch_sees_the_same_rows(recipe, tmp_path, engine):
     arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__overfit_batches=2,

@@ -36,6 +36,7 @@ def test_no_number_of_epochs(max_epochs):
 FRACTION = {"trainer__max_epochs": 1.5, "trainer__max_steps": -1, "trainer__accumulate_grad_batches": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_one_and_a_half_epochs(recipe, tmp_path, engine):
     assert main(["fit", *recipe(**FRACTION, engine=engine, model__init_args__optimizer={

@@ -150,6 +150,7 @@ def noisy_generation(monkeypatch):
     monkeypatch.setattr(decoding, "generate", generate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "changes"), [
     pytest.param("torch", {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "trainer__accumulate_grad_batches": 3,
                            "model__init_args__gradient_checkpointing": True}, id="qlora-torch"),

@@ -129,6 +129,7 @@ def micro_batches(monkeypatch):
     monkeypatch.setattr(TaskModule, "training_step", second(TaskModule.training_step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_every_row_of_a_run(recipe, tmp_path, micro_batches, engine, accumulate):

@@ -226,6 +226,7 @@ def test_damage_is_refused_by_name(finished, capfd, engine):
         reported(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_what_is_not_the_runs_does_no_harm(finished, engine):
     again, arguments = finished(engine)
@@ -240,6 +241,7 @@ def test_what_is_not_the_runs_does_no_harm(finished, engine):
         read_runs([str(run.root)])
 
 
+@pytest.mark.slow
 def test_a_report_over_files_of_other_types(tmp_path):
     """Each value of the files replaced by each kind of junk: a page or a message."""
     source = {"rows": 3, "dropped": {"empty": {"rows": 1, "first": ["a:2"]}}, "notes": ["x"]}

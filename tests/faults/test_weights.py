@@ -41,6 +41,7 @@ def folder_of(llama_folder, tmp_path):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_folder_of_torch_files_trains_as_its_safetensors(engine, zipped, recipe, llama_folder, folder_of, tmp_path):

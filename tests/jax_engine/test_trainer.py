@@ -138,6 +138,7 @@ def test_early_stopping(jax_recipe):
     assert run.completed.exists()
 
 
+@pytest.mark.slow
 def test_fractions_of_epochs(jax_recipe):
     """32 rows in batches of 4, windows of 2: 4 steps an epoch, and the schedule ends where the run does."""
     run, arguments = jax_recipe("run", trainer__max_epochs=1.5, trainer__max_steps=-1,

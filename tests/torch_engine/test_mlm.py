@@ -63,6 +63,7 @@ def test_texts_without_a_gap_are_reported(mlm, tmp_path, capsys):
     assert "[MASK]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_and_loads(mlm, tmp_path):
     from peft import PeftModel
 
