@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmmods.core import initialization, ziggurat
-from lmmods.core.initialization import BLOCK, Normal, Uniform, draw, fill, lora_a, mean_row, row_norms
+from lmmods.core.initialization import BLOCK, Normal, Uniform, draw, draw_part, fill, lora_a, mean_row, row_norms
 
 SIZE = 16 * BLOCK + 3
 
@@ -96,3 +96,27 @@ def test_norms_and_means():
     assert np.array_equal(row_norms(matrix, conv1d=False), expected)
     assert np.array_equal(row_norms(np.ascontiguousarray(matrix.T), conv1d=True), expected)
     assert np.array_equal(mean_row(matrix), torch.from_numpy(matrix).double().mean(0, keepdim=True).float().numpy())
+
+
+@pytest.mark.parametrize("distribution", [Normal(0.02), Uniform(-1.0, 1.0)])
+@pytest.mark.parametrize(("shape", "part"), [
+    ((3 * BLOCK + 7,), (slice(BLOCK + 5, 3 * BLOCK + 7),)),
+    ((1000, 300), (slice(500, 1000), slice(None))),
+    ((1000, 300), (slice(None), slice(150, 300))),
+    ((5, 70, 1001), (slice(2, 4), slice(1, 60), slice(1000, 1001))),
+    ((1000, 300), (slice(1000, 1000), slice(None))),
+])
+def test_a_part_of_a_parameter_is_drawn_without_the_rest(distribution, shape, part, monkeypatch):
+    monkeypatch.setattr(initialization, "PART", 3 * BLOCK)  # so that columns are taken of several pieces
+    whole, num_drawn = draw(1, "a.weight", distribution, shape)[part], 0
+    fill_blocks = initialization._fill_blocks
+
+    def counted(*args):
+        nonlocal num_drawn
+        num_drawn += args[-1].size
+        fill_blocks(*args)
+
+    monkeypatch.setattr(initialization, "_fill_blocks", counted)
+    assert np.array_equal(draw_part(1, "a.weight", distribution, shape, part), whole)
+    rows = len(range(shape[0])[part[0]]) / shape[0] * math.prod(shape)
+    assert num_drawn <= rows + 2 * BLOCK * math.ceil(rows / (2 * BLOCK))

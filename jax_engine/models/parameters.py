@@ -1,5 +1,6 @@
 """Parameters of modules: while a network is described they have a shape and a way to start, and no values."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lmmods.core.initialization import Normal, Uniform, fill
+from lmmods.core.initialization import Normal, Uniform, draw_part
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,46 @@ def starts(module: nnx.Module) -> dict[tuple[str, ...], Start]:
     return {path: node.get_metadata("start") for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
 
 
-def first_values(start: Start, shape: tuple[int, ...], seed: int, names: Sequence[str]) -> np.ndarray:
-    """First values of a leaf, float32.
+class FirstValues:
+    """First values of a leaf, float32 or narrowed, that nobody has drawn yet. Drawn when they become an array.
 
     Args:
         shape: Of one layer.
         names: In the Hugging Face folder; several for a leaf of stacked layers [layers, *shape].
+        stacked: Whether the leaf has the layer as its leading axis.
     """
-    leaf = np.zeros((len(names), *shape), np.float32)
-    for name, layer in zip(names, leaf, strict=True):
+
+    def __init__(self, start: Start, shape: tuple[int, ...], seed: int, names: Sequence[str], stacked: bool,
+                 dtype: np.dtype):
+        self._start, self._layer_shape, self._seed = start, shape, seed
+        self._names, self._stacked, self.dtype = names, stacked, np.dtype(dtype)
+        self.shape = (len(names), *shape) if stacked else shape
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def astype(self, dtype: np.dtype) -> "FirstValues":
+        if self.dtype != np.float32:  # what a narrower type has lost is not found again
+            return np.asarray(self).astype(dtype)
+        return FirstValues(self._start, self._layer_shape, self._seed, self._names, self._stacked, dtype)
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """A part, a slice for each dimension: what lies in other rows is not drawn."""
+        layers, part = (part[0], part[1:]) if self._stacked else (slice(None), part)
+        drawn = [self._layer(name, part).astype(self.dtype) for name in self._names[layers]]
+        return np.stack(drawn) if self._stacked else drawn[0]
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self[(slice(None),) * self.ndim].astype(dtype or self.dtype, copy=False)
+
+    def _layer(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        start, shape = self._start, self._layer_shape
         if isinstance(start, float):
-            layer[...] = start
-        elif callable(start):
-            layer[...] = start(*shape)
-        else:
-            fill(seed, name, Normal(start.std) if isinstance(start, Rows) else start, layer)
-            if isinstance(start, Rows) and start.zeros is not None:
-                layer[start.zeros] = 0.0
-    return leaf
+            return np.full(shape, start, np.float32)[part]
+        if callable(start):
+            return np.asarray(start(*shape), np.float32)[part]
+        if not isinstance(start, Rows):
+            return draw_part(self._seed, name, start, shape, part)
+        rows = draw_part(self._seed, name, Normal(start.std), shape, part)
+        if start.zeros is not None:
+            rows[np.arange(shape[0])[part[0]] == start.zeros] = 0.0
+        return rows

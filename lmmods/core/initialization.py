@@ -17,6 +17,7 @@ import numpy as np
 from lmmods.core.ziggurat import standard_normal
 
 BLOCK = 1 << 16  # values with a counter of their own; another number gives other values
+PART = 1 << 22  # values that are drawn at once of a parameter of which a process keeps some columns
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,44 @@ def fill(seed: int, name: str, distribution: Normal | Uniform, out: np.ndarray) 
     """`draw` into an array that is there, float32 and contiguous."""
     if not out.flags.c_contiguous:
         raise ValueError(f"the array for {name} is not contiguous")
-    flat = out.reshape(-1)
+    _fill_blocks(seed, name, distribution, 0, out.reshape(-1))
+
+
+def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple[int, ...],
+              part: tuple[slice, ...]) -> np.ndarray:
+    """`draw(...)[part]`, where only the blocks that the part's rows lie in are drawn.
+
+    Args:
+        part: A slice for each dimension, without steps.
+    """
+    ranges = [range(length)[cut] for cut, length in zip(part, shape, strict=True)]
+    values = np.empty([len(span) for span in ranges], np.float32)
+    if not values.size:
+        return values
+    rows, row_size = ranges[0], math.prod(shape[1:])
+    at_once = max(1, PART // row_size)
+    for first in range(rows.start, rows.stop, at_once):
+        last = min(first + at_once, rows.stop)
+        drawn = draw_range(seed, name, distribution, math.prod(shape), first * row_size, last * row_size)
+        values[first - rows.start:last - rows.start] = drawn.reshape(last - first, *shape[1:])[:, *part[1:]]
+    return values
+
+
+def draw_range(seed: int, name: str, distribution: Normal | Uniform, size: int, start: int, stop: int) -> np.ndarray:
+    """The values from `start` to `stop` of a parameter of `size`, in row-major order: float32 [stop - start]."""
+    first = start // BLOCK * BLOCK
+    last = min(math.ceil(stop / BLOCK) * BLOCK, size)  # what a block holds depends on its length
+    values = np.empty(last - first, np.float32)
+    _fill_blocks(seed, name, distribution, first, values)
+    return values[start - first:stop - first]
+
+
+def _fill_blocks(seed: int, name: str, distribution: Normal | Uniform, first: int, flat: np.ndarray) -> None:
+    """Fill with the values from number `first` on, where a block begins."""
     key = stream_key(seed, name)
 
     def fill_block(start: int) -> None:
-        generator = np.random.Generator(np.random.Philox(key=key, counter=start // BLOCK << 64))
+        generator = np.random.Generator(np.random.Philox(key=key, counter=(first + start) // BLOCK << 64))
         distribution.fill(generator, flat[start:start + BLOCK])
 
     starts = range(0, flat.size, BLOCK)

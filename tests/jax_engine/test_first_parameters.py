@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS
+from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS, VARIANTS, cells
 from safetensors.torch import load_file
 from test_lora import TASKS
 
+from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten
-from jax_engine.models import building, hub, loading
+from jax_engine.models import building, hub, loading, parameters
 from jax_engine.models import lora as adapters
 from lmmods.core.hf_config import load_config
 from lmmods.core.initialization import draw, lora_a
@@ -23,7 +24,7 @@ from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora
 
-every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
+every_pair = cells(PAIRS, tuple(VARIANTS))
 SIZES = {"vocab_size": 300, "initializer_range": 0.05}
 
 
@@ -53,6 +54,26 @@ def test_a_model_from_scratch_is_the_same_on_both_engines(name, head):
     same(net.to_torch(net.init(5)), model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_process_draws_what_its_devices_keep(dtype, monkeypatch):
+    net, asked = hub.network(configuration("llama"), "causal"), []
+    mesh = ShardedMesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+
+    def drawn(seed, name, distribution, shape, part):
+        asked.append([len(range(length)[cut]) for length, cut in zip(shape, part, strict=True)])
+        return draw(seed, name, distribution, shape)[part]
+
+    monkeypatch.setattr(parameters, "draw_part", drawn)
+    placed = flatten(mesh.put_state(net.first_values(3, dtype)))
+    monkeypatch.undo()
+    whole = flatten(net.init(3, dtype))
+    assert all(np.array_equal(placed[path], value) and placed[path].dtype == dtype for path, value in whole.items())
+    for path, leaf in flatten(net.first_values(3, dtype)).items():
+        assert (leaf.shape, leaf.size, leaf.nbytes) == (whole[path].shape, whole[path].size, whole[path].nbytes)
+    matrices = sum(value.size for value in whole.values() if value.std())
+    assert sum(math.prod(part) for part in asked) == matrices  # each value once, for one of four devices
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_in_bfloat16_and_untied_too(name):
     head, untied = ("causal", {"tie_word_embeddings": False}) if name == "llama" else ("masked", {})
@@ -60,7 +81,7 @@ def test_in_bfloat16_and_untied_too(name):
     same(net.to_torch(net.init(1, "bfloat16")), scratch(name, head, 1, torch.bfloat16, **untied))
 
 
-@every_pair
+@cells(PAIRS)
 def test_distributions_are_those_of_transformers(name, head):
     """Mean and variance of every parameter, to five standard deviations of what chance makes of both."""
     torch.manual_seed(0)
@@ -135,7 +156,7 @@ def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, setting
         assert "lora_B" not in key or not value.any()
 
 
-@pytest.mark.parametrize(("name", "head"), [(name, "causal") for name in CAUSAL] + [
+@cells([(name, "causal") for name in CAUSAL] + [
     ("bert", "masked"), ("roberta", "masked"), ("albert", "masked"), ("distilbert", "masked"), ("bert", "qa")])
 def test_rows_of_new_tokens_are_the_same_on_both_engines(make_ref, name, head):
     ref = make_ref(name, head)

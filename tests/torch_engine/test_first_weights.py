@@ -6,9 +6,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmmods.core.initialization import Normal, Uniform, draw
-from lmmods.torch_engine.nn.initialization import FirstWeights, from_config
+from lmmods.torch_engine.nn import initialization, sharding
+from lmmods.torch_engine.nn.initialization import FirstWeights, fill_shards, from_config
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 OTHERS = {  # beyond the families that both engines have: other kinds of layers and ways to start
@@ -148,3 +151,42 @@ def test_nothing_stays_behind():
     first = torch.empty(3).normal_()
     torch.manual_seed(0)
     assert torch.equal(first, torch.empty(3).normal_())
+
+
+class Wrapped(nn.Module):
+    """A network within the module that is sharded, as a task has it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("name", ["gpt_neox", "opt"])  # the second has a row of zeros, and tied matrices
+def test_a_process_draws_the_rows_that_it_keeps(name, rank, monkeypatch):
+    def make():
+        return transformers.AutoModelForCausalLM.from_config(config_of(name, 2))
+
+    whole, num_rows = from_config(make, 3).state_dict(), {}
+
+    def drawn(seed, name, distribution, shape, part):
+        num_rows[name] = len(range(shape[0])[part[0]])
+        return draw(seed, name, distribution, shape)[part]
+
+    monkeypatch.setattr(initialization, "draw_part", drawn)
+    torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+    try:
+        later = {}
+        model = from_config(make, 3, later)
+        matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
+        assert set(later) == matrices and not num_rows
+        sharding.shard(Wrapped(model), model, init_device_mesh("cpu", (3,)))
+        fill_shards(model, later)
+        assert not later and num_rows.keys() == matrices
+        for key, param in model.named_parameters():
+            rows = -(-param.shape[0] // 3)
+            expected = whole[key][rows * rank:rows * (rank + 1)]
+            assert torch.equal(param.to_local(), expected), key
+            assert key not in matrices or num_rows[key] == len(expected)
+    finally:
+        torch.distributed.destroy_process_group()

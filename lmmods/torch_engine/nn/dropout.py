@@ -67,7 +67,7 @@ class TokenDropout:
     def begin(self, batch: dict[str, Tensor]) -> None:
         """The next forward pass is of this batch, and so is the backward pass behind it."""
         seeds = batch.get("token_seeds")
-        self._tokens, self._calls = None if seeds is None else seeds.int(), {}
+        self._tokens, self._calls = None if seeds is None else seeds.flatten(0, -2).int(), {}
         if seeds is None and self.has_sites:
             self._tell("Dropout: the batches have no token_seeds, so masks depend on how rows are cut into batches.")
 

@@ -1,15 +1,17 @@
 """First weights on torch: each architecture's own initialisation, with random numbers of `core.initialization`."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lmmods.core.adapters import saved_name
-from lmmods.core.initialization import Normal, Uniform, draw, fill, row_norms, stream_key
+from lmmods.core.initialization import Normal, Uniform, draw, draw_part, fill, row_norms, stream_key
 from lmmods.torch_engine.compat.peft import magnitudes, reset_adapter
 from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
 from lmmods.torch_engine.compat.transformers import (
@@ -17,6 +19,7 @@ from lmmods.torch_engine.compat.transformers import (
     before_each_module,
     without_first_weights,
 )
+from lmmods.torch_engine.nn.sharding import local_rows
 
 aten = torch.ops.aten
 DISTRIBUTIONS = {
@@ -42,6 +45,39 @@ class _Memory:
     writes: list[tuple[Tensor, Callable, tuple]] = field(default_factory=list)
 
 
+    def is_simple(self) -> bool:
+        """Whether all of it is drawn in row-major order, and parts that lie in one piece may then be constant."""
+        (tensor, _, values), *parts = self.writes
+        return (_is_whole(tensor) and tensor.is_contiguous() and isinstance(values[0], Normal | Uniform)
+                and all(part.is_contiguous() and not isinstance((*value, 0)[0], Normal | Uniform)
+                        for part, _, value in parts))
+
+
+@dataclass
+class FirstValues:
+    """First values of a parameter that nobody has drawn yet.
+
+    Args:
+        name: In the model's folder.
+        constants: First place and end of a part, in row-major order, and the value that it has instead.
+    """
+
+    seed: int
+    name: str
+    distribution: Normal | Uniform
+    shape: tuple[int, ...]
+    constants: list[tuple[int, int, float]]
+
+    def rows(self, rows: range) -> np.ndarray:
+        """The values of some rows, float32 [len(rows), ...]."""
+        part = (slice(rows.start, rows.stop), *[slice(None)] * (len(self.shape) - 1))
+        values = draw_part(self.seed, self.name, self.distribution, self.shape, part)
+        first = rows.start * math.prod(self.shape[1:])
+        for start, end, constant in self.constants:
+            values.reshape(-1)[max(start - first, 0):max(end - first, 0)] = constant
+        return values
+
+
 class FirstWeights(DispatchMode):
     """While this is entered, `normal_` and `uniform_` draw from the stream of the parameter that they fill.
 
@@ -62,11 +98,13 @@ class FirstWeights(DispatchMode):
         self._place, self._num_unnamed = "", 0
 
     @torch.no_grad()
-    def start(self, model: nn.Module, initialize: Callable[[], None], file_name: Callable[[str], str] = str) -> None:
+    def start(self, model: nn.Module, initialize: Callable[[], None], file_name: Callable[[str], str] = str,
+              later: dict[str, FirstValues] | None = None) -> None:
         """Run the initialisation of a model that has been made.
 
         Args:
             file_name: From a parameter's name in the model to that in the model's folder.
+            later: Takes, by name in the model, what `fill_shards` can draw.
         """
         def names() -> dict[int, str]:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -84,12 +122,20 @@ class FirstWeights(DispatchMode):
         with before_each_module(enter):
             initialize()
         self._names = names()
+        if later is not None:
+            for name, param in model.named_parameters():
+                waiting = self._waiting.get(_memory(param))
+                if waiting is not None and waiting.is_simple():
+                    _, _, (distribution,) = waiting.writes[0]
+                    constants = [(part.storage_offset(), part.storage_offset() + part.numel(), value[0] if value else 0)
+                                 for part, _, value in waiting.writes[1:]]
+                    later[name] = FirstValues(self._seed, file_name(name), distribution, tuple(param.shape), constants)
+                    del self._waiting[_memory(param)]
         for memory in list(self._waiting):
             if memory in before and memory not in self._names:  # tied to something else
                 del self._waiting[memory]
             else:
                 self._settle(memory)
-
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in DISTRIBUTIONS and _is_real(args[0]) and args[0].is_floating_point():
@@ -144,17 +190,27 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def from_config(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+def from_config(make: Callable[[], nn.Module], seed: int, later: dict[str, FirstValues] | None = None) -> nn.Module:
     """A model of transformers with first weights.
 
     Args:
         make: Makes it of a configuration.
+        later: Takes what `fill_shards` can draw, by name; until then those parameters hold anything.
     """
     with FirstWeights(seed) as weights:
         with without_first_weights():
             model = make()
-        weights.start(model, model.init_weights)
+        weights.start(model, model.init_weights, later=later)
     return model
+
+
+@torch.no_grad()
+def fill_shards(model: nn.Module, later: dict[str, FirstValues]) -> None:
+    """Draw what `from_config` has left, of sharded parameters the rows of this process alone; `later` is empty then."""
+    params = dict(model.named_parameters())
+    for name in list(later):
+        part, rows = local_rows(params[name])
+        part.copy_(torch.from_numpy(later.pop(name).rows(rows)))
 
 
 @contextmanager

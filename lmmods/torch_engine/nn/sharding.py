@@ -1,5 +1,7 @@
 """Parameters cut over processes (FSDP2, DeepSpeed ZeRO-3), and whole tensors out of them and back."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +55,16 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other as it is. Shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
+    """This process's part of a tensor that `shard` has cut, and the rows of the whole that it holds."""
+    part, length = local(tensor), tensor.shape[0]
+    if not isinstance(tensor, DTensor):
+        return part, range(length)
+    each = math.ceil(length / tensor.device_mesh.size())
+    first = min(each * tensor.device_mesh.get_local_rank(), length)
+    return part, range(first, first + part.shape[0])
 
 
 def placed_like(full: Tensor, param: Tensor) -> Tensor:
