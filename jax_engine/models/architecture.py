@@ -4,16 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jax_engine.models.rope import Rope
 from lmmods.core.errors import UserError
 
 Head = Literal["causal", "masked", "qa"]
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021): inverse frequencies, [head_dim / 2] numbers."""
-
-    inverse_frequencies: tuple[float, ...]
+NormKind = Literal["layer", "layer_no_bias", "rms", "rms_wide", "rms_plus_one"]
 
 
 @dataclass(frozen=True)
@@ -21,15 +16,25 @@ class Architecture:
     """Sizes and choices of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
 
     Args:
-        norm: `layer` is LayerNorm, `rms` is RMSNorm, `rms_plus_one` RMSNorm times (1 + weight).
-        post_norm: Norms follow the residual sums (Vaswani et al. 2017) instead of preceding the sublayers.
+        norm: See Norm.
+        norms: Where each sublayer has one: on its `input`, on its `output`, on the residual `sum` after it (Vaswani
+            et al. 2017).
+        parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm`
+            its same norm.
         positions: A learned table, sines and cosines added to the embedding, or rotated queries and keys.
+        ropes: For each layer, how its queries and keys turn; they differ in frequencies alone.
         embedding_size: Width of the embedding table where it differs from the network's.
         padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
         positions_after_padding: Positions count real tokens from padding_id + 1, and padding stays at padding_id.
         windows: For each layer, how far back it attends in tokens, or None for everything.
         attention_scales: For each layer, the factor on query times key.
         passes: Which stored layer each step of the depth runs; layers may be shared (Lan et al. 2019).
+        attention_cap: Scores are c tanh(scores / c) with this c; `logit_cap` does that to the logits, after
+            `logit_scale`.
+        residual_scale: On what a sublayer adds to the residual stream.
+        qkv: Three matrices; or one of queries, keys and values; or one that has these for each head in turn.
+        fused_gate_up: One matrix of gate and up.
+        qk_norm: Norms of queries and keys, each head by itself or all at once.
         layers_per_group: Set where torch's names number the stored layers by group and place in it.
         init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those inside, and
             `residual_std` of those that write to the residual stream.
@@ -53,11 +58,14 @@ class Architecture:
     windows: tuple[int | None, ...]
     attention_scales: tuple[float, ...]
     passes: tuple[int, ...]
-    norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
+    norm: NormKind = "layer"
     final_norm_eps: float | None = None
-    post_norm: bool = False
+    norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
+    parallel: bool = False
+    shared_norm: bool = False
+    residual_scale: float = 1.0
     positions: Literal["learned", "sinusoid", "rope"] = "learned"
-    rope: Rope | None = None
+    ropes: tuple[Rope, ...] = ()
     max_positions: int = 0
     num_types: int = 0
     embedding_size: int | None = None
@@ -65,16 +73,20 @@ class Architecture:
     padding_id: int | None = None
     positions_after_padding: bool = False
     sinusoid_init: bool = False
-    fused_qkv: bool = False
     conv1d: bool = False
+    qkv: Literal["apart", "fused", "fused_by_head"] = "apart"
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
     gated: bool = False
-    qk_norm: bool = False
+    fused_gate_up: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    attention_cap: float | None = None
     layers_per_group: int | None = None
     tied: bool = True
     head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     head_activation: str = "gelu"
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -101,8 +113,10 @@ class Family:
         head_modules: For each head, our module to the full torch module, in torch's order.
         tied: For each head, torch names that are other names of one of our leaves.
         base_of: Prefix of the base where a head has another one.
+        older: Beginnings of names in files, and what they are called now.
         dropouts: Our places of dropout to the torch modules inside the base that do it, or whose attention weights it
-            is done to (`.weights`); `head` to the full name of its module.
+            is done to (`.weights`), or that do it by a function ("" is the base); `head` to the full name of its
+            module.
     """
 
     architecture: Callable[[Any], Architecture]
@@ -112,6 +126,7 @@ class Family:
     head_modules: dict[Head, dict[str, str]]
     tied: dict[Head, dict[str, str]] = field(default_factory=dict)
     base_of: dict[Head, str] = field(default_factory=dict)
+    older: dict[str, str] = field(default_factory=dict)
     dropouts: dict[str, str] = field(default_factory=dict)
 
     def prefix(self, head: Head) -> str:

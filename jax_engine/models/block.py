@@ -1,5 +1,6 @@
 """One layer: attention and MLP with their norms and residual sums."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -7,42 +8,71 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.attention import Attention
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm
+from jax_engine.models.rope import Angles
 
 
 class MLP(nnx.Module):
     """down(act(up(x))), gated (Shazeer 2020): down(act(gate(x)) * up(x))."""
 
     def __init__(self, arch: Architecture, build: Build):
-        kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d}
-        self.activation = arch.activation
-        self.gate = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.gate", std=arch.layer_std, **kwargs
-                           ) if arch.gated else None
-        self.up = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.up", std=arch.layer_std, **kwargs)
-        self.down = Linear(arch.mlp_size, arch.hidden_size, "layers.mlp.down", std=arch.residual_std, **kwargs)
+        self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
+        kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d, "std": arch.layer_std}
+        if self.fused:
+            self.gate_up = Linear(arch.hidden_size, 2 * arch.mlp_size, "layers.mlp.gate_up", **kwargs)
+        else:
+            self.gate = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.gate", **kwargs) if arch.gated else None
+            self.up = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.up", **kwargs)
+        self.down = Linear(arch.mlp_size, arch.hidden_size, "layers.mlp.down", **kwargs | {"std": arch.residual_std})
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
-        act, up = ACTIVATIONS[self.activation], self.up(x, seeds)
-        return self.down(act(up) if self.gate is None else act(self.gate(x, seeds)) * up, seeds)
+        return self.down(self._inner(x, seeds), seeds)
+
+    def _inner(self, x: Array, seeds: Seeds | None) -> Array:
+        act = ACTIVATIONS[self.activation]
+        if self.fused:
+            gate, up = jnp.split(self.gate_up(x, seeds), 2, axis=-1)
+            return act(gate) * up
+        up = self.up(x, seeds)
+        return act(self.gate(x, seeds)) * up if self.gated else act(up)
 
 
 class Block(nnx.Module):
-    """One layer of a decoder or encoder; the residual stream keeps the dtype in which it comes."""
+    """One layer of a decoder or encoder; the residual stream keeps the dtype in which it comes.
+
+    `attn_norm` and `mlp_norm` are on a sublayer's input or on the sum after it, `..._out_norm` on its output.
+    """
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
-        self.attn = Attention(arch, build)
-        self.attn_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
-        self.mlp = MLP(arch, build)
-        self.mlp_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
+        self.attn, self.mlp = Attention(arch, build), MLP(arch, build)
+        for name in ("attn", "mlp"):
+            own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
+            for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
+                setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
 
-    def __call__(self, x: Array, mask: Array, scale: Array, angles: tuple[Array, Array] | None, seeds: Seeds | None,
-                 cache: dict[str, Array] | None = None, start: Array | None = None
+    def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | None, seeds: Seeds | None,
+                 cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None
                  ) -> tuple[Array, dict[str, Array] | None]:
         """Residual stream [B, T, D] after this layer, and the layer's cache."""
-        post = self.arch.post_norm
-        mixed, cache = self.attn(x if post else self.attn_norm(x), mask, scale, angles, seeds, cache, start)
-        x = x + dropout(mixed, self.arch.residual_dropout, seeds, "layers.attn").astype(x.dtype)
-        x = self.attn_norm(x) if post else x
-        update = self.mlp(x if post else self.mlp_norm(x), seeds)
-        x = x + dropout(update, self.arch.mlp_dropout, seeds, "layers.mlp").astype(x.dtype)
-        return (self.mlp_norm(x) if post else x), cache
+        arch = self.arch
+        normed = self._input(x, self.attn_norm)
+        mixed, cache = self.attn(normed, mask, scale, angles, seeds, cache, start, key_angles)
+        after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
+        if arch.parallel:
+            normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
+        else:
+            normed = self._input(after, self.mlp_norm)
+        update = self.mlp(normed, seeds)
+        return self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds,
+                           "layers.mlp"), cache
+
+    def _input(self, x: Array, norm: Norm | None) -> Array:
+        return norm(x) if "input" in self.arch.norms else x
+
+    def _added(self, x: Array, update: Array, norm: Norm | None, out_norm: Norm | None, rate: float,
+               seeds: Seeds | None, site: str) -> Array:
+        """x plus what a sublayer made."""
+        update = update if out_norm is None else out_norm(update)
+        update = dropout(update, rate, seeds, site) * self.arch.residual_scale
+        x = x + update.astype(x.dtype)
+        return norm(x) if "sum" in self.arch.norms else x

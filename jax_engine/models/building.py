@@ -1,5 +1,6 @@
 """The network of a task and its first parameters: loaded or initialised, fitted to the tokenizer, with adapters."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from jax_engine.distributed.tree import Tree, flatten, unflatten
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
+from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
 from lmmods.core import hf_config
@@ -20,41 +22,47 @@ from lmmods.core.task_fields import TaskFields
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 
 
-def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int) -> tuple[Network, Tree]:
-    """The network that the fields of a task describe, and its first parameters as numpy arrays.
+def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False
+                  ) -> tuple[Network, Tree, Tree]:
+    """The network that the fields of a task describe, and its first parameters: numpy arrays, or still to be drawn.
+
+    The last tree has the base's values of what an adapter trains in full; it is empty without one.
 
     Args:
         precision: Lightning's name.
         seed: Of all parameters that no file holds.
+        frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
 
     Raises:
         UserError: The model cannot be found, read or made, or an adapter does not fit it.
     """
-    is_causal, compute = head == "causal", COMPUTE_DTYPES[precision]
-    config = hf_config.load_config(fields.pretrained or fields.config, fields.config_overrides, fields.revision,
+    is_causal, compute, frozen = head == "causal", COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
+    config = hf_config.load_config(fields.pretrained or fields.config, fields.overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
     hf_config.check_saved_quantization(hf_config.saved_quantization(config), fields.pretrained, fields.quantize,
-                                       fields.trains_adapter)
+                                       frozen)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels,
                                "attention": fields.attention if fields.fast_kernels else "eager"}
     network = hub.network(config, head, **options)
-    stored = compute if fields.trains_adapter or precision == "bf16-true" else "float32"
+    stored = compute if frozen or precision == "bf16-true" else "float32"
     if fields.pretrained:
         params = loading.load(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
                               fields.double_quant)
     else:
-        params = network.init(seed, stored)
+        params = network.first_values(seed, stored)
     num_rows = network.config.vocab_size
     network, params = _with_rows_for(len(data.tokenizer), network, params, options)
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
-        return network, params
+        return network, params, {}
     settings = fields.lora or adapters.adapter_settings(fields.adapter)
+    if not fields.lora and not fields.adapter_drops:
+        settings = dataclasses.replace(settings, dropout=0.0)
     rows = (adapters.rows_beside(network, settings, tokens_to_train(data, num_rows)) if fields.lora
             else adapters.adapter_rows(network, settings, fields.adapter))
     network = hub.network(network.config, head, lora=settings, rows=rows, **options)
-    return network, _with_adapter(network, params, fields.adapter, precision, seed)
+    return network, *_with_adapter(network, params, fields.adapter, precision, seed)
 
 
 def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dict[str, Any]) -> tuple[Network, Tree]:
@@ -70,17 +78,20 @@ def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dic
     for path, leaf in flatten(params).items():
         missing = shapes[path].shape[0] - leaf.shape[0] if leaf.ndim else 0
         if missing:
+            leaf = np.asarray(leaf)
             leaf = np.concatenate([leaf, *[mean_row(leaf.astype(np.float32)).astype(leaf.dtype)] * missing])
         leaves[path] = leaf
     return wider, unflatten(leaves)
 
 
-def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int) -> Tree:
-    """The base's parameters with those of an adapter: new ones, or a folder's."""
+def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int
+                  ) -> tuple[Tree, Tree]:
+    """The base's parameters with those of an adapter, new ones or a folder's; the base's of what trains in full."""
     for path, leaf in flatten(base).items():
         if isinstance(leaf, Quantized) and network.trains(path):
             raise UserError(quantised_in_full(network.torch_modules(".".join(path[:-1]))[0], leaf.kind))
     leaves = flatten(adapters.add_adapter(network, base, seed))
+    before = {path: leaf for path, leaf in leaves.items() if network.trains(path) and path[-1] not in LORA_LEAVES}
     if folder is not None:
         leaves |= flatten(adapters.load_adapter(network, folder))
     # As torch: what trains is float32, also beside a bfloat16 base, and so are that base's norms.
@@ -90,4 +101,4 @@ def _with_adapter(network: Network, base: Tree, folder: str | None, precision: s
             leaves[path] = leaves[path].astype(trained)
         elif precision == "bf16-mixed" and any("norm" in name for name in path):
             leaves[path] = leaves[path].astype(np.float32)
-    return unflatten(leaves)
+    return unflatten(leaves), unflatten({path: leaf.astype(trained) for path, leaf in before.items()})

@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_engine.models.linear import capped
+
 # Queries of a block, and keys in the backward pass. Larger ones multiply faster, but skip less.
 CAUSAL_BLOCK, BLOCK = 128, 512
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_blocked(causal: bool, q: Array, k: Array, v: Array, mask: Array, scale: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array, mask: Array, scale: Array) -> Array:
     """`attend` without dropout. A query that sees nothing gets a mean of some values; its gradient must be zero.
 
     Args:
         causal: Whether `mask` hides all keys behind the query.
+        cap: Of the scores (see `capped`).
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim]. v: the same.
         mask: [B, 1, T, T] booleans.
@@ -27,10 +30,10 @@ def attend_blocked(causal: bool, q: Array, k: Array, v: Array, mask: Array, scal
     Returns:
         [B, T, heads * head_dim].
     """
-    return _forward(causal, q, k, v, mask, scale)[0]
+    return _forward(causal, cap, q, k, v, mask, scale)[0]
 
 
-def _forward(causal, q, k, v, mask, scale):
+def _forward(causal, cap, q, k, v, mask, scale):
     batch, length, heads, size = q.shape
     shape = (batch, k.shape[2], heads // k.shape[2])
     queries = q.reshape(batch, length, *shape[1:], size).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
@@ -39,7 +42,7 @@ def _forward(causal, q, k, v, mask, scale):
     for start, end in _blocks(length, causal):
         seen = end if causal else length
         scores = _product(_flat(queries[..., start:end, :]), keys[:, :, :seen], 3, 3)
-        scores = scores.reshape(*shape, end - start, seen) * scale
+        scores = capped(scores.reshape(*shape, end - start, seen) * scale, cap)
         scores = jnp.where(mask[:, :, None, start:end, :seen], scores, jnp.finfo(jnp.float32).min)
         largest = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - largest)
@@ -52,7 +55,7 @@ def _forward(causal, q, k, v, mask, scale):
     return out, (queries, keys, values, mask, scale, mixed, norms)
 
 
-def _backward(causal, kept, gradient):
+def _backward(causal, cap, kept, gradient):
     queries, keys, values, mask, scale, mixed, norms = kept
     batch, groups, per_group, length, size = queries.shape
     gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
@@ -64,10 +67,11 @@ def _backward(causal, kept, gradient):
         own, own_values = keys[:, :, start:end], values[:, :, start:end]
         shape = (batch, groups, end - start, per_group, length - first)
         seen = mask[:, :, first:, start:end].swapaxes(2, 3)[:, :, :, None]
-        scores = jnp.where(seen, _product(own, later, 3, 3).reshape(shape) * scale, jnp.finfo(jnp.float32).min)
-        weights = jnp.exp(scores - norms[:, :, None, :, first:])
+        scores = capped(_product(own, later, 3, 3).reshape(shape) * scale, cap)
+        weights = jnp.exp(jnp.where(seen, scores, jnp.finfo(jnp.float32).min) - norms[:, :, None, :, first:])
         slopes = _product(own_values, later_gradient, 3, 3).reshape(shape) - offset[:, :, None, :, first:]
-        weights, slopes = (x.reshape(*shape[:3], -1).astype(values.dtype) for x in (weights, weights * slopes))
+        slopes = weights * slopes if cap is None else weights * slopes * (1 - jnp.square(scores / cap))
+        weights, slopes = (x.reshape(*shape[:3], -1).astype(values.dtype) for x in (weights, slopes))
         d_values.append(_product(weights, later_gradient, 3, 2))
         d_keys.append(_product(slopes, later, 3, 2) * scale)
         turned = jax.lax.optimization_barrier(slopes.swapaxes(2, 3))  # XLA would fold it into a slow product

@@ -7,7 +7,7 @@ from jax import Array
 
 from jax_engine.models.architecture import Architecture
 from jax_engine.models.dropout import Seeds, dropout
-from jax_engine.models.linear import Build, Embedding, vocabulary_logits
+from jax_engine.models.linear import Build, Embedding, capped, vocabulary_logits
 from jax_engine.models.names import TOKEN_ROWS
 from jax_engine.models.parameters import parameter
 from lmmods.core.initialization import Normal
@@ -46,7 +46,7 @@ class LMHead(nnx.Module):
     """Logits over the vocabulary in float32; the matrix is the embedding's where the two are tied."""
 
     def __init__(self, arch: Architecture, build: Build):
-        self.build = build
+        self.build, self.scale, self.cap = build, arch.logit_scale, arch.logit_cap
         self.weight = None if arch.tied else parameter((arch.vocab_size, arch.hidden_size), Normal(arch.init_std))
         self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
         self.tokens = build.rows.get("embed.tokens" if arch.tied else "head", ())
@@ -60,4 +60,5 @@ class LMHead(nnx.Module):
         else:
             matrix, rows = self.weight[...], self.trainable_tokens_delta[...] if self.tokens else None
         logits = vocabulary_logits(hidden, matrix, self.build, self.tokens, rows)
-        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+        return capped(logits if self.scale == 1.0 else logits * self.scale, self.cap)

@@ -98,6 +98,8 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
         return f"the fused kernel computes in 16 bits, not in {dtype}"
     if arch.head_dim % 8 or arch.head_dim > 128:
         return f"the fused kernel takes heads of up to 128 features, a multiple of 8, not {arch.head_dim}"
+    if arch.attention_cap is not None:
+        return f"the fused kernel does not cap scores (at {arch.attention_cap} here)"
     if arch.attention_dropout:
         return f"the fused kernel has no attention dropout ({arch.attention_dropout} here)"
     if len(set(arch.windows)) > 1 or len(set(arch.attention_scales)) > 1:
@@ -144,7 +146,7 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
     weights *= jnp.asarray(segments > 0, weights.dtype)[:, :, None, None]
 
     def plain(q: Array, k: Array, v: Array) -> Array:
-        return attend(q, k, v, attention_mask(batch, fused.causal, fused.window), fused.scale, 0.0, None)
+        return attend(q, k, v, attention_mask(batch, fused.causal, fused.window), fused.scale)
 
     def run(function: Callable, *qkv: Array) -> list[np.ndarray]:
         def weighted(*qkv: Array) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
 """Text from a causal network: greedy search, sampling and beam search, compiled once per shape."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import lru_cache
 
 import jax
@@ -27,6 +27,14 @@ def check_supported(settings: Generation) -> None:
     check_beam_groups(settings.num_beams, settings.num_beam_groups, settings.diversity_penalty, settings.do_sample)
 
 
+def check_room(network: Network, length: int, settings: Generation) -> None:
+    """Raise UserError for an empty prompt, or where prompt and answer go beyond the network's learned positions."""
+    if not length:
+        raise UserError("An empty prompt cannot be continued: give it at least a beginning-of-text token.")
+    if network.arch.positions != "rope":
+        settings.check_positions(length, network.arch.max_positions)
+
+
 def generate(network: Network, params: Tree, prompts: list[list[int]], settings: Generation, eos: list[int],
              pad: int, seed: int = 0, rows: Sequence[int] | None = None) -> list[list[int]]:
     """New tokens after each prompt, up to and without the first end token.
@@ -41,11 +49,8 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     """
     check_supported(settings)
     longest = max(len(prompt) for prompt in prompts)
-    if min(len(prompt) for prompt in prompts) == 0:
-        raise UserError("An empty prompt cannot be continued: give it at least a beginning-of-text token.")
-    arch = network.arch
-    if arch.positions != "rope":
-        settings.check_positions(longest, arch.max_positions)
+    check_room(network, min(len(prompt) for prompt in prompts), settings)
+    check_room(network, longest, settings)
     width = -(-longest // BUCKET) * BUCKET
     ids = np.full((len(prompts), width), pad, np.int32)
     mask = np.zeros_like(ids)
@@ -92,34 +97,93 @@ def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...])
 
 def single_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
     """Greedy search, or sampling: one text for each prompt."""
-    forward, total = Forward(network, settings.use_cache), width + settings.max_new_tokens
-
-    def choose(logits: Array, tokens: Array, real: Array, place: Array, numbers: Array) -> Array:
-        logits = constrained(settings, logits, tokens, real, place, width, ends)
-        if not settings.do_sample:
-            return logits.argmax(-1)
-        return drawn(narrowed(settings, logits), jax.lax.dynamic_index_in_dim(numbers, place - width, 1, False))
+    total = width + settings.max_new_tokens
+    begin, step = token_steps(network, width, total, settings, ends)
 
     def program(params: Tree, ids: Array, mask: Array, numbers: Array) -> Array:
-        rows = ids.shape[0]
-        tokens = jnp.pad(ids, ((0, 0), (0, settings.max_new_tokens)))
-        real = jnp.pad(mask, ((0, 0), (0, settings.max_new_tokens))) > 0
-        kept, hidden = forward.start(params, tokens, real, width)
-        state = {"tokens": tokens, "real": real, "place": jnp.int32(width), "kept": kept, "hidden": hidden,
-                 "ended": jnp.zeros(rows, bool)}
+        def go_on(state: Tree) -> Tree:
+            return step(params, state, jax.lax.dynamic_index_in_dim(numbers, state["place"] - width, 1, False))
 
-        def step(state: Tree) -> Tree:
-            place = state["place"]
-            logits = network.logits(params, state["hidden"])
-            token = choose(logits, state["tokens"], state["real"], place, numbers).astype(jnp.int32)
-            tokens = jax.lax.dynamic_update_slice_in_dim(state["tokens"], token[:, None], place, axis=1)
-            real = jax.lax.dynamic_update_slice_in_dim(state["real"], jnp.ones((rows, 1), bool), place, axis=1)
-            kept, hidden = forward.step(params, state["kept"], tokens, real, place)
-            ended = state["ended"] | jnp.isin(token, ends)
-            return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "ended": ended}
-
-        final = jax.lax.while_loop(lambda s: (s["place"] < total) & ~s["ended"].all(), step, state)
+        final = jax.lax.while_loop(lambda s: (s["place"] < total) & ~s["ended"].all(), go_on, begin(params, ids, mask))
         # A row that ended went on beside the others; the caller truncates it after its first end token.
         return final["tokens"][:, width:]
 
     return program
+
+
+def token_steps(network: Network, width: int, total: int, settings: Generation, ends: Array
+                ) -> tuple[Callable, Callable]:
+    """The two parts of single search, over texts of `total` tokens of which the first `width` are the prompts.
+
+    Returns:
+        (params, ids [B, width], mask [B, width]) -> state, whose `tokens` [B, total] are complete before `place`; and
+        (params, state, numbers [B] that tokens are drawn by) -> the state with a token more, which is `latest` [B].
+    """
+    forward = Forward(network, settings.use_cache)
+
+    def choose(logits: Array, state: Tree, numbers: Array) -> Array:
+        logits = constrained(settings, logits, state["tokens"], state["real"], state["place"], width, ends)
+        return drawn(narrowed(settings, logits), numbers) if settings.do_sample else logits.argmax(-1)
+
+    def begin(params: Tree, ids: Array, mask: Array) -> Tree:
+        tokens = jnp.pad(ids, ((0, 0), (0, total - width)))
+        real = jnp.pad(mask, ((0, 0), (0, total - width))) > 0
+        kept, hidden = forward.start(params, tokens, real, width)
+        return {"tokens": tokens, "real": real, "place": jnp.int32(width), "kept": kept, "hidden": hidden,
+                "latest": tokens[:, 0], "ended": jnp.zeros(len(ids), bool)}
+
+    def step(params: Tree, state: Tree, numbers: Array) -> Tree:
+        place = state["place"]
+        token = choose(network.logits(params, state["hidden"]), state, numbers).astype(jnp.int32)
+        tokens = jax.lax.dynamic_update_slice_in_dim(state["tokens"], token[:, None], place, axis=1)
+        here = jnp.ones((len(tokens), 1), bool)
+        real = jax.lax.dynamic_update_slice_in_dim(state["real"], here, place, axis=1)
+        kept, hidden = forward.step(params, state["kept"], tokens, real, place)
+        ended = state["ended"] | jnp.isin(token, ends)
+        return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "latest": token,
+                "ended": ended}
+
+    return begin, step
+
+
+def stream(network: Network, params: Tree, prompt: list[int], settings: Generation, eos: list[int], pad: int,
+           seed: int, row: int, on_token: Callable[[int], bool]) -> bool:
+    """`generate` for one prompt, handing over each token as soon as it is chosen; returns whether an end token came.
+
+    Beams are searched to their end first. Raises UserError as `generate` does.
+
+    Args:
+        on_token: Given a token of the answer, says whether to go on.
+    """
+    if settings.num_beams > 1:
+        [answer] = generate(network, params, [prompt], settings, eos, pad, seed, [row])
+        return all(map(on_token, answer)) and len(answer) < settings.max_new_tokens
+    check_supported(settings)
+    check_room(network, len(prompt), settings)
+    width, room = power_of_two(len(prompt)), settings.max_new_tokens
+    fields = astuple(replace(settings, max_new_tokens=1))  # which the programs do not depend on
+    begin, step = _compiled_steps(network, width, width + power_of_two(room), fields, tuple(sorted(eos)))
+    ids, mask = np.full((1, width), pad, np.int32), np.zeros((1, width), np.int32)
+    ids[0, width - len(prompt):], mask[0, width - len(prompt):] = prompt, 1
+    state, numbers = begin(params, ids, mask), draws(seed, [row], room)
+    for place in range(room):
+        state = step(params, state, numbers[:, place])
+        token = int(np.asarray(state["latest"])[0])
+        if token in eos:
+            return True
+        if not on_token(token):
+            break
+    return False
+
+
+def power_of_two(length: int) -> int:
+    """Room for so many tokens, in one of few sizes, so that a conversation that grows seldom compiles anew."""
+    return max(BUCKET, 1 << (length - 1).bit_length())
+
+
+@lru_cache(maxsize=64)
+def _compiled_steps(network: Network, width: int, total: int, fields: tuple, eos: tuple[int, ...]
+                    ) -> tuple[Callable, Callable]:
+    """`token_steps`, jitted; a state is used up by the step after it."""
+    begin, step = token_steps(network, width, total, Generation(*fields), jnp.array(eos, jnp.int32))
+    return jax.jit(begin), jax.jit(step, donate_argnums=1)

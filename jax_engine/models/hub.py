@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from jax_engine.models import families
 from jax_engine.models import lora as adapters
@@ -27,7 +27,16 @@ SHARD_BYTES = 5 * 10**9
 
 def supported() -> list[str]:
     """Names of the supported architectures, as in `model_type`."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(families.__path__))
+    modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
+    return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
+
+
+def _module(model_type: str) -> str:
+    return model_type.replace("-", "_")
+
+
+def _family(model_type: str) -> Family:
+    return importlib.import_module(f"{families.__name__}.{_module(model_type)}").FAMILY
 
 
 def family_of(config: PreTrainedConfig, head: Head) -> Family:
@@ -35,10 +44,9 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
     if config.model_type not in supported():
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. "
                         f"Supported: {', '.join(supported())}. Use engine: torch.")
-    family = importlib.import_module(f"{families.__name__}.{config.model_type.replace('-', '_')}").FAMILY
+    family = _family(config.model_type)
     if head not in family.classes:
-        able = [name for name in supported()
-                if head in importlib.import_module(f"{families.__name__}.{name.replace('-', '_')}").FAMILY.classes]
+        able = [name for name in supported() if head in _family(name).classes]
         raise UserError(f"model: the JAX engine has no {head} head for {config.model_type!r}. With this head it "
                         f"supports: {', '.join(able)}.")
     return family

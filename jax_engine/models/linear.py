@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jax_engine.models.architecture import NormKind
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.parameters import Rows, parameter
 from jax_engine.models.quant import Quantized
@@ -28,6 +29,11 @@ def exact_gelu(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """x, kept smoothly between -cap and cap (Bello et al. 2016) unless that is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 ACTIVATIONS = {
@@ -215,16 +221,21 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis in float32; the result has the dtype of the input."""
+    """LayerNorm or RMSNorm over the last axis in float32; the result has the dtype of the input.
 
-    def __init__(self, size: int, kind: str, eps: float):
+    Args:
+        kind: `rms` rounds to that dtype before its weight is applied and `rms_wide` after it; `rms_plus_one` applies
+            1 + weight.
+    """
+
+    def __init__(self, size: int, kind: NormKind, eps: float):
         self.kind, self.eps = kind, eps
         self.weight = parameter((size,), 0.0 if kind == "rms_plus_one" else 1.0)
         self.bias = parameter((size,), 0.0) if kind == "layer" else None
 
     def __call__(self, x: Array) -> Array:
         wide, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
-        if self.kind == "layer":
+        if self.kind in ("layer", "layer_no_bias"):
             wide = wide - wide.mean(-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         if self.kind == "rms":

@@ -17,16 +17,16 @@ from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import lora as adapters
 from jax_engine.models import quant
-from jax_engine.models.names import some
 from jax_engine.models.network import Network, Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import no_model
+from lmmods.core.hf_config import loading_notes, no_model, some
 from lmmods.core.weights_files import check_weights, reading_weights
 
-PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.")
+PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "gpt_neox.")
 # Buffers of older transformers versions: recomputed, never weights.
-BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|position_ids|token_type_ids|rotary_emb\.inv_freq|pos_encoding)$")
+BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_type_ids|rotary_emb\.inv_freq|"
+                     r"pos_encoding)$")
 # Heads of other tasks and poolers, which the networks here do not have.
 OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
                          r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head)\.")
@@ -83,11 +83,10 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
         if not np.array_equal(leaves.arrays[path], value.astype(leaves.dtype)):
             raise UserError(f"{folder}: {key} differs from the weight that it is tied to: set tie_word_embeddings: "
                             "false in its config.json.")
-    if others := [key for key in dropped if not BUFFERS.search(key)]:
-        say(f"Not needed from {folder}: {some(others)}.")
+    for line in loading_notes(folder, list(headless), [key for key in dropped if not BUFFERS.search(key)]):
+        say(line)
     tree = leaves.tree()
     if headless:
-        say(f"{folder} has no {network.head} head: {some(sorted(headless))} start at random.")
         head = [path for name, path, _ in network.names(plain=True) if name in headless]
         tree = unflatten(flatten(tree) | flatten(network.init(seed, leaves.dtype, head)))
     return adapters.add_adapter(network, tree, seed) if network.lora else tree
@@ -162,6 +161,8 @@ def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
 def _match(key: str, wanted: dict[str, tuple], network: Network) -> tuple[LeafPath, int | None, bool] | None:
     """The slot of a key, in today's spelling or an older one: gamma and beta, another prefix of the base or none."""
     key = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key))
+    for older, now in network.family.older.items():
+        key = now + key.removeprefix(older) if key.startswith(older) else key
     bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
     base = network.family.prefix(network.head)
     return next((wanted[name] for name in (key, f"{base}.{bare}", f"{base}.{key}") if name in wanted), None)

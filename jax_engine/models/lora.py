@@ -109,13 +109,13 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
         # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
-        leaves["head", "weight"] = leaves["embed", "tokens", "weight"].copy()
+        leaves["head", "weight"] = np.array(leaves["embed", "tokens", "weight"])
     drawn = [path for path in flatten(network.shapes) if path[-1] in ("lora_A", "lora_B")]
     leaves |= flatten(network.init(seed, paths=drawn))
     for path, shape in flatten(network.shapes).items():
         if path[-1] == TOKEN_ROWS:
             tokens = network.build.rows[".".join(path[:-1])]
-            leaves[path] = leaves[(*path[:-1], "weight")][list(tokens)].astype(np.float32)
+            leaves[path] = np.asarray(leaves[(*path[:-1], "weight")])[list(tokens)].astype(np.float32)
         elif path[-1] == "lora_magnitude_vector":
             weight = np.asarray(leaves[(*path[:-1], "weight")].astype(np.float32))
             norms = [row_norms(layer, network.arch.conv1d) for layer in weight.reshape(-1, *weight.shape[-2:])]

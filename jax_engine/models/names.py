@@ -8,6 +8,7 @@ from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
 from lmmods.core.adapters import saved_name
 from lmmods.core.errors import UserError
+from lmmods.core.hf_config import some
 
 Tree = dict[str, Any]
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -74,8 +75,8 @@ class Names:
         return self.filled_in(self._modules[ours], layer)
 
     def filled_in(self, name: str, layer: int | None, inside: bool = False) -> str:
-        """Torch's name with the number of a layer in it; `inside` is for a name that begins inside the base network."""
-        name = f"{self._base}.{name}" if inside else name
+        """Torch's name with the number of a layer in it; `inside` is for one that begins inside the base network."""
+        name = f"{self._base}.{name}".rstrip(".") if inside else name
         if layer is None:
             return name
         return name.format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
@@ -135,11 +136,6 @@ class Names:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
         return unflatten({path: np.stack([parts[layer] for layer in range(self._stored)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
-
-
-def some(names: list[str], limit: int = 8) -> str:
-    """The first few of many names."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _module(path: Path) -> str:

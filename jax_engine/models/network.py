@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
@@ -16,20 +17,22 @@ from transformers import PreTrainedConfig
 from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
-from jax_engine.models.attention import attention_mask, cached_mask, rope_angles
+from jax_engine.models.attention import attention_mask, cached_mask
 from jax_engine.models.block import Block
 from jax_engine.models.decoder import DecoderEmbedding, LMHead
 from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
 from jax_engine.models.linear import Build, Linear, Norm
 from jax_engine.models.names import Names
-from jax_engine.models.parameters import Start, first_values, starts
+from jax_engine.models.parameters import FirstValues, Start, starts
+from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
 
 Tree = dict[str, Any]
 HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
-# Layers per step of the scan where all of a network trains: between steps XLA copies what layers keep, and gradients.
-UNROLL_CPU = 8
+# So few layers need no loop on a CPU where all of them train: between its steps XLA copies what layers keep, and
+# gradients. In deeper networks that was not measurable, and a loop of one layer compiles in the time of a shallow one.
+UNROLL_CPU = 4
 
 
 class Network(Names):
@@ -39,7 +42,7 @@ class Network(Names):
         config: Configuration of transformers; written back as it is on saving.
         to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.
         remat: What the backward pass computes again: nothing, all but matrix products, or whole layers.
-        unroll: Layers per step of the scan; None takes 8 on a CPU where all of a network trains, else 1.
+        unroll: Layers per step of the scan; None takes 1, but all of few on a CPU where all of a network trains.
     """
 
     def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
@@ -49,7 +52,8 @@ class Network(Names):
         self.build, self.to_save, self.remat = build, to_save, remat
         self.lora = build.lora
         unrolls = build.cpu_forms and remat == "none" and self.lora is None
-        self.unroll = unroll or (UNROLL_CPU if unrolls else 1)
+        self.unroll = unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
+        self._ropes = list(dict.fromkeys(arch.ropes))
         self.fused = fused.choose(arch, build.dtype, head, build.attention)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
@@ -79,19 +83,21 @@ class Network(Names):
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
 
-    def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
-        """First parameters as numpy arrays: the distributions of transformers, and the values that torch gets.
+    def first_values(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
+        """First parameters, not drawn yet: the distributions of transformers, and the values that torch gets.
 
         Of an adapter: those of PEFT; what starts from the weights of the base, `add_adapter` puts right.
 
         Args:
             paths: Of the leaves to make; None makes all.
         """
-        leaves = {}
-        for path in flatten(self.shapes) if paths is None else paths:
-            values = first_values(self._starts[path], self.shape(path), seed, self.file_names(path))
-            leaves[path] = (values if path[0] == "layers" else values[0]).astype(jnp.dtype(dtype))
-        return unflatten(leaves)
+        return unflatten({
+            path: FirstValues(self._starts[path], self.shape(path), seed, self.file_names(path), path[0] == "layers",
+                              jnp.dtype(dtype)) for path in (flatten(self.shapes) if paths is None else paths)})
+
+    def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
+        """`first_values` as numpy arrays."""
+        return jax.tree.map(np.asarray, self.first_values(seed, dtype, paths))
 
     def hidden(self, params: Tree, batch: dict[str, Array], training: bool = False, cache: Tree | None = None
                ) -> Array | tuple[Array, Tree]:
@@ -110,7 +116,7 @@ class Network(Names):
         position_ids = self._positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
         x = self._part("embed", params)(batch, position_ids, seeds)
-        angles = None if self.arch.rope is None else rope_angles(self.arch.rope, position_ids)
+        angles, key_angles = self._angles(batch, position_ids, cache)
         windows = sorted(set(self.arch.windows), key=str)
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
@@ -121,7 +127,7 @@ class Network(Names):
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
-        x, kv = self._layers(params["layers"], x, masks, windows, angles, seeds, cache)
+        x, kv = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         if self.head == "qa":
@@ -129,13 +135,14 @@ class Network(Names):
         return x if cache is None else (x, {**kv, "valid": valid, "length": start + length})
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
-                angles: tuple[Array, Array] | None, seeds: Seeds | None, cache: Tree | None
+                angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None
                 ) -> tuple[Array, Tree | None]:
         arch = self.arch
         shared = arch.passes != tuple(range(arch.num_stored_layers))
         steps = {"stored": jnp.array(arch.passes),
                  "scale": jnp.array(arch.attention_scales, jnp.float32),
                  "mask": jnp.array([windows.index(window) for window in arch.windows])}
+        steps |= {"rope": jnp.array([self._ropes.index(rope) for rope in arch.ropes])} if len(angles) > 1 else {}
         steps |= {} if shared else {"params": layers}
         inside = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
         steps |= {} if seeds is None else {"sites": inside}
@@ -144,15 +151,30 @@ class Network(Names):
         def body(x: Array, step: Tree) -> tuple[Array, Tree | None]:
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
             block = nnx.merge(self._graphs["layers"], params)
-            mask = masks[0] if len(masks) == 1 else jnp.where(step["mask"] == 0, masks[0], masks[1])
+            mask = _chosen(masks, step["mask"])
+            turns, key_turns = (_chosen(kinds, step.get("rope")) for kinds in (angles, key_angles))
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
-            return block(x, mask, step["scale"], angles, here, step.get("cache"),
-                         None if cache is None else cache["length"])
+            return block(x, mask, step["scale"], turns, here, step.get("cache"),
+                         None if cache is None else cache["length"], key_turns)
 
         if self.remat != "none":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         return jax.lax.scan(body, x, steps, unroll=self.unroll if cache is None else 1)
+
+    def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
+                ) -> tuple[list[Angles], list[Angles]]:
+        """Of each kind of rope for these tokens; and for all slots of the cache, where they depend on the length."""
+        if not any(rope.by_length for rope in self._ropes):
+            return [rope.angles(position_ids, None) for rope in self._ropes], []
+        if cache is None:
+            real = batch["attention_mask"] > 0 if "attention_mask" in batch else None
+            lengths = text_lengths(position_ids, real)
+            return [rope.angles(position_ids, lengths) for rope in self._ropes], []
+        lengths = position_ids[:, -1:] + 1  # a text in a cache ends with the latest token
+        slots = jnp.arange(cache["valid"].shape[1]) - (cache["length"] + position_ids.shape[1] - lengths)
+        return ([rope.angles(position_ids, lengths) for rope in self._ropes],
+                [rope.angles(jnp.maximum(slots, 0), lengths) for rope in self._ropes])
 
     def logits(self, params: Tree, hidden: Array) -> Array:
         """The head on hidden states of any leading shape: float32 [..., V], or [..., 2] (start, end) for qa."""
@@ -177,6 +199,9 @@ class Network(Names):
         return batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
 
     def _check(self, batch: dict[str, Array]) -> None:
+        if batch["input_ids"].ndim != 2:
+            raise UserError("The batches hold several answers in each row: set model.class_path to Preference, or "
+                            "data.class_path to that of the task.")
         arch, length = self.arch, batch["input_ids"].shape[1]
         room = arch.max_positions - (arch.padding_id + 1 if arch.positions_after_padding else 0)
         if arch.positions != "rope" and length > room and "position_ids" not in batch:
@@ -200,3 +225,10 @@ class Network(Names):
     def decays(self, params: Tree) -> Tree:
         """For each leaf, whether weight decay applies: matrices (per layer) yes, biases and norms no."""
         return unflatten({path: len(self.shape(path)) >= 2 for path in flatten(params)})
+
+
+def _chosen(kinds: list[Any], number: Array | None) -> Any:
+    """One of several arrays, or trees of arrays, of the same shapes; None of none."""
+    if len(kinds) < 2:
+        return kinds[0] if kinds else None
+    return jax.tree.map(lambda *alike: jnp.stack(alike)[number], *kinds)

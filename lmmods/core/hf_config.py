@@ -1,8 +1,10 @@
 """transformers' configurations, for both engines: loading, changing and reading them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+from lmmods.core import rope_fields
 from lmmods.core.errors import UserError, first_line, one_line
 
 # Fields of a configuration that the data modules read, by the functions below.
@@ -23,26 +25,27 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         UserError: Nothing is there, the type or a field is unknown, or the type rejects a value.
     """
     if isinstance(source, dict):
-        return _new_config({**(defaults or {}), **source, **(overrides or {})})
+        # a copy, as transformers fills in what a mapping inside leaves out
+        return _new_config(copy.deepcopy({**(defaults or {}), **source, **(overrides or {})}))
     config = _read_config(source, revision, trust_remote_code)
     _check_fields(config, overrides or {})
     from huggingface_hub.errors import StrictDataclassError
 
     for name, value in (overrides or {}).items():
-        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            name, value = "rope_parameters", _rope(config, value)
+        if name in rope_fields.FIELDS and hasattr(config, "rope_parameters"):
+            name, value = "rope_parameters", rope_fields.rope_with(config, name, value)
         try:
             setattr(config, name, value)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
+    if overrides and not set(rope_fields.FIELDS).isdisjoint(overrides):
+        rope_fields.check_rope(config)
     return config
 
 
-def _rope(config: Any, value: dict[str, Any]) -> dict[str, Any]:
-    """Rotary position parameters as transformers 5 spells them; `rope_theta` stays the model's unless it is given."""
-    named = {"rope_type" if name == "type" else name: field for name, field in value.items()}
-    theta = (config.rope_parameters or {}).get("rope_theta")
-    return named if theta is None else {"rope_theta": theta, **named}
+def dropout_rates(config: Any) -> list[str]:
+    """Names of the configuration's rates of dropout above 0."""
+    return [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
 
 
 def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -78,14 +81,16 @@ def _new_config(fields: dict[str, Any]) -> Any:
     kind = CONFIG_MAPPING[model_type]
     _check_fields(kind(), fields)
     try:
-        return kind(**fields)  # all at once: head sizes are derived from other fields
-    except (StrictDataclassError, TypeError, ValueError, ArithmeticError) as error:
+        config = kind(**fields)  # all at once: head sizes are derived from other fields
+    except (StrictDataclassError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"model.config: {kind.__name__} does not take these fields: {one_line(error)}") from error
+    rope_fields.check_rope(config)
+    return config
 
 
 def _check_fields(config: Any, fields: dict[str, Any]) -> None:
     for name in fields:
-        if not hasattr(config, str(name)):
+        if not hasattr(config, str(name)) and not (name in rope_fields.OLDER and hasattr(config, "rope_parameters")):
             raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
 
 
@@ -143,6 +148,22 @@ def new_rows_message(num_tokens: int, num_rows: int) -> str:
     """What to say when an embedding of `num_rows` rows grows to the tokens of a tokenizer."""
     return (f"The tokenizer has {num_tokens} tokens, the model {num_rows}: {num_tokens - num_rows} rows are added, "
             "each the mean of the old ones.")
+
+
+def some(names: list[str], limit: int = 8) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def loading_notes(pretrained: str, missing: list[str], unneeded: list[str]) -> list[str]:
+    """What to say of weights that a network and the files it is loaded from do not share.
+
+    Args:
+        missing: Names of those of a head that the files lack.
+        unneeded: Names of those of the files that the network has no place for.
+    """
+    return [*([f"Not needed from {pretrained}: {some(sorted(unneeded))}."] if unneeded else []),
+            *([f"Not in {pretrained}, so these start at random: {some(sorted(missing))}."] if missing else [])]
 
 
 def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:

@@ -1,5 +1,73 @@
 """The size of a network in words, and the arithmetic of training it, counted alike on both engines."""
 
+from dataclasses import dataclass
+from typing import Any
+
+# Bytes of optimiser state per trained parameter.
+STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
+               "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
+# Bytes of a 4-bit weight: half a byte, a scale of 8 bits for 64 weights, one of 32 bits for 256 scales.
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What activations are as large as.
+
+    Args:
+        num_layers: Blocks.
+        hidden: Width of the residual stream.
+        wide: Width inside of the MLP.
+    """
+
+    num_layers: int
+    hidden: int
+    wide: int
+
+
+def widths_of(config: Any) -> Widths:
+    """Those of a network by its configuration in transformers."""
+    text = config.get_text_config()
+    return Widths(text.num_hidden_layers, text.hidden_size,
+                  getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+
+
+@dataclass(frozen=True)
+class NetworkShape:
+    """How large a network is before anything is quantised or adapted.
+
+    Args:
+        num_params: All parameters, tied ones once.
+        num_linear: Those in linear layers other than the output head: what is quantised.
+        lora_per_rank: Parameters that adapters on these layers have for each rank.
+    """
+
+    num_params: int
+    num_linear: int
+    lora_per_rank: int
+    widths: Widths
+
+    def base_bytes(self, quantized: bool, compute_bytes: int) -> float:
+        """Memory of the weights of a frozen base, whose linear layers may be in 4 bits."""
+        kept = self.num_params - self.num_linear if quantized else self.num_params
+        return kept * compute_bytes + (self.num_linear * NF4_BYTES if quantized else 0)
+
+
+def step_bytes(widths: Widths, weight_bytes: float, num_trainable: int, optimizer: str, num_tokens: int,
+               checkpointing: bool, compute_bytes: int) -> int:
+    """Rough peak memory of a training step, within some tens of percent.
+
+    Args:
+        weight_bytes: Memory of all weights, adapters included.
+        num_tokens: Tokens of a micro-batch, padding included.
+        checkpointing: Whether only the blocks' inputs are kept.
+        compute_bytes: Bytes of an activation.
+    """
+    # A block keeps about its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
+    per_layer = widths.hidden if checkpointing else 8 * widths.hidden + 3 * widths.wide
+    activations = num_tokens * (per_layer * widths.num_layers + 4 * widths.hidden) * compute_bytes
+    return int(weight_bytes + num_trainable * (4 + STATE_BYTES[optimizer]) + activations)
+
 
 def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int]) -> str:
     """Parameters and the types they are stored in, in a line."""

@@ -1,6 +1,7 @@
 """Tiny models of transformers, every family with every head: random in every parameter, no two sizes equal."""
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -14,6 +15,9 @@ LLAMA = DECODER | {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layer
 GPT = DECODER | {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 32}
 BERT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3,
         "num_attention_heads": 3, "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5}
+# A layer or two, which is what shows a pattern.
+NEW = LLAMA | {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 6}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
     "gpt2": GPT | {"n_inner": 20, "scale_attn_by_inverse_layer_idx": True},
     "openai-gpt": GPT,
@@ -27,6 +31,25 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}},
     "qwen3": LLAMA | {"attention_bias": True},
     "gemma": LLAMA,
+    "granite": NEW | {"num_hidden_layers": 1, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+                      "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    "olmo2": NEW | {"num_hidden_layers": 1},
+    "olmo3": NEW | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}, "full_attention": YARN}},
+    "smollm3": NEW | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3},
+    "phi3": NEW | {"num_hidden_layers": 1, "head_dim": 4, "rope_parameters": {
+        "rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_theta": 100.0, "factor": 4.0,
+        "short_factor": [1.5], "long_factor": [3.0]}, "original_max_position_embeddings": 4},
+    "starcoder2": NEW | {"num_hidden_layers": 1, "sliding_window": 4},
+    "gpt_neox": DECODER | {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 20,
+                           "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 100.0}},
+    "gemma2": NEW | {"sliding_window": 3, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 1.5,
+                     "final_logit_softcapping": 2.5},
+    "gemma3_text": NEW | {"sliding_window": 3, "query_pre_attn_scalar": 9, "layer_types": [
+        "sliding_attention", "full_attention"]},
+    "glm4": NEW | {"num_hidden_layers": 1, "head_dim": 8},
+    "cohere2": NEW | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
+                      "logit_scale": 0.5, "hidden_size": 16},
     "bert": BERT,
     "roberta": BERT | {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2},
     "albert": BERT | {"embedding_size": 10, "num_hidden_groups": 2, "inner_group_num": 2, "pad_token_id": 0},
@@ -34,10 +57,20 @@ FAMILIES = {
                    "max_position_embeddings": 32},
 }
 AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "qa": "AutoModelForQuestionAnswering"}
-CAUSAL = ["gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma"]
+# Families of parts that others have too: all are held against transformers, but other tests of them may be slow.
+VARIANTS = ["granite", "olmo2", "olmo3", "smollm3", "phi3", "starcoder2", "gpt_neox", "gemma2", "gemma3_text", "glm4",
+            "cohere2"]
+CAUSAL = ["gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma", *VARIANTS]
 ENCODERS = ["bert", "roberta", "albert", "distilbert"]
 PAIRS = [*((name, "causal") for name in CAUSAL), *((name, "masked") for name in ENCODERS),
-         *((name, "qa") for name in ["gpt2", "llama", "mistral", "qwen2", "qwen3", *ENCODERS])]
+         *((name, "qa") for name in ["gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", *ENCODERS])]
+
+
+def cells(pairs: list[tuple[str, str]], telling: tuple[str, ...] = ()):
+    """A test's parameters `name` and `head`; those of variants are slow, but for the telling ones."""
+    slow = [pytest.mark.slow if name in VARIANTS and name not in telling else () for name, _ in pairs]
+    return pytest.mark.parametrize(("name", "head"), [
+        pytest.param(*pair, marks=marks, id="-".join(pair)) for pair, marks in zip(pairs, slow, strict=True)])
 
 
 class HFReference:

@@ -20,7 +20,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         final_norm_eps=config.layer_norm_epsilon, init_std=initial_std(config),
         layer_std=config.initializer_range, residual_std=config.initializer_range / math.sqrt(2 * layers),
         causal=True, windows=(None,) * layers, attention_scales=scales, passes=tuple(range(layers)),
-        max_positions=config.n_positions, fused_qkv=True, conv1d=True, tied=config.tie_word_embeddings,
+        max_positions=config.n_positions, qkv="fused", conv1d=True, tied=config.tie_word_embeddings,
         embedding_dropout=config.embd_pdrop, attention_dropout=config.attn_pdrop,
         residual_dropout=config.resid_pdrop, mlp_dropout=config.resid_pdrop)
 

@@ -5,8 +5,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
-from jax_engine.models.attention import rope_of
 from jax_engine.models.linear import known_activation
+from jax_engine.models.rope import Rope, rope_of
 
 MODULES = {
     "embed.tokens": "embed_tokens",
@@ -26,27 +26,39 @@ MODULES = {
 
 
 def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Architecture of a network built like Llama, changed by `choices`."""
+    """Architecture of a network built like Llama, changed by `choices`.
+
+    Args:
+        choices: Fields of Architecture; `rope`, the one of all layers; `norm_eps` is that of the final norm too.
+    """
+    rope = choices.pop("rope", None) or (None if "ropes" in choices else rope_of(config))
+    eps = choices.pop("norm_eps", None) or config.rms_norm_eps
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     std = initial_std(config)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim,
-        "mlp_size": config.intermediate_size, "activation": known_activation(config.hidden_act), "norm": "rms",
-        "norm_eps": config.rms_norm_eps, "final_norm_eps": config.rms_norm_eps, "init_std": std, "layer_std": std,
-        "residual_std": std, "causal": True, "positions": "rope", "rope": rope_of(config),
-        "padding_id": config.pad_token_id, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True,
-        "tied": config.tie_word_embeddings, "attention_dropout": config.attention_dropout or 0.0,
+        "mlp_size": config.intermediate_size, "norm": "rms", "norm_eps": eps, "final_norm_eps": eps,
+        "activation": known_activation(choices.pop("activation", None) or config.hidden_act), "init_std": std,
+        "layer_std": std, "residual_std": std, "causal": True, "positions": "rope",
+        "ropes": (rope,) * config.num_hidden_layers, "padding_id": config.pad_token_id,
+        "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True, "tied": config.tie_word_embeddings,
+        "attention_dropout": config.attention_dropout or 0.0,
         **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
 
 
-def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer") -> Family:
-    """Family with Llama's key table and the classes `{name}ForCausalLM` and, given its base, `...QuestionAnswering`."""
+def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer",
+                 modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None) -> Family:
+    """Family with Llama's key table or `modules`, and the places of dropout that it has beside the attention weights.
+
+    Its classes are `{name}ForCausalLM` and, given its base, `{name}ForQuestionAnswering`.
+    """
     classes, head_modules = {"causal": f"{name}ForCausalLM"}, {"causal": {"head": "lm_head"}}
     if qa_base:
         classes["qa"], head_modules["qa"] = f"{name}ForQuestionAnswering", {"head": "qa_outputs"}
-    return Family(architecture=architecture, base="model", modules=MODULES, classes=classes,
-                  head_modules=head_modules, dropouts={"layers.attn.weights": "layers.{}.self_attn.weights"},
+    return Family(architecture=architecture, base="model", modules=modules, classes=classes,
+                  head_modules=head_modules,
+                  dropouts={"layers.attn.weights": "layers.{}.self_attn.weights", **(dropouts or {})},
                   tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
                   base_of={"qa": qa_base} if qa_base else {})
 
@@ -54,6 +66,12 @@ def llama_family(architecture: Any, name: str, qa_base: str | None = "transforme
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """How far back each layer attends, from `layer_types`."""
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def layer_ropes(config: PreTrainedConfig) -> tuple[Rope, ...]:
+    """How the queries and keys of each layer turn, from `layer_types`."""
+    kinds = {kind: rope_of(config, kind) for kind in set(config.layer_types)}
+    return tuple(kinds[kind] for kind in config.layer_types)
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:

@@ -17,8 +17,8 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         vocab_size=config.vocab_size, hidden_size=config.n_embd, num_layers=config.n_layer, num_heads=config.n_head,
         num_kv_heads=config.n_head, head_dim=head_dim, mlp_size=4 * config.n_embd,
         activation=ACTIVATIONS[config.afn], norm_eps=config.layer_norm_epsilon, init_std=initial_std(config),
-        layer_std=CONV1D_STD, residual_std=CONV1D_STD, causal=True, post_norm=True,
-        max_positions=config.n_positions, fused_qkv=True, conv1d=True, tied=config.tie_word_embeddings,
+        layer_std=CONV1D_STD, residual_std=CONV1D_STD, causal=True, norms=("sum",),
+        max_positions=config.n_positions, qkv="fused", conv1d=True, tied=config.tie_word_embeddings,
         embedding_dropout=config.embd_pdrop, attention_dropout=config.attn_pdrop,
         residual_dropout=config.resid_pdrop, mlp_dropout=config.resid_pdrop,
         **plain_layers(config.n_layer, head_dim**-0.5))

@@ -7,7 +7,7 @@ from jax_engine.models.families.llama import layer_windows, llama_family, llama_
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
-    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, qk_norm=True,
+    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, qk_norm="head",
                       windows=layer_windows(config))
 
 

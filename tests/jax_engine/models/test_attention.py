@@ -1,13 +1,11 @@
-"""Masks, rotary positions and the attention itself against transformers and torch."""
+"""Masks and the attention itself against torch."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from jax_engine.models.attention import attend, attention_mask, cached_mask, rope_angles, rope_of, rotate
+from jax_engine.models.attention import attend, attention_mask, cached_mask
 from jax_engine.models.dropout import Seeds
 from lmmods.core.dropout import token_seeds
 
@@ -34,26 +32,6 @@ def test_a_cached_step_sees_what_the_whole_row_would(window):
     whole = attention_mask({"input_ids": mask, "attention_mask": mask}, True, window)
     step = cached_mask(jnp.pad(mask > 0, ((0, 0), (0, 2))), 3, 2, window)
     assert np.array_equal(step[..., :5], whole[:, :, 3:]) and not step[..., 5:].any()
-
-
-@pytest.mark.parametrize("rope", [
-    {"rope_type": "default", "rope_theta": 10000.0},
-    {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
-    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 64},
-], ids=lambda rope: rope["rope_type"])
-def test_rotary_positions_are_transformers_far_out_too(rope):
-    config = LlamaConfig(hidden_size=96, num_attention_heads=3, head_dim=32, rope_parameters=rope,
-                         max_position_embeddings=512)
-    theirs = LlamaRotaryEmbedding(config)
-    assert np.allclose(rope_of(config).inverse_frequencies, theirs.inv_freq, rtol=1e-6)
-    positions = np.array([[0, 1, 7, 300, 8000]])
-    q = RANDOM.normal(size=(1, 5, 3, 32)).astype(np.float32)
-    cos, sin = theirs(torch.tensor(q), torch.tensor(positions))
-    expected, _ = apply_rotary_pos_emb(torch.tensor(q), torch.tensor(q), cos, sin, unsqueeze_dim=2)
-    assert np.allclose(rotate(jnp.asarray(q), rope_angles(rope_of(config), positions)), expected, atol=2e-3)
-    near = rotate(jnp.asarray(q), rope_angles(rope_of(config), positions))[:, :4]
-    assert np.allclose(near, expected[:, :4], atol=1e-4)
 
 
 def test_grouped_attention_is_torchs():

@@ -19,8 +19,8 @@ KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_
 
 @pytest.mark.parametrize("block", [4, 16])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None)])
-def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window):
+@pytest.mark.parametrize(("causal", "window", "cap"), [(True, None, None), (True, 3, 0.8), (False, None, None)])
+def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window, cap):
     monkeypatch.setattr(blocked, "CAUSAL_BLOCK", block)
     monkeypatch.setattr(blocked, "BLOCK", block)
     random = np.random.default_rng(0)
@@ -38,8 +38,8 @@ def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, ca
         (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(q, k, v)
         return [np.asarray(mixed)[real], *gradients]
 
-    plain = run(lambda *qkv: attend(*qkv, mask, scale, 0.0, None))
-    for ours, theirs in zip(run(lambda *qkv: attend_blocked(causal, *qkv, mask, scale)), plain, strict=True):
+    plain = run(lambda *qkv: attend(*qkv, mask, scale, cap=cap))
+    for ours, theirs in zip(run(lambda *qkv: attend_blocked(causal, cap, *qkv, mask, scale)), plain, strict=True):
         assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(theirs).max()
 
 
@@ -47,7 +47,7 @@ def test_bfloat16_stays_and_scores_are_float32():
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
     mask, scale = attention_mask({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}, True, None), jnp.float32(0.3)
-    ours, back = jax.vjp(lambda *qkv: attend_blocked(True, *qkv, mask, scale), q, k, v)
+    ours, back = jax.vjp(lambda *qkv: attend_blocked(True, None, *qkv, mask, scale), q, k, v)
     theirs = attend(*(x.astype(jnp.float32) for x in (q, k, v)), mask, scale, 0.0, None)
     assert ours.dtype == jnp.bfloat16 and {x.dtype for x in back(ours)} == {jnp.dtype("bfloat16")}
     assert np.abs(ours.astype(jnp.float32) - theirs).max() <= 2**-7 * np.abs(theirs).max()
@@ -56,11 +56,11 @@ def test_bfloat16_stays_and_scores_are_float32():
 @pytest.mark.parametrize(("asked", "fast_kernels", "blocked"), [
     (None, True, True), ("sdpa", True, True), ("eager", True, False), ("sdpa", False, False)])
 def test_the_recipe_switches_it_off(monkeypatch, asked, fast_kernels, blocked):
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
                          vocab_size=11)
     used = []
     monkeypatch.setattr(attention, "attend_blocked", lambda *args: used.append(True) or attend_blocked(*args))
     network = hub.network(config, "causal", fast_kernels=fast_kernels, attention=asked)
     network.hidden(network.init(0), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
     assert bool(used) == blocked
-    assert (network.build.cpu_forms, network.unroll) == ((True, 8) if fast_kernels else (False, 1))
+    assert (network.build.cpu_forms, network.unroll) == ((True, 2) if fast_kernels else (False, 1))

@@ -177,6 +177,7 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
     ({}, "float32", None, "not in float32"),
     ({"head_dim": 10}, "bfloat16", None, "not 10"),
     ({"head_dim": 256}, "bfloat16", None, "not 256"),
+    ({"attention_cap": 50.0}, "float16", None, "at 50.0"),
     ({"attention_dropout": 0.1}, "float16", None, "dropout"),
     ({"windows": (None, 3, 3)}, "float16", None, "window or scale"),
     ({"attention_scales": (1.0, 0.5, 0.3)}, "float16", None, "window or scale"),

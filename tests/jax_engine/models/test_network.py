@@ -1,20 +1,22 @@
 """Every family and head against its torch ref: logits, loss, all gradients, packing; and the tree's own rules."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import PAIRS
+from hf_reference import PAIRS, VARIANTS, cells
 
+from jax_engine.distributed import loss as losses
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
 from lmmods.core.dropout import token_seeds
 from lmmods.torch_engine.nn.dropout import TokenDropout
 
-every_pair = pytest.mark.parametrize(("name", "head"), PAIRS, ids=map("-".join, PAIRS))
+every_pair = cells(PAIRS, tuple(VARIANTS))
 LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
-every_language_model = pytest.mark.parametrize(("name", "head"), LANGUAGE, ids=map("-".join, LANGUAGE))
 
 
 def labels_of(batch):
@@ -77,7 +79,7 @@ def test_logits_loss_and_all_gradients_are_torchs(make_ref, name, head):
         assert np.abs(named[key] - gradient).max() <= 1e-4 * scale, key
 
 
-@every_pair
+@cells(PAIRS, ("gpt_neox",))
 def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, tmp_path):
     ref = make_ref(name, head)
     hub.save(ref.net, ref.params, tmp_path)
@@ -94,7 +96,7 @@ def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, t
                        theirs.start_logits if head == "qa" else theirs.logits)
 
 
-@every_language_model
+@cells(LANGUAGE, ("phi3", "gemma3_text"))
 def test_packed_documents_are_as_apart(make_ref, name, head):
     ref = make_ref(name, head)
     random = np.random.default_rng(3)
@@ -157,10 +159,13 @@ def test_a_rows_dropout_does_not_depend_on_its_batch(make_ref, name, head):
 RATES = {name: {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
          for name in ("bert", "roberta", "albert")}
 RATES |= {name: {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3} for name in ("gpt2", "openai-gpt", "ctrl")}
+RATES |= {"starcoder2": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3},
+          "gpt_neox": {"hidden_dropout": 0.3, "attention_dropout": 0.2},
+          "phi3": {"resid_pdrop": 0.3, "attention_dropout": 0.2}}
 RATES |= {"distilbert": {"dropout": 0.3, "attention_dropout": 0.2, "qa_dropout": 0.1}}
 
 
-@every_pair
+@cells(PAIRS, ("starcoder2",))
 def test_dropout_is_torchs(make_ref, name, head):
     """Features of the same tokens, sites and layers are dropped, also where layers share weights."""
     ref = make_ref(name, head, **RATES.get(name, {"attention_dropout": 0.3}))
@@ -241,6 +246,49 @@ def test_a_row_of_padding_gives_finite_gradients(make_ref):
         grads = jax.jit(jax.grad(lambda p, net=ref.net, batch=batch, labels=labels: our_loss(
             net, p, batch, labels)[0]))(ref.params)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_deep_network_is_no_larger_a_program(make_ref, name):
+    """Layers are one body of a loop, also where windows and positions alternate; compiling takes time by the text."""
+    texts, batch = {}, {"input_ids": np.zeros((1, 6), np.int32)}
+    for depth in (2, 32):
+        config = copy.deepcopy(make_ref(name, "causal").config)
+        config.num_hidden_layers, config.layer_types = depth, ["sliding_attention", "full_attention"] * (depth // 2)
+        net = hub.network(config, "causal")
+        lowered = jax.jit(jax.grad(lambda p, net=net: net.logits(p, net.hidden(p, batch)).sum())).lower(net.shapes)
+        texts[depth] = len(lowered.as_text())
+    assert texts[32] <= 1.5 * texts[2]
+
+
+@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "granite", "cohere2"))])
+def test_chunked_losses_scale_and_cap_logits_too(make_ref, name, monkeypatch):
+    ref = make_ref(name, "causal")
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 37 * 5)
+    batch = ref.batch()
+    labels = labels_of(batch)
+
+    def total(log_probs, picked):  # the second as a preference loss needs it: of rows, and not linear
+        return -picked.sum() + (log_probs.sum(1) ** 2).sum() / 100
+
+    def ours(params):
+        hidden = ref.net.hidden(params, batch)
+        arguments = hidden, losses.shift_labels(labels), lambda h: ref.net.logits(params, h), 37
+        return total(losses.token_log_probs(*arguments), -losses.token_loss(*arguments).total)
+
+    value, grads = jax.jit(jax.value_and_grad(ours))(ref.params)
+    ref.torch.zero_grad()
+    logits = ref.torch(**{key: torch.tensor(part) for key, part in batch.items()}).logits[:, :-1]
+    wanted = torch.tensor(labels[:, 1:])
+    log_probs = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[..., None])[..., 0].where(wanted >= 0, 0)
+    expected = total(log_probs, log_probs)
+    expected.backward()
+    assert abs(float(value) - expected.item()) <= 1e-4 * abs(expected.item())
+    theirs = {key: parameter.grad.numpy() for key, parameter in ref.torch.named_parameters()}
+    largest = max(np.abs(gradient).max() for gradient in theirs.values())
+    for key, gradient in ref.net.to_torch(grads).items():
+        assert np.abs(gradient - theirs[key]).max() <= 1e-4 * max(np.abs(theirs[key]).max(), 1e-3 * largest), key
 
 
 def test_rows_longer_than_the_positions_are_refused(make_ref):

@@ -1,0 +1,19 @@
+"""Command R7B and A (Cohere 2024): attention and MLP side by side; layers without windows know no positions."""
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture
+from jax_engine.models.families.llama import MODULES, layer_windows, llama_family, llama_like
+from jax_engine.models.rope import rope_of
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    rope, windows = rope_of(config, interleaved=True), layer_windows(config)
+    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, norm="layer_no_bias",
+                      norm_eps=config.layer_norm_eps, parallel=True,
+                      shared_norm=True, windows=windows, logit_scale=config.logit_scale,
+                      ropes=tuple(rope.still() if window is None else rope for window in windows))
+
+
+FAMILY = llama_family(architecture, "Cohere2", qa_base=None, modules={
+    name: theirs for name, theirs in MODULES.items() if name != "layers.mlp_norm"})

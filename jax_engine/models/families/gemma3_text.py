@@ -1,0 +1,15 @@
+"""Gemma 3 without its eyes (Gemma Team 2025): Gemma 2 with norms on queries and keys, and ropes by kind of layer."""
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, refuse
+from jax_engine.models.families.gemma2 import SANDWICHED, gemma2_like
+from jax_engine.models.families.llama import layer_ropes, llama_family
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    refuse(config, attn_logit_softcapping=None)  # transformers has the field, but its attention does not read it
+    return gemma2_like(config, qk_norm="head", ropes=layer_ropes(config))
+
+
+FAMILY = llama_family(architecture, "Gemma3", qa_base=None, modules=SANDWICHED)

@@ -1,0 +1,20 @@
+"""OLMo 2 (OLMo Team 2024): Llama with norms on what sublayers put out, and on all queries and all keys at once."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture
+from jax_engine.models.families.llama import MODULES, llama_family, llama_like
+
+OUT_NORMS = {"layers.attn_out_norm": "layers.{}.post_attention_layernorm",
+             "layers.mlp_out_norm": "layers.{}.post_feedforward_layernorm"}
+
+
+def olmo2_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
+    """Architecture of a network built like OLMo 2, changed by `choices`."""
+    return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, norm="rms_wide",
+                      norms=("output",), qk_norm="projection", **choices)
+
+
+FAMILY = llama_family(olmo2_like, "Olmo2", qa_base=None, modules=MODULES | OUT_NORMS)

@@ -1,0 +1,139 @@
+"""Rotary position embeddings (Su et al. 2021): their kinds, and how queries and keys are turned."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lmmods.core.errors import UserError, one_line
+
+Angles = tuple[Array, Array]  # cosines and sines, each [B, T, 1, features that turn], float32
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How the first features of each head turn with the position; the others stay.
+
+    Args:
+        inverse_frequencies: Of each pair of features, radians a position. Zeros: nothing turns.
+        factor: On cosines and sines, which scales the scores (YaRN, Peng et al. 2023).
+        interleaved: A pair is two neighbours instead of the features i and i + n / 2.
+        length: Texts of more tokens than this have other frequencies:
+        long: These (LongRoPE, Ding et al. 2024),
+        growth: or lower ones the longer they are, by this factor (dynamic NTK).
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    factor: float = 1.0
+    interleaved: bool = False
+    length: int = 0
+    long: tuple[float, ...] | None = None
+    growth: float | None = None
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text."""
+        return self.long is not None or self.growth is not None
+
+    def still(self) -> "Rope":
+        """One of the same form that turns nothing, for layers without positions (NoPE, Kazemnejad et al. 2023)."""
+        return Rope((0.0,) * len(self.inverse_frequencies), interleaved=self.interleaved)
+
+    def angles(self, position_ids: Array, lengths: Array | None) -> Angles:
+        """Cosines and sines at positions [B, T].
+
+        Args:
+            lengths: Number of tokens of the text that each belongs to, [B, T] or [B, 1]; None unless `by_length`.
+        """
+        frequencies = jnp.array(self.inverse_frequencies, jnp.float32)
+        if self.long is not None:
+            frequencies = jnp.where(lengths[..., None] > self.length, jnp.array(self.long, jnp.float32), frequencies)
+        if self.growth is not None:
+            stretch = self.growth * jnp.maximum(lengths, self.length) / self.length - (self.growth - 1)
+            pairs = len(self.inverse_frequencies)
+            frequencies = frequencies * stretch[..., None] ** -(np.arange(pairs, dtype=np.float32) / (pairs - 1))
+        angles = (position_ids[..., None].astype(jnp.float32) * frequencies)[:, :, None]
+        angles = jnp.repeat(angles, 2, -1) if self.interleaved else jnp.concatenate([angles, angles], -1)
+        return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
+
+
+def rope_of(config: PreTrainedConfig, layer_type: str | None = None, *, partial: bool = False,
+            interleaved: bool = False) -> Rope:
+    """The rotary embedding of a configuration's `rope_parameters`, by transformers' own formulas where they scale.
+
+    Args:
+        layer_type: Whose parameters to take, where they differ between layers.
+        partial: The family knows heads of which only a part turns.
+
+    Raises:
+        UserError: A kind that transformers does not know, or with parameters missing.
+    """
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
+        raise _unsupported(parameters, f"{config.model_type} turns whole heads")
+    if kind == "default":
+        return Rope(_plain(config, parameters, share), interleaved=interleaved)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise _unsupported(parameters, f"the known types are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+
+    def scaled(length: int | None = None) -> tuple[tuple[float, ...], float]:
+        found, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=layer_type)
+        return tuple(found.tolist()), float(factor)
+
+    try:
+        frequencies, factor = scaled()
+        rope = Rope(frequencies, factor, interleaved)
+        if kind == "dynamic":
+            return replace(rope, length=config.max_position_embeddings, growth=float(parameters["factor"]))
+        if kind == "longrope":
+            length = parameters["original_max_position_embeddings"]
+            return replace(rope, length=length, long=scaled(length + 1)[0])
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise _unsupported(parameters, f"{type(error).__name__} {one_line(error)}") from error
+    return rope
+
+
+def _plain(config: PreTrainedConfig, parameters: dict[str, Any], share: float) -> tuple[float, ...]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = int(head_dim * share)
+    frequencies = 1.0 / np.float32(parameters["rope_theta"]) ** (np.arange(0, size, 2, dtype=np.float32) / size)
+    return tuple(frequencies.tolist())
+
+
+def _unsupported(parameters: dict[str, Any], why: str) -> UserError:
+    return UserError(f"model.config: rope_parameters {parameters} cannot be used: {why}. Change them in model.config "
+                     "or model.config_overrides.")
+
+
+def text_lengths(position_ids: Array, real: Array | None) -> Array:
+    """Number of tokens of the text that each position [B, T] belongs to: texts begin where positions start again.
+
+    Args:
+        real: [B, T] booleans; padding is no part of a text. None: all are.
+    """
+    steps_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    if real is not None:
+        steps_on &= real[:, 1:] | ~real[:, :-1]
+    last = jnp.pad(~steps_on, ((0, 0), (0, 1)), constant_values=True)
+    places = jnp.where(last, jnp.arange(position_ids.shape[1]), position_ids.shape[1])
+    ends = jax.lax.cummin(places, axis=1, reverse=True)
+    return jnp.take_along_axis(position_ids, ends, axis=1) + 1
+
+
+def rotate(x: Array, angles: Angles, interleaved: bool) -> Array:
+    """Turn the pairs of the first features of x [B, T, heads, head_dim] by their angles, in float32."""
+    cos, sin = angles
+    wide, still = jnp.split(x.astype(jnp.float32), [cos.shape[-1]], axis=-1)
+    if interleaved:
+        turned = jnp.stack([-wide[..., 1::2], wide[..., 0::2]], -1).reshape(wide.shape)
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+        turned = jnp.concatenate([-second, first], -1)
+    mixed = wide * cos + turned * sin
+    return (mixed if still.shape[-1] == 0 else jnp.concatenate([mixed, still], -1)).astype(x.dtype)
