@@ -8,13 +8,15 @@ import os
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from random import Random
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from mistakes import wrong_answer, wrong_fact
 from skills import ARITHMETIC, CONVERSIONS, FORMATS, LISTS, SKILLS, STRINGS, Skill, is_held_out, operands_held_out
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -23,7 +25,7 @@ from world import FACTS, NAMES, FactTable
 
 SEED = 7
 TRAIN_CHARACTERS, VAL_CHARACTERS = 2_900_000, 80_000
-TRAIN_ROWS, HELD_OUT_ROWS = 3_000, 240
+TRAIN_ROWS, PAIRS, HELD_OUT_ROWS = 3_000, 2_400, 240
 VOCABULARY = 1_536
 CATEGORIES = ("arithmetic", "strings", "lists", "conversion", "facts", "formats")
 # How often a corpus document practises each group; the hard skills get the larger share.
@@ -98,12 +100,12 @@ def corpus(part: str, characters: int) -> str:
 
 # ---- instructions ----
 
-def worded(ask: str | tuple[str, str], values: dict, category: str) -> dict:
+def worded(ask: str | tuple[str, str], values: dict, category: str, wrong: Callable[[Random], str]) -> dict:
+    """A row, with a wrong answer that depends on its words alone."""
     instruction, text = (ask, "") if isinstance(ask, str) else ask
-    return {
-        "instruction": instruction.format(**values), "input": text.format(**values), "output": str(values["answer"]),
-        "category": category,
-    }
+    asked = {"instruction": instruction.format(**values), "input": text.format(**values)}
+    return {**asked, "output": str(values["answer"]), "category": category,
+            "wrong": wrong(random_stream("wrong", *asked.values()))}
 
 
 def choose_ask(asks: list, rng: Random) -> str | tuple[str, str]:
@@ -116,7 +118,8 @@ def skill_rows(skill: Skill, held_out: bool, rng: Random) -> Iterator[dict]:
     while True:
         values = skill.draw(rng)
         if operands_held_out(skill, values) == held_out:
-            yield worded(choose_ask(skill.asks, rng), values, skill.category)
+            yield worded(choose_ask(skill.asks, rng), values, skill.category,
+                         partial(wrong_answer, skill=skill.name, values=values))
 
 
 def fact_rows(table: FactTable, held_out: bool, rng: Random) -> Iterator[dict]:
@@ -125,7 +128,8 @@ def fact_rows(table: FactTable, held_out: bool, rng: Random) -> Iterator[dict]:
         key, value = rng.choice(table.rows)
         ask = choose_ask(table.asks, rng)
         if is_held_out(table.name, key, ask) == held_out:
-            yield worded(ask, {"key": key, "value": value, "answer": value}, "facts")
+            yield worded(ask, {"key": key, "value": value, "answer": value}, "facts",
+                         partial(wrong_fact, table=table, answer=value))
 
 
 def instruction_rows(part: str, count: int, held_out: bool) -> list[dict]:
@@ -145,6 +149,17 @@ def instruction_rows(part: str, count: int, held_out: bool) -> list[dict]:
     rows = list(chosen.values())
     rng.shuffle(rows)
     return rows
+
+
+def answered(row: dict) -> dict:
+    """A row for fine-tuning."""
+    return {name: row[name] for name in ("instruction", "input", "output", "category")}
+
+
+def as_pair(row: dict) -> dict:
+    """A row for preference optimisation: the right answer and a wrong one."""
+    return {"instruction": row["instruction"], "input": row["input"], "chosen": row["output"],
+            "rejected": row["wrong"], "category": row["category"]}
 
 
 # ---- tokenizer ----
@@ -221,8 +236,11 @@ def main(out: Path) -> None:
     held_out_rows = instruction_rows("held_out", HELD_OUT_ROWS, held_out=True)
     write_text(out / "corpus/train.txt", train_text)
     write_text(out / "corpus/val.txt", corpus("val", VAL_CHARACTERS))
-    write_text(out / "instructions.jsonl", json_lines(rows))
-    write_text(out / "instructions_heldout.jsonl", json_lines(held_out_rows))
+    pairs = instruction_rows("pairs", PAIRS, held_out=False)
+    write_text(out / "instructions.jsonl", json_lines(list(map(answered, rows))))
+    write_text(out / "instructions_heldout.jsonl", json_lines(list(map(answered, held_out_rows))))
+    write_text(out / "preferences.jsonl", json_lines(list(map(as_pair, pairs))))
+    write_text(out / "preferences_heldout.jsonl", json_lines(list(map(as_pair, held_out_rows))))
     taken = set(re.findall("[A-Z][a-z]+", train_text))  # dev villages are in neither corpus nor train.json
     for part, passages, long_passages in (("train", 1_000, 8), ("dev", 60, 4)):
         articles = squad(part, passages, long_passages, random_stream("squad", part), taken)

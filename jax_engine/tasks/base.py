@@ -12,7 +12,7 @@ from jax import Array
 
 from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.prefetch import Group
-from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.steps import Steps, Survey
 from jax_engine.distributed.tree import Tree, flatten, merge, split
 from jax_engine.distributed.weights import Weights
 from jax_engine.models import hub
@@ -21,7 +21,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
-from lmmods.core.model_sizes import describe_sizes, flops_per_token
+from lmmods.core.model_sizes import describe_sizes, flops_per_token, step_bytes, widths_of
 from lmmods.core.task_fields import TaskFields
 from lmmods.core.text_metrics import perplexity
 
@@ -34,17 +34,29 @@ SUPPORTED = {
 }
 
 
+def check_supported(fields: TaskFields) -> None:
+    """Raise UserError for a field that this engine does not take as it is."""
+    for name, (supported, instead) in SUPPORTED.items():
+        if (value := getattr(fields, name)) not in supported:
+            raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
+                            f"(it takes {', '.join(map(json.dumps, supported))}). {instead}")
+
+
 class Task(TaskFields, ABC):
-    """A network in training on JAX."""
+    """A network in training on JAX.
+
+    Attributes:
+        metric_names: Of what `batch_loss` measures beside the loss.
+        statistic_names: Of what `survey` gives.
+    """
 
     head: Head
     auto_class = "AutoModel"
+    metric_names: tuple[str, ...] = ()
+    statistic_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (supported, instead) in SUPPORTED.items():
-            if (value := getattr(self, name)) not in supported:
-                raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
-                                f"(it takes {', '.join(map(json.dumps, supported))}). {instead}")
+        check_supported(self)
         super().__post_init__()
         self.network: Network | None = None
         self._sums: list[dict[str, Array]] = []
@@ -52,18 +64,24 @@ class Task(TaskFields, ABC):
     # The network -----------------------------------------------------------------------------------------------------
 
     def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
-        """Make the network and its first parameters, as numpy arrays: those that train, and the others."""
-        self.network, params = build_network(self, self.head, datamodule, precision=precision, seed=seed)
+        """Make the network and its first parameters, on the host: those that train, and the others."""
+        self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed)
         return split(params, self.network.trainable(params))
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
+    def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         """Summed loss and weight of rows [N, T]; compiled."""
+
+    # Where `batch_loss` depends on all rows of a step: (parameters, rows) -> statistics, which it then gets; compiled.
+    survey: Survey | None = None
 
     # Of each row, where a task needs it: (parameters, rows) -> a tree of arrays [N, ...]; compiled.
     predict: Callable[[Tree, dict[str, Array]], Any] | None = None
+
+    def begin(self, run: Any) -> None:
+        """Called with a `Run` whose weights are the first ones, before it trains or evaluates, by all processes."""
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -102,6 +120,14 @@ class Task(TaskFields, ABC):
         for leaf in [*flatten(trainable).values(), *flatten(frozen).values()]:
             by_type[str(leaf.dtype)] = by_type.get(str(leaf.dtype), 0) + leaf.size
         return describe_sizes(sum(by_type.values()), _size(trainable), by_type)
+
+    def memory_estimate(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any) -> int:
+        """Rough bytes of a training step on a device that holds all parameters."""
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
+        return step_bytes(
+            widths_of(self.network.config), weights, _size(trainable), self.optimizer.name,
+            datamodule.batch_size * self.sequences_per_row * datamodule.max_length, bool(self.gradient_checkpointing),
+            4 if precision == "32-true" else 2)
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Arithmetic of one training token."""

@@ -28,7 +28,7 @@ class CausalTask(CausalFields, Task):
         check_supported(self.generation)
         self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
 
-    def loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
+    def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
         return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
                           self.network.config.vocab_size, count_correct, not self.fast_kernels,

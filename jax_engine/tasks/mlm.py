@@ -21,7 +21,7 @@ class MLM(MLMFields, Task):
     head = "masked"
     auto_class = "AutoModelForMaskedLM"
 
-    def loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
+    def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
         return token_loss(hidden, rows["labels"], lambda x: self.network.logits(params, x),
                           self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)

@@ -29,7 +29,7 @@ class QA(Task):
         self._logits: dict[int, tuple] = {}
         self._losses: dict[int, float] = {}
 
-    def loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
+    def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         return span_loss(self._spans(params, rows, training), rows)
 
     def _spans(self, params: Tree, rows: dict[str, Array], training: bool = False) -> Array:

@@ -16,6 +16,7 @@ from lmmods.data.hooks import TaskHooks
 from lmmods.data.inspection import Which, shown_rows
 from lmmods.data.loaders import Loaders
 from lmmods.data.report import describe, render_table
+from lmmods.data.sources.preferences import Answers
 from lmmods.data.splits import Role, SourceStores, Splits
 from lmmods.data.store.rows import RowSet
 
@@ -38,6 +39,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
                                   eos_token=self.eos_token, add_tokens=self.add_tokens, new_padding=self._adds_padding)
         self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
         self._splits = Splits(self, SourceStores(self, self.contents))
+        self.described_sources = self._splits.described  # for a manifest
         self._loaders = Loaders(self, self._rows)
         self._report: dict[str, Any] | None = None
         self._loader: StatefulLoader | StreamLoader | None = None
@@ -46,7 +48,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     # Settings that the model and the run have a say in
 
     def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
-                seed: int | None = None, max_positions: int | None = None, token_types: bool = True) -> None:
+                seed: int | None = None, max_positions: int | None = None, token_types: bool = True,
+                answers: Answers = "pair") -> None:
         """Fill in what the user left unset with what the model and the run know.
 
         Args:
@@ -54,6 +57,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             trust_remote_code: Whether code of the repository may run.
             max_positions: Longest row the model can take.
             token_types: Whether the model tells kinds of token apart.
+            answers: What a row of preferences is to its loss.
 
         Raises:
             UserError: `max_length` is more than the model can take.
@@ -64,7 +68,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         if self._seed is None:
             self._seed = seed
         self.run_seed = seed or 0
-        self.token_types = token_types
+        self.token_types, self.answers = token_types, answers
         if max_positions is not None and (self.max_length or 0) > max_positions:
             raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")
         if self.max_length is None:

@@ -192,8 +192,8 @@ class QADataFields(DataFields):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class SFTDataFields(DataFields):
-    """Fields of conversations for supervised fine-tuning.
+class ConversationFields(DataFields):
+    """Fields of the tasks on conversations.
 
     Args:
         source: Where the training rows come from: file, folder, glob, URL, hub id, a set of qlora's by name, a mapping
@@ -207,14 +207,6 @@ class SFTDataFields(DataFields):
         roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
         turn_fields: Parts of a turn (role, content, reasoning_content, tool_calls, tool_call_id, name, scored) -> their
             keys in the file, beside the usual keys, for example {role: who, content: said}.
-        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
-            responses.
-        train_on_prompt: The same as `train_on: all`.
-        train_on_last: The same as `train_on: last`.
-        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
-            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
-            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
-            is scored.
         reasoning: Whether reasoning (`reasoning_content`, or <think> in a response) is kept or dropped.
         system_prompt: System turn of conversations that have none.
         replace_system_prompt: Give `system_prompt` to all conversations, whatever system turn they have.
@@ -234,10 +226,6 @@ class SFTDataFields(DataFields):
     roles: dict[str, str] | None = None
     turn_fields: dict[str, str] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
-    train_on: Literal["responses", "all", "last"] | None = None
-    train_on_prompt: bool = False
-    train_on_last: bool = False
-    turns: Literal["all", "last", "split"] = "all"
     reasoning: Literal["keep", "drop"] = "keep"
     system_prompt: str | None = None
     replace_system_prompt: bool = False
@@ -252,10 +240,56 @@ class SFTDataFields(DataFields):
         if unknown:
             raise UserError(f"data.turn_fields: a turn has no {unknown[0]!r}; it has {', '.join(TURN_FIELDS)}. They "
                             "stand on the left, the keys of the file on the right: {role: who, content: said}")
+        if self.replace_system_prompt and self.system_prompt is None:
+            raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SFTDataFields(ConversationFields):
+    """Fields of conversations for supervised fine-tuning.
+
+    Args:
+        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
+            responses.
+        train_on_prompt: The same as `train_on: all`.
+        train_on_last: The same as `train_on: last`.
+        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
+            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
+            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
+            is scored.
+    """
+
+    train_on: Literal["responses", "all", "last"] | None = None
+    train_on_prompt: bool = False
+    train_on_last: bool = False
+    turns: Literal["all", "last", "split"] = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
         if asked and self.train_on not in (None, asked):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
             raise UserError(f"data.train_on is {self.train_on}, but data.{key} asks for {asked}; keep one of them")
         self.train_on = self.train_on or asked or "responses"
-        if self.replace_system_prompt and self.system_prompt is None:
-            raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PreferenceDataFields(ConversationFields):
+    """Fields of answers that were preferred to others.
+
+    Args:
+        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight, format}, or a list of these. Rows are pairs (chosen, rejected), lists of
+            answers with scores, or single answers with a label.
+        max_length: Longest prompt with one of its answers in tokens; null is 1024, or what the model can take if that
+            is less.
+        batch_size: Pairs per micro-batch and device in training.
+        dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
+            the columns.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for preferences: the answers of a pair stay beside each other. "
+                            "data.group_by_length saves most of the padding")

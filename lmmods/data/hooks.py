@@ -1,13 +1,15 @@
 """What a task says of its data: everything that a data module of one's own may override."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lmmods.core.errors import UserError
+from lmmods.data.batches.collate import Collator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.fields import DataFields
 from lmmods.data.scoring.predictions import Predictions
+from lmmods.data.sources.preferences import Answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
@@ -24,7 +26,9 @@ class TaskHooks(DataFields, ABC):
     max_length: int
     seed: int
     run_seed: int = 0  # of all but the data: first weights, dropout, sampled text
+    longest_first: bool = False  # whether training takes rows by length, to see what the largest batch needs
     token_types: bool = True  # whether the model tells kinds of token apart
+    answers: Answers = "pair"  # what a row of preferences is to the model's loss
     _adds_padding = True  # whether a tokenizer without padding token gets a new one, and the network a row for it
 
     # Rows
@@ -52,6 +56,10 @@ class TaskHooks(DataFields, ABC):
     def _arrange(self, rows: RowSet) -> Any:
         """Training or evaluation items made of kept rows: a map-style data set with `lengths`. Default: the rows."""
         return rows
+
+    def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
+        """What makes training and evaluation batches of items. Default: the collator of their columns."""
+        return collator
 
     def _draws_by_epoch(self) -> bool:
         """Whether item number + draw * len is a row drawn anew, in each epoch and in each buffer of a stream."""

@@ -14,7 +14,7 @@ Which = Literal["first", "longest", "most_cut", "most_unknown"]
 def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
                ) -> list[dict[str, Any]]:
     """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists, and `prompt_length`
-    and the `weights` of its tokens where a row has them.
+    and the `weights` of its tokens where a row has them. A row of several answers comes as one for each, by `name`.
 
     Args:
         items: Rows of batches, a data set with `lengths` and `truncated`.
@@ -24,7 +24,13 @@ def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int]
     Raises:
         UserError: A place does not exist.
     """
-    return [_shown_row(items[place], rows) for place in _places(items, num_rows, which, unknown_id)]
+    shown = [items[place] for place in _places(items, num_rows, which, unknown_id)]
+    return [_shown_row(row, rows) for item in shown for row in _answers(item)]
+
+
+def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that an item of a batch is."""
+    return [{**item, **answer} for answer in item["answers"]] if "answers" in item else [item]
 
 
 def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
@@ -47,4 +53,6 @@ def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
     labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
     prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
     weights = {"weights": np.unique(row["weight"]).tolist()} if "weight" in row else {}
-    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt, **weights}
+    name = {"name": row["name"]} if "name" in row else {}
+    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt, **weights,
+            **name}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.data.batches.collate import SEEDS, Collator
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
+from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader
 from lmmods.data.batches.numbering import NumberedSet
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, evaluation_order, training_order
@@ -49,6 +49,8 @@ class Loaders:
         lengths = items.lengths
 
         def order_of(epoch: int) -> BatchOrder:
+            if task.longest_first:
+                return evaluation_order(lengths, task.batch_size)
             order = training_order(lengths, task.batch_size, [task.seed, epoch], task.shuffle and not overfit,
                                    task.group_by_length)
             if overfit:
@@ -71,11 +73,11 @@ class Loaders:
         return StreamLoader(sources, self._arranged, order_of, self.collator(seeded=True), shard, settings,
                             task.num_proc or 1)
 
-    def evaluation(self, role: Role, shard: Shard) -> EvaluationLoader:
-        """Batches of validation or test, those of this rank."""
+    def evaluation(self, role: Role, shard: Shard, collate: Callable[[list], Batch] | None = None) -> EvaluationLoader:
+        """Batches without dropout, as of validation and test, those of this rank; `collate` makes other batches."""
         items = self.items(role)
         order = evaluation_order(items.lengths, self._task.eval_batch_size)
-        return EvaluationLoader(items, order, self.collator(), shard)
+        return EvaluationLoader(items, order, collate or self.collator(), shard)
 
     def predict(self, shard: Shard) -> EvaluationLoader:
         """Prompts of this rank with `index`."""
@@ -85,11 +87,12 @@ class Loaders:
         shard = replace(shard, num_workers=0)  # workers would need a copy of the data module
         return EvaluationLoader(prompts, order, self._collator(task._prompt_keys(), task._prompt_side()), shard)
 
-    def collator(self, seeded: bool = False) -> Collator:
+    def collator(self, seeded: bool = False) -> Callable[[list], Batch]:
         """Items to batches, with the seeds of dropout or without."""
         packed = ("position_ids", "segment_ids") if self._task.packing else ()
         seeds = (SEEDS,) if seeded else ()
-        return self._collator((*self._task._batch_keys(), *packed, *seeds), self._task._side())
+        keys = (*self._task._batch_keys(), *packed, *seeds)
+        return self._task._batch_collator(self._collator(keys, self._task._side()))
 
     def _collator(self, keys: tuple[str, ...], side: str) -> Collator:
         task = self._task

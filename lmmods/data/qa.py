@@ -52,7 +52,7 @@ class QAData(QADataFields, DataModule):
         """The row of a question: question, context, answers, id."""
         return self._rows(role).source_row(question)
 
-    def answers(self, role: Role, question: int) -> list[str]:
+    def golds(self, role: Role, question: int) -> list[str]:
         """Texts of the gold answers; empty for none. Questions with damaged answers have none."""
         try:
             return [text for text, _ in gold_answers(self.question_row(role, question))]
@@ -91,7 +91,7 @@ class QAData(QADataFields, DataModule):
         scores = {}
         if windows and all(self.is_labelled(role, question) for question in windows):
             keys = [_key(self.question_row(role, question), question) for question in sorted(windows)]
-            golds = {key: self.answers(role, question) for key, question in zip(keys, sorted(windows))}
+            golds = {key: self.golds(role, question) for key, question in zip(keys, sorted(windows))}
             scores = self._scores(chosen, golds)
         files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
         if self.spans.version_2_with_negative:

@@ -61,35 +61,39 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
     """Size of a split, lengths, and the share of padding under each way of batching.
 
     Args:
-        items: Data set with `lengths`.
+        items: Data set with `lengths`, and with `tokens` where items are several sequences.
         multiple: Batch lengths are rounded up to a multiple of this.
     """
     lengths = items.lengths
+    num_answers, tokens = getattr(items, "num_answers", 1), getattr(items, "tokens", lengths)
     waste = {
         "shuffled": training_order(lengths, batch_size, [seed, 0]),
         "group_by_length": training_order(lengths, batch_size, [seed, 0], group_by_length=True),
         "sorted": evaluation_order(lengths, batch_size),
     }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))
-    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length)
+    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length, tokens.sum() / num_answers)
                for name, order in waste.items()}
-    if len(lengths) <= PACKED_TRIAL:
+    if len(lengths) <= PACKED_TRIAL and num_answers == 1:
         packs = best_fit_decreasing(lengths, max_length)
         padding["packed"] = float(1 - lengths.sum() / (len(packs) * max_length))
-    return {"rows": len(items), "tokens": int(lengths.sum()),
-            "length": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
+    return {"rows": len(items), "tokens": int(tokens.sum()),
+            "length": {"min": int(lengths.min()), "median": float(np.median(lengths)),
+                       "p95": float(np.quantile(lengths, 0.95)), "max": int(lengths.max())},
             "length_histogram": {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()},
             "padding_share": padding}
 
 
-def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int) -> float:
-    """Share of padding among all positions when rows come in `order`, `batch_size` at a time."""
+def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int,
+                  num_tokens: float) -> float:
+    """Share of padding among all positions when rows, of `num_tokens` together, come in `order`, `batch_size` at a
+    time."""
     ordered = lengths[order]
     longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))
     padded = np.maximum(longest, np.minimum(-(-longest // multiple) * multiple, max_length))
     sizes = np.full(len(longest), batch_size)
     sizes[-1] = len(ordered) - batch_size * (len(longest) - 1)
-    return float(1 - ordered.sum() / (padded * sizes).sum())
+    return float(1 - num_tokens / (padded * sizes).sum())
 
 
 def render_table(report: dict[str, Any]) -> str:

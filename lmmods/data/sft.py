@@ -1,152 +1,17 @@
 """Supervised fine-tuning: conversations with a loss on the responses."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-from lmmods.core.errors import UserError
-from lmmods.data.base import DataModule
-from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, is_template_file, read_template_file
-from lmmods.data.encode.chat_template import REFUSALS
-from lmmods.data.encode.chat_text import as_given
-from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
-from lmmods.data.encode.encoder import Encoder
-from lmmods.data.encode.template_jinja import template_jinja
-from lmmods.data.encode.templates import TemplateRenderer
-from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.conversation_data import ConversationData
+from lmmods.data.encode.conversations import Choices
 from lmmods.data.fields import SFTDataFields
-from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import detect_format, find_format, read_conversation
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
 
 
-class SFTData(SFTDataFields, DataModule):
+class SFTData(SFTDataFields, ConversationData):
     """Conversations for supervised fine-tuning; one row of a batch is one conversation."""
 
-    _adds_padding = False  # a row more in the output head changes every probability
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dataset_format is not None:
-            find_format(self.dataset_format)
-        self.roles = self.roles or {}
-        self.turn_fields = self.turn_fields or {}
-        if is_template_file(self.template):
-            self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens on which generation must stop: the tokenizer's end token and the template's terminator."""
-        return self._sft_encoder("messages", prompts_only=False).stop_token_ids
-
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja of the template of the training rows, the tokenizer's own or a named one; None where all are texts."""
-        layouts = [store.info["format"] for store in self._rows("train").stores]
-        if all(find_format(layout).template for layout in layouts):
-            return None
-        renderer = self._sft_encoder("messages", prompts_only=False).renderer
-        named = isinstance(renderer, TemplateRenderer)
-        return template_jinja(renderer) if named else self.tokenizer.get_chat_template()
-
-    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of user turns in the template of the training rows, up to where the response begins.
-
-        Raises:
-            UserError: The template cannot render one.
-        """
-        encoder = self._sft_encoder(self._rows("train").info(0)["format"], prompts_only=True)
-        try:
-            asked = [encoder.prepared(Conversation([{"role": "user", "content": text}])) for text in texts]
-            rendered = [encoder.renderer.prompt(conversation) for conversation in asked]
-        except RowProblem as problem:
-            raise UserError(f"samples.prompts: {problem}") from problem
-        return [ids.tolist() for ids, _ in encoder.text.encode_rows([encoder.text.runs(row) for row in rendered])]
-
-    def inference_prompts(self, index: int) -> list[list[int]]:
-        """Token ids of the prompts of a training row's answers, as transformers makes them; [] where it refuses.
-
-        Args:
-            index: Number of the row among those read.
-        """
-        rows = self._rows("train")
-        layout = rows.info(index)["format"]
-        if find_format(layout).template:
-            return []
-        conversation = self._sft_encoder(layout, prompts_only=False).conversation(rows.source_row(index))
-        given = {**(self.chat_template_kwargs or {}), **conversation.template_kwargs,
-                 "tools": conversation.tools or None, "documents": conversation.documents or None}
-        messages = [as_given(message) for message in conversation.messages]
-        template = self.chat_template
-        found = []
-        for place, message in enumerate(messages):
-            if place and message["role"] == "assistant":
-                with suppress(*REFUSALS):
-                    found.append(list(self.tokenizer.apply_chat_template(
-                        messages[:place], chat_template=template, add_generation_prompt=True, tokenize=True,
-                        return_dict=False, **given)))
-        return found
-
-    def reference(self, index: int) -> str | None:
-        """The response that the data give for a row of predict, or None."""
-        row = self.example(index)
-        layout = self._rows("predict").info(index)["format"]
-        try:
-            messages = read_conversation(layout, row, self.roles, self.turn_fields).messages
-        except RowProblem:
-            return None
-        return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
-
-    def score(self, predictions: dict[int, str]) -> dict[str, float]:
-        """Share of predictions equal to their reference, spaces around them apart; empty without references."""
-        pairs = [(text, self.reference(index)) for index, text in predictions.items()]
-        hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
-        return {"exact_match": sum(hits) / len(hits)} if hits else {}
+    def _choices(self) -> Choices:
+        return Choices(self.train_on, self.turns, self.reasoning, self.system_prompt, self.replace_system_prompt)
 
     def _encoding_settings(self) -> dict[str, Any]:
-        names = ("template", "dataset_format", "roles", "turn_fields", "train_on", "turns", "reasoning",
-                 "system_prompt", "replace_system_prompt", "chat_template_kwargs", "source_max_length",
-                 "target_max_length", "on_overflow", "max_length")
-        return {name: getattr(self, name) for name in names}
-
-    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        layout = source.format or self.dataset_format or detect_format(
-            first.values, f"{first.file}:{first.line}", prompts_only)
-        encoder = self._sft_encoder(layout, prompts_only)
-        template = find_format(layout).template or self._template_name()
-        return encoder, {"format": layout, "template": template, "notes": encoder.renderer.notes}
-
-    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
-        return find_format(info["format"]).regroup(rows)
-
-    def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
-        tokenizer = self.tokenizer
-        if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-text token, so no response could end; name one with "
-                            "data.eos_token")
-        text = TextEncoder(tokenizer)
-        name = find_format(layout).template or self._template_name()
-        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token, self.chat_template_kwargs)
-                    if name == "tokenizer" else
-                    TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
-        on_overflow = self.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
-        limits = Limits(self.max_length, self.source_max_length, self.target_max_length, on_overflow)
-        choices = Choices(self.train_on, self.turns, self.reasoning, self.system_prompt, self.replace_system_prompt)
-        return SFTEncoder(layout, renderer, text, limits, choices, self.roles, self.turn_fields, prompts_only)
-
-    def _template_name(self) -> str:
-        if is_template_file(self.template):
-            return "tokenizer"
-        return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")
-
-    def _batch_keys(self) -> tuple[str, ...]:
-        return ("input_ids", "labels", *(["loss_weights"] if self._has_weights() else []))
-
-    def _has_weights(self) -> bool:
-        """Whether rows may count differently. What a stream will hold is not known."""
-        return self.streaming or any((rows.column("weight") != 1).any() for rows in self._splits.sets.values())
-
-    def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"input_ids": row["input_ids"][: row["prompt_length"]], "index": row["index"]}
+        return {**super()._encoding_settings(), "train_on": self.train_on, "turns": self.turns}

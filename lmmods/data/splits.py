@@ -96,6 +96,7 @@ class Splits:
         }
         self.sets: dict[Role, RowSet] = {}  # what has been opened
         self._streams: list[StreamSource] | None = None
+        self._hashed_readers: dict[str, list[tuple[SourceReader, str | None]]] | None = None
 
     def prepare(self, stage: str | None, is_first: bool) -> None:
         """Read, encode and write what a stage needs and the cache lacks. Raises UserError."""
@@ -160,10 +161,22 @@ class Splits:
 
     def identity(self) -> dict[str, list[str | None]]:
         """What tells other contents of the training and validation sources, by key. Raises UserError."""
-        def content(source: Source, role: Role) -> str | None:
-            if self._task.streaming and role == "train":
-                return self._task._reader(source, streaming=True).sampled_content()
-            return self._stores.reader(source).content
+        return {key: [content for _, content in readers] for key, readers in self._hashed().items()}
 
-        return {key: [content(source, role) for source in self.sources.get(role, [])]
-                for role, key in (("train", "source"), ("val", "val_source"))}
+    def described(self) -> dict[str, list[dict[str, Any]]]:
+        """What a manifest says of the training and validation sources, by key. Raises UserError."""
+        return {key: [reader.described() for reader, _ in readers] for key, readers in self._hashed().items()}
+
+    def _hashed(self) -> dict[str, list[tuple[SourceReader, str | None]]]:
+        """Readers with the hash of their contents, by key; those of streams have hashed blocks of their files."""
+        if self._hashed_readers is None:
+            def hashed(source: Source, role: Role) -> tuple[SourceReader, str | None]:
+                if self._task.streaming and role == "train":
+                    reader = self._task._reader(source, streaming=True)
+                    return reader, reader.sampled_content()
+                reader = self._stores.reader(source)
+                return reader, reader.content
+
+            self._hashed_readers = {key: [hashed(source, role) for source in self.sources.get(role, [])]
+                                    for role, key in (("train", "source"), ("val", "val_source"))}
+        return self._hashed_readers

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -123,3 +124,11 @@ def write_jsonl(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def no_files_left_in_memory():
+    """fsspec has one file system in memory for the whole process."""
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]

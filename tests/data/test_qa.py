@@ -63,7 +63,7 @@ def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa:
         if start == window["cls_position"]:
             continue
         text = question["context"][offsets[start, 0] : offsets[end, 1]]
-        assert text == data.answers("train", window["question"])[0]
+        assert text == data.golds("train", window["question"])[0]
         found[question["id"]] = found.get(question["id"], 0) + 1
     assert set(found) == {"0", "1", "2"}
     for spans in covered.values():  # windows overlap and reach from end to end
@@ -182,7 +182,7 @@ def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_fold
         assert (left["start_positions"], left["end_positions"]) == (right["start_positions"], right["end_positions"])
     for number, row in enumerate(rows):
         assert as_json.question_row("train", number) == as_csv.question_row("train", number) == row
-        assert as_json.answers("train", number) == as_csv.answers("train", number)
+        assert as_json.golds("train", number) == as_csv.golds("train", number)
         assert as_json.is_labelled("train", number) == as_csv.is_labelled("train", number) == (row["id"] != "null")
     assert as_json.report["sources"][str(tmp_path / "a.jsonl")]["dropped"] == {}
     assert as_csv.report["sources"][str(tmp_path / "a.csv")]["dropped"] == {}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import CAUSAL
+from hf_reference import CAUSAL, cells
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
 
@@ -36,9 +36,9 @@ def torch_answer(ref, prompt, settings):
     return tokens[:next((place for place, token in enumerate(tokens) if token in EOS), len(tokens))]
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_greedy_tokens_are_transformers(make_ref, name):
-    ref = make_ref(name)
+@cells([(name, "causal") for name in CAUSAL], ("phi3", "gemma2"))
+def test_greedy_tokens_are_transformers(make_ref, name, head):
+    ref = make_ref(name, head)
     prompts, settings = prompts_of(ref), Generation(max_new_tokens=14)
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
     assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hf_reference import VARIANTS
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
@@ -69,7 +70,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "head", "lora"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)])
+CASES += [(name, "causal", LoRA(rank=3, alpha=6)) for name in VARIANTS]
+IDS = [f"{name}-{head}-{number}" for number, (name, head, _) in enumerate(CASES)]
+SLOW = [pytest.mark.slow if name in VARIANTS and name != "phi3" else () for name, _, _ in CASES]
+
+
+@pytest.mark.parametrize(("name", "head", "lora"), [
+    pytest.param(*case, id=name, marks=marks) for case, name, marks in zip(CASES, IDS, SLOW, strict=True)])
 def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
     ref = make_ref(name, head)
     model, net, params = wrapped(ref, lora)

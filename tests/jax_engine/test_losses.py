@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_engine.distributed import loss as losses
 from jax_engine.distributed.interface import DATA_AXES
-from jax_engine.distributed.loss import IGNORED, span_loss, token_loss
+from jax_engine.distributed.loss import IGNORED, span_loss, token_log_probs, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from lmmods.torch_engine.nn import loss as torch_loss
 from lmmods.torch_engine.tasks import qa
@@ -126,14 +126,17 @@ def test_bfloat16_hidden_states_give_a_float32_loss(small_chunks):
 
 
 @pytest.mark.parametrize("trains_head", [True, False])
-def test_memory_of_a_wide_vocabulary(trains_head):
+@pytest.mark.parametrize("form", ["loss", "log-probs"])
+def test_memory_of_a_wide_vocabulary(trains_head, form):
     """At V = 128k: a chunk of logits and its gradient; never [B, T, V]."""
     wide, rows, length, size = 128_000, 4, 512, 16
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
               (((rows, length, size), jnp.float32), ((rows, length), jnp.int32), ((wide, size), jnp.float32))]
 
     def total(hidden, targets, weight):
-        return token_loss(hidden, targets, lambda h: h @ weight.T, wide).total
+        if form == "loss":
+            return token_loss(hidden, targets, lambda h: h @ weight.T, wide).total
+        return jnp.square(token_log_probs(hidden, targets, lambda h: h @ weight.T, wide).sum(1)).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 2) if trains_head else (0,))).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * losses.CHUNK_BYTES < 4 * rows * length * wide / 10
@@ -159,6 +162,52 @@ def test_same_on_a_mesh(small_chunks):
         (total, sums), found = jax.jit(jax.value_and_grad(ours, argnums=(0, 2), has_aux=True))(*args)
     assert close(total, wanted_total) and sums.weight == (targets != IGNORED).sum()
     assert all(close(*pair, 3e-6) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+
+
+def squashed(targets, plain=False, dense=False):
+    """A loss of rows whose factors on the gradient are known only from the sums of their log-probabilities."""
+    def loss(hidden, params):
+        def head(h):
+            return 5 * jnp.tanh(h @ params["weight"].T / 5 + params["bias"])
+
+        if dense:
+            picked = jnp.take_along_axis(jax.nn.log_softmax(head(hidden)), jnp.maximum(targets, 0)[..., None], axis=-1)
+            found = jnp.where(targets == IGNORED, 0, picked[..., 0])
+        else:
+            found = token_log_probs(hidden, targets, head, V, plain)
+        rows = found.sum(1)
+        return jax.nn.softplus(0.1 * (rows[1::2] - rows[::2])).sum(), found
+
+    return loss
+
+
+@pytest.mark.parametrize("labelled", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("plain", [False, True])
+def test_log_probs_of_tokens_equal_those_of_all_logits(labelled, plain, small_chunks):
+    hidden, targets, params = draw(labelled)
+    both = [jax.jit(jax.value_and_grad(squashed(targets, plain, dense), argnums=(0, 1), has_aux=True))(hidden, params)
+            for dense in (False, True)]
+    assert all(close(*pair) for pair in zip(*map(jax.tree.leaves, both), strict=True))
+
+
+def test_log_probs_on_a_mesh(small_chunks):
+    hidden, targets, params = draw(0.3)
+    wanted = jax.value_and_grad(squashed(targets, dense=True), argnums=(0, 1), has_aux=True)(hidden, params)
+    mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
+    rows = NamedSharding(mesh, PartitionSpec(DATA_AXES))
+    placed = {"weight": jax.device_put(params["weight"], NamedSharding(mesh, PartitionSpec("fsdp"))),
+              "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))}
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(squashed(jax.device_put(targets, rows)), argnums=(0, 1), has_aux=True))(
+            jax.device_put(hidden, rows), placed)
+    assert all(close(*pair) for pair in zip(*map(jax.tree.leaves, (found, wanted)), strict=True))
+
+
+def test_log_probs_under_a_frozen_head_cost_no_gradient_of_it():
+    hidden, targets, params = draw(0.5)
+    text = str(jax.make_jaxpr(jax.grad(lambda h: squashed(targets)(h, params)[0]))(hidden))
+    assert f"f32[1,{V},{D}]" not in text
+    assert f"f32[1,{V},{D}]" in str(jax.make_jaxpr(jax.grad(lambda p: squashed(targets)(hidden, p)[0]))(params))
 
 
 def test_shift_labels():

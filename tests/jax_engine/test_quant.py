@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import AUTO, FAMILIES, PAIRS
+from hf_reference import AUTO, FAMILIES, PAIRS, VARIANTS, cells
 from peft import LoraConfig, get_peft_model
 
 from jax_engine.distributed.mesh import ShardedMesh
@@ -116,7 +116,7 @@ def network_and_params(folder, head, **options):
     return network, loading.load(network, folder, **options)
 
 
-@pytest.mark.parametrize(("name", "head"), PAIRS)
+@cells(PAIRS, ("phi3",))
 def test_the_same_layers_are_quantised_as_in_torch(folder_of, name, head):
     folder = folder_of(name, head)
     model = quantised_torch(folder, head, "nf4")
@@ -138,7 +138,9 @@ def logits(network, params, batch) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "kind", "double"), [
     ("llama", "nf4", True), ("llama", "fp4", False), ("gpt2", "nf4", True), ("gpt2", "int8", True),
-    ("gemma", "nf4", False), ("llama", "int8", True), ("albert", "nf4", True), ("bert", "fp4", True)])
+    ("gemma", "nf4", False), ("llama", "int8", True), ("albert", "nf4", True), ("bert", "fp4", True),
+    ("phi3", "nf4", True), *(pytest.param(name, "nf4", True, marks=pytest.mark.slow) for name in VARIANTS
+                             if name != "phi3")])
 def test_logits_are_those_of_torch(folder_of, name, kind, double):
     head = "masked" if name in ("albert", "bert") else "causal"
     folder = folder_of(name, head)

@@ -68,6 +68,27 @@ def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
         assert_same_run(straight, broken)
 
 
+@pytest.mark.slow
+def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe, stop_at, tmp_path):
+    """Answers with labels: the baseline of a step is that of all its rows, also after it has been resumed."""
+    source = tmp_path / "labelled.jsonl"
+    source.write_text("".join(json.dumps({
+        "prompt": f"Count from {n}.", "completion": f"{n} and " * (n % 3 + 1), "label": n % 2 == 0}) + "\n"
+        for n in range(30)))
+    changes = {"model__class_path": "Preference", "model__init_args__loss": "kto", "data__class_path": "PreferenceData",
+               "data__init_args__source": str(source), "model__init_args__quantize": None,
+               "trainer__limit_val_batches": 0, "trainer__max_steps": 4}
+    straight, arguments = jax_recipe("straight", **changes)
+    assert main(["fit", *arguments]) == 0
+    assert any(row["train/kl"] for row in rows(straight))
+    broken, arguments = jax_recipe("broken", **changes)
+    stop_at(5)
+    assert main(["fit", *arguments]) == 130
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, broken)
+
+
 MESH = "jax_engine.distributed.devices.MeshSharding"
 
 

@@ -6,13 +6,14 @@ epoch would repeat its first rows and miss its last.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.core.subprocesses import end_with_parent
+from lmmods.core.subprocesses import begin_worker
 from lmmods.data.batches.sampler import BatchOrder, batches_of_rank, batches_per_rank
 
 Batch = dict[str, torch.Tensor]
@@ -39,7 +40,7 @@ class _Batches:
 def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int) -> DataLoader:
     # forkserver: forking a process in which JAX has started can deadlock
     parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
-                "worker_init_fn": end_with_parent} if num_workers else {}
+                "worker_init_fn": begin_worker} if num_workers else {}
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
 
 
@@ -79,6 +80,7 @@ class StatefulLoader:
     def __init__(self, rows: Dataset, order_of: Callable[[int], BatchOrder], collate: Callable[[list], Batch],
                  shard: Shard, batch_size: int) -> None:
         self._order_of, self._shard = order_of, shard
+        self._rows, self._collate = rows, collate
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
         self._identity = {"batch_size": batch_size, "num_rows": len(rows)}  # type: ignore[arg-type]
@@ -96,6 +98,12 @@ class StatefulLoader:
         for batch in self._loader:
             self._handed_out = min(self._handed_out + world_size, self._num_batches)
             yield batch
+
+    def peek(self, first: int, count: int) -> list[Batch]:
+        """Micro-batches `first` to `first + count` of this rank in the epoch under way; the position stays."""
+        world_size = self._shard.world_size
+        upcoming = batches_of_rank(self._order_of(self._epoch), first * world_size, self._shard.rank, world_size)
+        return [self._collate([self._rows[number] for number in batch]) for batch in islice(upcoming, count)]
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were made of."""

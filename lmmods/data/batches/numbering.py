@@ -28,6 +28,16 @@ class NumberedSet(Dataset):
         return self.items.lengths
 
     @property
+    def tokens(self) -> np.ndarray:
+        """Tokens of each item in all its answers."""
+        return getattr(self.items, "tokens", self.items.lengths)
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences of a batch that an item is, none longer than its `lengths`."""
+        return getattr(self.items, "num_answers", 1)
+
+    @property
     def truncated(self) -> np.ndarray:
         """Tokens lost from each item."""
         return self.items.truncated

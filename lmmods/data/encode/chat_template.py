@@ -128,7 +128,9 @@ def _compiled(source: str) -> Template:
 @lru_cache(maxsize=16)
 def _names(source: str) -> frozenset[str]:
     _compiled(source)
-    return frozenset(meta.find_undeclared_variables(CountingSandbox().parse(source)))
+    tree = CountingSandbox().parse(source)
+    used = {node.name for node in tree.find_all(nodes.Name)}
+    return frozenset(meta.find_undeclared_variables(tree)) | used & {"strftime_now"}  # which Jinja takes for its own
 
 
 class GenerationMarks(Extension):

@@ -79,7 +79,7 @@ class SFTEncoder:
         counts: Counter = Counter()
         for place, row in enumerate(rows):
             try:
-                found = self._rendered(row, counts)
+                found = self.written(self.conversation(row), counts)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
                 continue
@@ -101,7 +101,7 @@ class SFTEncoder:
             "prompt_length": np.array([prompt for *_, prompt, _ in fitted], np.int64),
             "truncated": np.array([removed for *_, removed in fitted], np.int64),
         }
-        self._count(columns, counts)
+        self.count(columns, counts)
         return Encoded(columns, np.array([place for place, *_ in fitted], np.int64), sorted(dropped), counts)
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
@@ -123,8 +123,14 @@ class SFTEncoder:
             messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
-    def _rendered(self, row: dict[str, Any], counts: Counter) -> list[RenderedRow]:
-        conversation = self.conversation(row)
+    def prompts(self, conversations: list[list[Message]]) -> list[list[int]]:
+        """Token ids of conversations up to where the response begins. Raises RowProblem where one cannot be written."""
+        asked = [self.prepared(Conversation(messages)) for messages in conversations]
+        rendered = [self.renderer.prompt(conversation) for conversation in asked]
+        return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rendered])]
+
+    def written(self, conversation: Conversation, counts: Counter) -> list[RenderedRow]:
+        """Rows of a prepared conversation, what became of it counted. Raises RowProblem."""
         messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         for key in conversation.unused:
@@ -161,7 +167,7 @@ class SFTEncoder:
                 ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Ids, labels, prompt length and removed tokens of a row within the limits. Raises RowProblem."""
         prompt = self._prompt_length(response)
-        if self.limits.on_overflow == "truncate_turns" and self._excess(prompt, len(ids) - prompt) != (0, 0, 0):
+        if self.limits.on_overflow == "truncate_turns" and self.excess(prompt, len(ids) - prompt) != (0, 0, 0):
             before, num_turns = len(ids), len(row.conversation.messages)
             row, ids, response = self._with_fewer_turns(row.conversation)
             counts["rows_cut"] += 1
@@ -203,17 +209,17 @@ class SFTEncoder:
             return None
         (ids, response), = self.text.encode_rows([self.text.runs(rows[0].segments)], self.renderer.apart)
         prompt = self._prompt_length(response)
-        return (rows[0], ids, response) if self._excess(prompt, len(ids) - prompt) == (0, 0, 0) else None
+        return (rows[0], ids, response) if self.excess(prompt, len(ids) - prompt) == (0, 0, 0) else None
 
     def _labelled(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
                   ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy in tokens and make the labels. Raises RowProblem when the row is dropped."""
         prompt = self._prompt_length(response)
-        removed = self._truncation(prompt, len(ids) - prompt, place)
+        removed = self.truncation(prompt, len(ids) - prompt, place)
         if any(removed):
             counts["rows_cut"] += 1
             counts["tokens_cut"] += sum(removed)
-            ids, response = self._shortened(ids, response, prompt, removed)
+            ids, response = self.shortened(ids, response, prompt, removed)
         train_on_all = self.choices.train_on == "all" and not self.prompts_only
         labels = ids if train_on_all else np.where(response >= 0, ids, IGNORED)
         if not self.prompts_only and not (labels[1:] != IGNORED).any():
@@ -225,14 +231,14 @@ class SFTEncoder:
         """Tokens before the last response, by the response number of each token."""
         return len(response) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
 
-    def _excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
+    def excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
         """Tokens over the limits: of the prompt, of the answer, and of both together beside those."""
         limits = self.limits
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
         return source, target, max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
 
-    def _shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
+    def shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
                    ) -> tuple[np.ndarray, np.ndarray]:
         """Without what is truncated; the begin token stays."""
         first, left = int(ids[0] == self.text.bos_id), removed.left
@@ -241,10 +247,10 @@ class SFTEncoder:
         keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
         return ids[keep], response[keep]
 
-    def _truncation(self, prompt: int, answer: int, place: int) -> "Truncation":
+    def truncation(self, prompt: int, answer: int, place: int) -> "Truncation":
         """Tokens to remove from a prompt and its answer. Raises RowProblem when the row is dropped."""
         limits = self.limits
-        source, target, total = self._excess(prompt, answer)
+        source, target, total = self.excess(prompt, answer)
         if not source + target + total:
             return Truncation()
         if limits.on_overflow == "error":
@@ -265,7 +271,7 @@ class SFTEncoder:
             raise RowProblem("response longer than the limits")
         return Truncation(left=source + total)
 
-    def _count(self, columns: dict[str, Any], counts: Counter) -> None:
+    def count(self, columns: dict[str, Any], counts: Counter) -> None:
         labels = columns["labels"].values
         counts["tokens"] += len(labels)
         counts["rows_weighted"] += int((columns["weight"] != 1).sum())

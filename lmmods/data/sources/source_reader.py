@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,8 @@ class SourceReader:
             raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
         self._is_adopted = False
+        self._hashes: list[str] = []  # of the files, where this process has hashed them
+        self._is_sampled = False
 
     def __iter__(self) -> Iterator[Row]:
         self.replaced.clear()
@@ -98,11 +100,26 @@ class SourceReader:
     @cached_property
     def content(self) -> str | None:
         """Hash of all bytes of the files, wherever they lie; of hub data the hub's own. None where it has none."""
-        return self._content_by(fingerprints.whole_file)
+        return self._content_by(sampled=False)
 
     def sampled_content(self) -> str | None:
         """The same of blocks of each file, for what is too large to be read before training starts."""
-        return self._content_by(fingerprints.sampled_file)
+        return self._content_by(sampled=True)
+
+    def described(self) -> dict[str, Any]:
+        """What a manifest says of the source: its `path`, and `files` with size and hash, or what the hub tells.
+
+        Nothing is read for it that has been hashed before.
+        """
+        told = {key: value for key, value in vars(self.source).items() if key in ("path", "name", "split", "revision")
+                and value is not None}
+        if self._hub_rows is not None:
+            return {**told, "rows": rows_fingerprint(self._hub_rows)}
+        if len(self._hashes) != len(self.files):
+            self._content_by(sampled=self._is_sampled)
+        return {**told, "files": {path: {"remote": digest} if "://" in path else
+                                  fingerprints.described(path, digest, self._is_sampled)
+                                  for path, digest in zip(self.files, self._hashes, strict=True)}}
 
     def adopt(self, content: str | None) -> None:
         """Take the content from another process of the run, which has hashed it.
@@ -117,17 +134,20 @@ class SourceReader:
     def check_adopted(self) -> None:
         """Hash what another process has hashed, before a store is built here. Raises UserError where it differs."""
         if self._is_adopted:
-            self._check_same(self._content_by(fingerprints.whole_file))
+            self._check_same(self._content_by(sampled=False))
 
     def _check_same(self, content: str | None) -> None:
         if content != self.content:
             raise UserError(f"{self.source.path}: this machine holds other rows than the first one of the run. Copy "
                             "the same files to every machine.")
 
-    def _content_by(self, hashed: Callable[[str], str]) -> str | None:
+    def _content_by(self, sampled: bool) -> str | None:
         if self._hub_rows is not None:
             return rows_fingerprint(self._hub_rows)  # what streams from the hub has none
-        return fingerprints.joined(_remote_key(path) if "://" in path else hashed(path) for path in self.files)
+        hashed = fingerprints.sampled_file if sampled else fingerprints.whole_file
+        self._hashes = [_remote_key(path) if "://" in path else hashed(path) for path in self.files]
+        self._is_sampled = sampled
+        return fingerprints.joined(self._hashes)
 
 
 def _taken(values: dict, name: str) -> tuple[Any] | None:

@@ -9,6 +9,7 @@ A store is a folder named by the fingerprint of everything that matters (cache.p
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ MANIFEST = "manifest.json"
 FILES = ("encoded.arrow", "rows.arrow", "info.json")
 
 
-def damage(folder: Path, contents: bool = True) -> str | None:
+def damage(folder: Path, contents: bool = True, files: Sequence[str] = FILES) -> str | None:
     """What is wrong with a store, in words; None where nothing is.
 
     Args:
         contents: Also hold each byte against its checksum, at about 3 GiB in a second.
+        files: What it must hold.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         name = first_damaged(folder, manifest, contents)
-        missing = [file for file in FILES if file not in manifest]
+        missing = [file for file in files if file not in manifest]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (NotADirectoryError, IsADirectoryError, ValueError, RecursionError) as error:

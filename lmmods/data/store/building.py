@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from lmmods.core.checksums import stamps
 from lmmods.core.errors import UserError
-from lmmods.core.subprocesses import end_with_parent
+from lmmods.core.subprocesses import begin_worker
 from lmmods.data.encode.encoder import Encoded, Encoder, RowError, Tally, arrow_column
 from lmmods.data.sources.readers import Row
-from lmmods.data.store.arrow_store import MANIFEST, damage
+from lmmods.data.store.arrow_store import FILES, MANIFEST, damage
 
 ROWS_PER_BATCH = 1000
 CHARACTERS_PER_BATCH = 1 << 20
@@ -51,7 +51,7 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
     Raises:
         UserError: A row is broken, or the cache cannot be written.
     """
-    with _reported(folder.parent):
+    with reporting_writes(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     frozen_before = gc.get_freeze_count() > 0  # by the command line, for good
@@ -60,33 +60,33 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
         # a bar on terminals only, and only where there is something to wait for
         with _Writer(temporary) as writer, tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar:
             for batch, encoded in encode_batches(rows, encoder, num_proc):
-                with _reported(folder.parent):
+                with reporting_writes(folder.parent):
                     writer.add(batch, encoded)
                 bar.update(len(batch))
             found = {**(info or {}), **writer.summary()}
             if not found["rows_read"]:
                 raise UserError(f"{found.get('path', 'the source')}: the data set is empty, no row was found")
-            with _reported(folder.parent):
+            with reporting_writes(folder.parent):
                 writer.finish(found)
-        with _reported(folder.parent):
-            _commit(temporary, folder)
+        with reporting_writes(folder.parent):
+            commit(temporary, folder)
     finally:
         if not frozen_before:
             gc.unfreeze()
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _commit(temporary: Path, folder: Path) -> None:
-    """Give a finished store its name, unless another process was faster."""
+def commit(temporary: Path, folder: Path, files: Sequence[str] = FILES) -> None:
+    """Give a finished folder of these files its name, unless another process was faster."""
     try:
         temporary.rename(folder)
     except OSError:
-        if damage(folder, contents=False):
+        if damage(folder, contents=False, files=files):
             raise
 
 
 @contextmanager
-def _reported(folder: Path) -> Iterator[None]:
+def reporting_writes(folder: Path) -> Iterator[None]:
     """What the file system refuses to write, as one message."""
     try:
         yield
@@ -159,7 +159,7 @@ _worker_encoder: Encoder | None = None
 
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
-    end_with_parent()
+    begin_worker()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_encoder = encoder
 

@@ -2,9 +2,8 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow as pa
 
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
+from lmmods.core.machine import cache_folder, num_cores
 from lmmods.data.encode.encoder import Encoder, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
@@ -52,7 +52,7 @@ class Cache:
             UserError: The source is damaged or holds no usable row, or the cache cannot be written.
         """
         key = fingerprint({**settings, "source": reader.fingerprint()})
-        folder = self._path() / f"{settings['task'].lower()}-{key}"
+        folder = cache_folder(self.folder) / f"{settings['task'].lower()}-{key}"
         store = self._opened(folder, reader, prepare, rebuild, contents)
         self._checked.add(folder)
         if not len(store):
@@ -65,14 +65,14 @@ class Cache:
         for _ in range(ATTEMPTS):
             with _reported(folder):
                 if rebuild and folder not in self._checked:
-                    _remove(folder)
+                    remove(folder)
                 elif os.path.lexists(folder):
                     identity = folder.lstat().st_ino
                     wrong = wrong or damage(folder, contents and folder not in self._checked)
                     if wrong is not None:
                         tell(f"The cached data in {folder} are damaged ({wrong}); they are made anew from "
                              f"{reader.source.path}.")
-                        _remove(folder, identity)
+                        remove(folder, identity)
                 is_there = os.path.lexists(folder)
             if not is_there:
                 rows, encoder, info = prepare()
@@ -87,23 +87,10 @@ class Cache:
         raise UserError(f"{folder}: the cache cannot be read, and writing it anew does not help ({wrong}); set "
                         "data.cache_dir or LMMODS_CACHE to another folder")
 
-    def _path(self) -> Path:
-        named = self.folder or os.environ.get("LMMODS_CACHE")
-        default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lmmods"
-        try:
-            path = Path(named or default).expanduser()
-            with suppress(FileNotFoundError, NotADirectoryError):  # it is made, or refused, when something is written
-                path.stat()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{named!r} cannot be a folder for the cache ({error}); set data.cache_dir or LMMODS_CACHE "
-                            "to one that can be read and written") from error
-        return path
-
     def _processes(self, reader: SourceReader) -> int:
         if self.num_proc is not None:
             return self.num_proc
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        return max(1, min(cores, reader.num_bytes() // BYTES_PER_PROCESS))
+        return max(1, min(num_cores(), reader.num_bytes() // BYTES_PER_PROCESS))
 
 
 @contextmanager
@@ -118,7 +105,7 @@ def _reported(folder: Path) -> Iterator[None]:
                         "LMMODS_CACHE to a folder that can be read and written") from error
 
 
-def _remove(folder: Path, identity: int | None = None) -> None:
+def remove(folder: Path, identity: int | None = None) -> None:
     """Remove a store; renamed first, so that no process meets half of it.
 
     Args:

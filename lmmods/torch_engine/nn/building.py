@@ -17,13 +17,14 @@ from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
-from lmmods.torch_engine.nn.initialization import from_config
+from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards, from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 
 
 def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
-                  device: torch.device, seed: int) -> nn.Module:
+                  device: torch.device, seed: int, later: dict[str, FirstValues] | None = None, frozen: bool = False
+                  ) -> nn.Module:
     """The network that the fields of a task describe, in training mode.
 
     Args:
@@ -31,6 +32,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         task_type: PEFT's name of the task.
         precision: Lightning's name.
         seed: Of all weights that no file holds.
+        later: For a network that will be sharded: takes first values, for `fill_shards` to draw.
+        frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
 
     Raises:
         UserError: The model cannot be found, read or made, or an adapter does not fit it.
@@ -38,19 +41,22 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     bound_onednn_cache()
     torch.manual_seed(seed)
     is_causal = auto_class == "AutoModelForCausalLM"
-    model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed)
+    model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed, later,
+                  frozen or fields.trains_adapter)
     if fields.fast_kernels:
         fuse_activations(model)
         if device.type == "cpu" and precision.startswith("bf16") and fields.attention is None:
             prefer_float32(model)
     num_rows = model.get_input_embeddings().weight.shape[0]
+    if later and (num_rows < len(data.tokenizer) or fields.trains_adapter):  # both read the values
+        fill_shards(model, later)
     resize_embeddings(model, len(data.tokenizer))
     set_special_ids(model.config, data.tokenizer, is_causal)
     if fields.trains_adapter:
         torch.manual_seed(seed)  # the adapter starts the same however the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         model = (add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed) if fields.lora
-                 else continue_adapter(model, fields.adapter, dtype))
+                 else continue_adapter(model, fields.adapter, dtype, fields.adapter_drops))
         if fields.fast_kernels and not fields.compile:  # the compiler joins them by itself
             fuse_adapters(model)
     dropout = TokenDropout(model, compiled=fields.compile)
@@ -62,22 +68,22 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
 
 
 def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], precision: str, device: torch.device,
-          seed: int) -> nn.Module:
+          seed: int, later: dict[str, FirstValues] | None, frozen: bool) -> nn.Module:
     """The network without adapter, loaded or with random weights."""
     import transformers
 
     auto = getattr(transformers, auto_class)
     if fields.config is not None:
-        config = load_config(fields.config, fields.config_overrides, fields.revision, fields.trust_remote_code,
+        config = load_config(fields.config, fields.overrides, fields.revision, fields.trust_remote_code,
                              vocabulary)
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         with _sizes_checked(), choosing_attention(fields.attention):
             return from_config(lambda: auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
-                                                        trust_remote_code=fields.trust_remote_code), seed)
-    return load_pretrained(auto, fields.pretrained, overrides=fields.config_overrides, revision=fields.revision,
+                                                        trust_remote_code=fields.trust_remote_code), seed, later)
+    return load_pretrained(auto, fields.pretrained, overrides=fields.overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
-                           frozen=fields.trains_adapter, attention=fields.attention, device=device,
+                           frozen=frozen, attention=fields.attention, device=device,
                            max_memory=fields.max_memory, seed=seed)
 
 

@@ -23,17 +23,22 @@ class StepSums:
     """What an optimiser step has seen, over all processes.
 
     Args:
-        numbers: [5] float64, on the device: summed loss, weight, real tokens, rows, norm of the averaged gradient.
+        numbers: [5 + 2 M] float64, on the device: summed loss, weight, real tokens, rows, of each metric its summed
+            values and their weight, norm of the averaged gradient.
+        metric_names: Names of the M metrics.
     """
 
     numbers: Tensor
     lr: float
+    metric_names: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, float]:
-        """They by name, and the mean loss. Waits for the device."""
-        total, weight, num_tokens, num_rows, grad_norm = self.numbers.tolist()
-        return {"loss": total / (weight or 1), "lr": self.lr, "grad_norm": grad_norm, "num_tokens": num_tokens,
-                "num_rows": num_rows}
+        """They by name, and the mean loss; metrics of nothing are left out. Waits for the device."""
+        total, weight, num_tokens, num_rows, *sums, grad_norm = self.numbers.tolist()
+        metrics = {name: value / count for name, value, count in zip(self.metric_names, sums[::2], sums[1::2],
+                                                                     strict=True) if count}
+        return {"loss": total / (weight or 1), "weight": weight, "lr": self.lr, "grad_norm": grad_norm,
+                "num_tokens": num_tokens, "num_rows": num_rows, **metrics}
 
 
 class GradientAccumulation:
@@ -42,7 +47,8 @@ class GradientAccumulation:
     # Gradients of summed losses are large. A power of two keeps them in the range of fp16 and changes no bit else.
     GRADIENT_SCALE = 1024.0
 
-    def __init__(self) -> None:
+    def __init__(self, metric_names: tuple[str, ...] = ()) -> None:
+        self._metric_names = metric_names
         self._sums: Tensor | None = None
         self.num_batches = 0  # micro-batches of the step under way
         self.last: StepSums | None = None
@@ -70,11 +76,14 @@ class GradientAccumulation:
     def add_piece(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
         """Add a further piece of the micro-batch that was added last."""
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
+        if sums.metrics is not None:
+            new = torch.cat([new, sums.metrics.flatten().double()])
         # A checkpoint's sums come on the CPU.
         self._sums = new if self._sums is None else self._sums.to(new.device) + new
 
     def sums(self) -> Tensor:
-        """[4] float64: summed loss, weight, real tokens and rows of the step under way, on this rank."""
+        """[4 + 2 M] float64: summed loss, weight, real tokens and rows of the step under way, on this rank, and of each
+        metric its summed values and their weight."""
         return self._sums
 
     def average(self, optimizer: torch.optim.Optimizer, strategy: Any, accumulated: int) -> Tensor:
@@ -102,12 +111,12 @@ class GradientAccumulation:
         """Note the figures of a step over all ranks; the next micro-batch begins another.
 
         Args:
-            sums: [4] as in `sums`, added over the ranks.
+            sums: As in `sums`, added over the ranks.
             grad_norm: Norm of the averaged gradient before clipping.
         """
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
-        self.last = StepSums(torch.cat([sums, grad_norm.to(sums).unsqueeze(0)]), lr)
+        self.last = StepSums(torch.cat([sums, grad_norm.to(sums).unsqueeze(0)]), lr, self._metric_names)
         self._sums, self.num_batches = None, 0
 
     def check_finite(self, step: int, epoch: int) -> None:

@@ -1,6 +1,6 @@
 """A causal LM taken apart at its output head, so that only labelled positions reach it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lmmods.core.console import say
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks
-from lmmods.torch_engine.nn.loss import LossSums, shift_labels, shift_weights, token_loss
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights, token_logps, token_loss
 
 
 class LMHead:
@@ -47,6 +47,8 @@ class LMHead:
             return self.layer(hidden)
         # PEFT puts the rows into a copy of the matrix, of which it then makes the whole gradient.
         layer, tokens, rows = found
+        if self.layer.token_adapter.disable_adapters:  # the base alone
+            return layer(hidden)
         if self._tokens is None or self._tokens.device != hidden.device:
             self._tokens = torch.tensor(tokens, device=hidden.device)
         return layer(hidden).index_copy(-1, self._tokens, F.linear(hidden, rows.to(layer.weight.dtype)))
@@ -92,17 +94,38 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; where labels
             do not all count alike, `loss_weights` [B, T].
     """
+    targets, weights = shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
+    hidden, *rest = _before_head(model, head, batch)
+    return token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights)
+
+
+def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed log-probability [B] in float32 of the labelled tokens of each row, and their number [B].
+
+    Args:
+        batch: As in `causal_loss`.
+    """
+    targets = shift_labels(batch["labels"])
+    hidden, *rest = _before_head(model, head, batch)
+    scored = targets != IGNORED
+    logps = token_logps(hidden[scored], targets[scored], *rest)
+    rows = scored.nonzero()[:, 0]
+    return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
+
+
+def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
+                 ) -> tuple[Tensor, Callable[[Tensor], Tensor], list[Tensor], int, bool]:
+    """Hidden states [B, T, H], then the head as `token_loss` takes it; without one, logits and what leaves them so."""
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
         "attention_mask": batch["attention_mask"]}
-    targets, weights = shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
     if head is None:
         logits = model(**inputs).logits
-        return token_loss(logits, targets, lambda x: x, [], logits.shape[-1], count_correct, weights=weights)
+        return logits, lambda x: x, [], logits.shape[-1], False
     with _capture(head.layer) as captured:
         model(**inputs)
-    return token_loss(captured[0], targets, head, head.params(), head.vocab_size, count_correct, head.plain, weights)
+    return captured[0], head, head.params(), head.vocab_size, head.plain
 
 
 def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:

@@ -8,11 +8,18 @@ from transformers import PreTrainedConfig
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import check_saved_quantization, load_config, new_rows_message, saved_quantization
+from lmmods.core.hf_config import (
+    check_saved_quantization,
+    load_config,
+    loading_notes,
+    new_rows_message,
+    saved_quantization,
+)
 from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
 from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
+from lmmods.torch_engine.compat.transformers import quiet_loading
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.initialization import missing_weights
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
@@ -56,7 +63,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
-    with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed):
+    with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading():
         try:
             model, found = auto_class.from_pretrained(
                 pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,
@@ -69,6 +76,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
                         f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
                         "missing. Fetch it again.")
+    for line in loading_notes(pretrained, list(found["missing_keys"]), list(found["unexpected_keys"])):
+        say(line)
     mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)

@@ -53,17 +53,24 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     return wrapped
 
 
-def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype) -> nn.Module:
+def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: bool = True) -> nn.Module:
     """Wrap `model` with the adapter in `folder` (written by PEFT or by this project), ready to train on.
+
+    Args:
+        drops: Whether it keeps its own dropout.
 
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
     try:
-        wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)
+        config = PeftConfig.from_pretrained(folder)
+        if not drops and hasattr(config, "lora_dropout"):
+            config.lora_dropout = 0.0
+        wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, config=config,
+                                            autocast_adapter_dtype=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
                         f"{first_line(error)}") from error

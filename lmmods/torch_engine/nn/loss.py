@@ -5,8 +5,8 @@ label. So the head sees labelled positions only, a chunk at a time, and its grad
 neither [B, T, V] nor [N, V] logits ever exist, and nothing is computed twice.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -30,11 +30,13 @@ class LossSums(NamedTuple):
         total: Summed loss, scalar float32, differentiable.
         weight: Number of scored positions, each counted by its weight, scalar float32.
         correct: Those of them that the argmax gets right, counted likewise, scalar float32; None unless asked for.
+        metrics: Of each metric of the task its summed values and their weight, [M, 2] float32; None where it has none.
     """
 
     total: Tensor
     weight: Tensor
     correct: Tensor | None = None
+    metrics: Tensor | None = None
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -81,6 +83,68 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
     return LossSums(total, weights.sum(), correct)
 
 
+def token_logps(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
+                vocab_size: int, plain: bool = False) -> Tensor:
+    """Log-probabilities [N] in float32 of `targets` under `head(hidden)`, for losses that are no sum over tokens.
+
+    How much each counts is known only when all are, so a chunk's logits are made again in the backward pass.
+
+    Args:
+        hidden: [N, H] hidden states, already aligned with `targets` [N], which are all scored.
+        head: As in `token_loss`, and so are the others.
+    """
+    if plain:
+        return F.log_softmax(head(hidden).float(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    chunk = max((CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
+    return _ChunkedLogProbabilities.apply(hidden, targets, head, chunk, *params)
+
+
+class _ChunkedLogProbabilities(torch.autograd.Function):
+    """Log-probabilities of tokens chunk by chunk, once forward and once more in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden, targets, head, chunk, *params):
+        device = hidden.device.type
+        ctx.autocast = {"enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
+        ctx.head, ctx.chunk = head, chunk
+        ctx.save_for_backward(hidden, targets, *params)
+        products = _products(head, params)
+        found = hidden.new_empty(len(targets), dtype=torch.float32)
+        for part, fast in _chunks(len(targets), chunk, head, hidden):
+            with fast:
+                log_probs = F.log_softmax(products.forward(hidden[part], False).float(), dim=-1)
+            found[part] = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, targets, *params = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
+        with torch.autocast(hidden.device.type, **ctx.autocast):
+            products = _products(ctx.head, params)
+            for part, fast in _chunks(len(targets), ctx.chunk, ctx.head, hidden):
+                with fast:
+                    grad_logits = F.softmax(products.forward(hidden[part], True).float(), dim=-1)
+                    grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                    grad_hidden[part] = products.backward(grad_logits.mul_(-grad[part].unsqueeze(1)))
+            return grad_hidden, None, None, None, *products.param_grads(params)
+
+
+def _products(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> "_AnyHead | _LinearHead":
+    layer = getattr(head, "linear", None)
+    return _AnyHead(head, params) if layer is None else _LinearHead(layer)
+
+
+def _chunks(num: int, chunk: int, head: Callable[[Tensor], Tensor], hidden: Tensor
+            ) -> Iterator[tuple[slice, AbstractContextManager]]:
+    """Parts of so many positions, and a context in which their products are fast."""
+    is_matrix = getattr(head, "linear", None) is not None
+    for start in range(0, num, chunk):
+        # oneDNN keeps what it makes for each shape, so it gets the one shape that comes again and again
+        fast = is_matrix and hidden.device.type == "cpu" and start + chunk <= num
+        yield slice(start, start + chunk), onednn_products() if fast else nullcontext()
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass.
 
@@ -91,16 +155,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, targets, weights, head, chunk, count_correct, is_training, *params):
         wants_grad = is_training and any(ctx.needs_input_grad)
-        layer = getattr(head, "linear", None)
-        products = _AnyHead(head, params) if layer is None else _LinearHead(layer)
+        products = _products(head, params)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(total)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            # oneDNN keeps what it makes for each shape, so it gets the one shape that comes again and again
-            fast = layer is not None and hidden.device.type == "cpu" and start + chunk <= len(targets)
-            with onednn_products() if fast else nullcontext():
+        for part, fast in _chunks(len(targets), chunk, head, hidden):
+            with fast:
                 log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)
                 picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
                 total -= (picked if weights is None else picked * weights[part]).sum()
@@ -129,7 +189,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 class _AnyHead:
     """A head that autograd differentiates, chunk by chunk."""
 
-    def __init__(self, head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...]) -> None:
+    def __init__(self, head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> None:
         self._head, self._params = head, params
         self._sums: list[Tensor] = []
 

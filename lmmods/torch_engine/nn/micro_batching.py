@@ -36,19 +36,23 @@ def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tens
     """Pieces of whole rows with at most `num_tokens` tokens each, padding included; a longer row is one alone.
 
     Args:
-        batch: Arrays with one leading length; `attention_mask` [B, T] tells what is padding. Padding on the right that
-            no row of a piece needs is cut off; positions on the left stay where they are.
+        batch: Arrays with one leading length; `attention_mask` [B, T], or [B, A, T] where a row is several sequences,
+            tells what is padding. Padding on the right that no row of a piece needs is cut off; positions on the left
+            stay where they are.
     """
     mask = batch["attention_mask"]
-    lengths = mask.shape[1] - mask.flip(1).argmax(1)  # up to the last real token
-    lengths = (-(-lengths // MULTIPLE) * MULTIPLE).clamp(max=mask.shape[1])
+    width, num_answers = mask.shape[-1], mask[0].numel() // mask.shape[-1]
+    lengths = width - mask.flip(-1).argmax(-1)  # up to the last real token
+    lengths = lengths.view(len(mask), -1).amax(1)
+    lengths = (-(-lengths // MULTIPLE) * MULTIPLE).clamp(max=width)
     order = torch.argsort(lengths, descending=True, stable=True)
     pieces, start, longest = [], 0, lengths[order].tolist()
     while start < len(order):
-        size = max(num_tokens // longest[start], 1)
+        size = max(num_tokens // (num_answers * longest[start]), 1)
         pieces.append((order[start : start + size], longest[start]))
         start += size
-    if len(pieces) == 1 and longest[0] == mask.shape[1]:
+    if len(pieces) == 1 and longest[0] == width:
         return [batch]
-    return [{name: values[rows, :length] if values.ndim > 1 else values[rows] for name, values in batch.items()}
+    return [{name: values[rows][..., :length] if values.ndim == mask.ndim else values[rows]
+             for name, values in batch.items()}
             for rows, length in pieces]

@@ -1,16 +1,15 @@
 """How large a network is: parameters as they count unpacked, dtypes, and the memory a training step will need."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from lmmods.core.model_sizes import flops_per_token
-
-# Bytes of optimiser state per trained parameter.
-STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
-               "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
+from lmmods.core.errors import UserError
+from lmmods.core.model_sizes import NetworkShape, flops_per_token, step_bytes, widths_of
 
 
 @dataclass
@@ -78,13 +77,30 @@ def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpoint
         compute_bytes: Bytes of an activation.
     """
     sizes = summarize(model)
-    config = model.config.get_text_config()
-    hidden = config.hidden_size
-    wide = getattr(config, "intermediate_size", None) or 4 * hidden
-    # A block keeps about its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
-    per_layer = hidden if checkpointing else 8 * hidden + 3 * wide
-    activations = num_tokens * (per_layer * config.num_hidden_layers + 4 * hidden) * compute_bytes
-    return int(sizes.weight_bytes + sizes.num_trainable * (4 + STATE_BYTES[optimizer]) + activations)
+    return step_bytes(widths_of(model.config), sizes.weight_bytes, sizes.num_trainable, optimizer, num_tokens,
+                      checkpointing, compute_bytes)
+
+
+def planned_shape(config: Any, auto_class: str) -> NetworkShape:
+    """How large the network of a configuration will be; it is made without its weights.
+
+    Raises:
+        UserError: transformers has no network of this class for the configuration.
+    """
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, auto_class).from_config(config)
+    except ValueError as error:
+        raise UserError(f"--model: transformers has no {auto_class.removeprefix('AutoModel')} network of type "
+                        f"{config.model_type}. Choose another model, or another --task.") from error
+    head = model.get_output_embeddings()
+    linear = [module.weight.shape for module in model.modules()
+              if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    return NetworkShape(num_params=sum(map(num_elements, model.parameters())),
+                        num_linear=sum(shape.numel() for shape in linear), lora_per_rank=sum(map(sum, linear)),
+                        widths=widths_of(config))
 
 
 def available_bytes(device: torch.device) -> int:

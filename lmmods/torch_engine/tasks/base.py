@@ -22,6 +22,7 @@ from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, WeightedMean, seed_step
+from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.micro_batching import split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
@@ -32,6 +33,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     auto_class = "AutoModel"
     task_type: str | None = None
+    metric_names: tuple[str, ...] = ()  # of what `batch_loss` sums up beside the loss
 
     def __post_init__(self) -> None:
         L.LightningModule.__init__(self)  # takes none of the fields
@@ -42,7 +44,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self._waiting: list[dict[str, Tensor]] = []
         self._dropout: TokenDropout | None = None
-        self.accumulation = GradientAccumulation()
+        self.accumulation = GradientAccumulation(self.metric_names)
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
     # The network -----------------------------------------------------------------------------------------------------
@@ -54,21 +56,24 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
+        shards = self.device_mesh is not None
+        later: dict[str, FirstValues] | None = {} if shards else None
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.trainer.strategy.root_device,
-                                   seed=base_seed())
+                                   seed=base_seed(), later=later)
         self._dropout = TokenDropout.of(self.model)
-        with self.trainer.precision_plugin.forward_context():
-            self.on_model_ready()
-        if self.device_mesh is not None:
+        if shards:
             sharding.shard(self, self.model, self.device_mesh["data_parallel"])
+            fill_shards(self.model, later)
+        with self.trainer.precision_plugin.forward_context():
+            self(self.on_model_ready)
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function that uses the network. Sharded parameters are whole only while this runs."""
         return function(*args)
 
     def on_model_ready(self) -> None:
-        """Called once the network stands."""
+        """Called once the network stands, as a forward pass: it may run the network."""
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; a tied parameter appears once."""
@@ -81,6 +86,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Training: sums over a step's micro-batches, divided once ---------------------------------------------------------
+
+    def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with what the task's loss needs of it beside, computed without gradient."""
+        return batch
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
@@ -96,7 +105,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         size = self.piece_size()
         piece, *self._waiting = split_rows(batch, size) if size else [batch]
         self._dropout.begin(piece)
-        sums = self(self.batch_loss, piece)
+        sums = self(self.batch_loss, self.complete(piece))
         self.accumulation.add(sums, *self._counts(piece))
         return sums.total / GradientAccumulation.GRADIENT_SCALE
 
@@ -106,7 +115,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         for piece in self._waiting:
             self._dropout.begin(piece)
             with self.trainer.precision_plugin.forward_context():
-                sums = self(self.batch_loss, piece)
+                sums = self(self.batch_loss, self.complete(piece))
             self.accumulation.add_piece(sums, *self._counts(piece))
             (sums.total / GradientAccumulation.divisor(self.trainer.accumulate_grad_batches)).backward()
         self._waiting = []
@@ -120,7 +129,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Real tokens of the rows that score, and how many rows do: others only even out the processes."""
         scored = self.scored_rows(batch)
-        return (batch["attention_mask"] * scored.unsqueeze(1)).sum(), scored.sum()
+        return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Average the gradient over the step, then clip it."""
@@ -189,7 +198,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Rough bytes of a training step on this device."""
         data = self.trainer.datamodule
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
-        tokens, piece = data.batch_size * data.max_length, self.piece_size()
+        tokens, piece = data.batch_size * self.sequences_per_row * data.max_length, self.piece_size()
         if piece:
             tokens = min(tokens, max(piece, data.max_length))
         return summary.training_bytes(self.model, self.optimizer.name, tokens,

@@ -1,0 +1,189 @@
+"""Preference optimisation on JAX: pairs of answers, or answers judged one by one; full or with adapters."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_engine.distributed.devices import gather
+from jax_engine.distributed.loss import LossSums, shift_labels, token_log_probs
+from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.tree import Tree, split
+from jax_engine.distributed.weights import Weights
+from jax_engine.models.building import build_network
+from jax_engine.models.network import Network
+from jax_engine.models.reference import COPIES, Reference
+from jax_engine.tasks.causal_task import CausalTask
+from jax_engine.tasks.reference_cache import cache_references
+from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
+from lmmods.core.task_fields import PreferenceFields
+
+Rows = dict[str, Array]
+BASELINE = "kl"
+_DEVICE = SimpleNamespace(log_sigmoid=jax.nn.log_sigmoid, sigmoid=jax.nn.sigmoid, relu=jax.nn.relu, log=jnp.log,
+                          expm1=jnp.expm1, where=jnp.where)
+_HOST = SimpleNamespace(log_sigmoid=lambda x: -np.logaddexp(0, -x), sigmoid=lambda x: np.exp(-np.logaddexp(0, -x)),
+                        relu=lambda x: np.maximum(x, 0), log=np.log, expm1=np.expm1, where=np.where)
+
+
+class Preference(PreferenceFields, CausalTask):
+    """Train a causal LM to prefer the better answers; predict answers prompts.
+
+    Rows are [N, answers, T]. Where answers are judged one by one, the second is another prompt's, for the baseline.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._loss = self.preference_loss
+        self.metric_names = self._loss.metric_names
+        if self._loss.method.has_baseline:
+            self.survey, self.statistic_names = self._divergence, (BASELINE,)
+        self._reference: Reference | None = None
+        # Of the evaluation under way, for each group: how to fetch, what is known on the host, what is computed.
+        self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
+
+    def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
+        if self.reference_kind == "cache":
+            datamodule.keeps_references = True
+        return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed))
+
+    def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
+        """Train this network, with a reference made of it; arguments and result as of `build_network` and `build`."""
+        self.network = network
+        trainable, frozen = split(params, network.trainable(params))
+        if self.reference_kind in ("base", "copy"):
+            self._reference = Reference(network, self.reference_kind)
+            frozen |= self._reference.copies(trainable, base)
+        return trainable, frozen
+
+    def begin(self, run: Any) -> None:
+        if self.reference_kind == "cache":
+            cache_references(run)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def batch_loss(self, params: Tree, rows: Rows, training: bool, count_correct: bool,
+                   statistics: dict[str, Array] | None = None) -> LossSums:
+        """Summed loss of N pairs or answers; their weight is how many they are, each counted by its own weight."""
+        _check(rows, 3)
+        if not self._loss.method.is_paired:
+            rows = _answers(rows, slice(0, 1))
+        logps = self._log_probs(self.network, params, rows, training=training)
+        reference, facts = self._reference_log_probs(params, rows), self._facts(rows)
+        baseline = _baseline(jnp, *statistics[BASELINE]) if statistics else 0.0
+        losses, metrics = self._measure(_DEVICE, facts, logps, reference, baseline)
+        weights = facts["weights"]
+        return LossSums((losses * weights).sum(), weights.sum(), metrics={
+            name: jnp.stack([(value * count * weights).sum(), (count * weights).sum()])
+            for name, (value, count) in metrics.items()})
+
+    def _divergence(self, params: Tree, rows: Rows) -> dict[str, Array]:
+        """Of the answers to other prompts: how much likelier they are than under the reference, and their number."""
+        weights, rows = self._facts(rows)["weights"], _answers(rows, slice(1, 2))
+        gains = self._log_probs(self.network, params, rows) - self._reference_log_probs(params, rows)
+        return {BASELINE: jnp.stack([(gains[:, 0] * weights).sum(), weights.sum()])}
+
+    def _facts(self, rows: Rows) -> Rows:
+        """What is known of rows [..., N, answers, T] before a network sees them.
+
+        `lengths` [..., N, answers]; `weights` [..., N] float32, 0 for rows that only even out a batch; `desirable`.
+        """
+        lengths = (rows["labels"][..., 1:] != IGNORED).sum(-1)
+        scored = (lengths > 0).all(-1) if self._loss.method.is_paired else lengths[..., 0] > 0
+        weights = scored.astype("float32") * (rows["loss_weights"][..., 0, 0] if "loss_weights" in rows else 1)
+        judged = {"desirable": rows["desirable"] > 0} if "desirable" in rows else {}
+        return {"lengths": lengths, "weights": weights, **judged}
+
+    def _measure(self, ops: Any, facts: Rows, logps: Array, reference: Array | None, baseline: Any
+                 ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
+        """Loss [N] of each row, and metrics as `PreferenceLoss` gives them."""
+        if self._loss.method.is_paired:
+            return self._loss.of_pairs(ops, logps, facts["lengths"], reference)
+        return self._loss.of_answers(ops, logps[:, 0], facts["desirable"], reference[:, 0], baseline)
+
+    def _log_probs(self, network: Network | Reference, params: Tree, rows: Rows, **options: bool) -> Array:
+        """Summed log-probability [N, answers] of each answer's tokens."""
+        flat = {name: rows[name].reshape(-1, rows[name].shape[-1])
+                for name in ("input_ids", "attention_mask", "labels", "token_seeds") if name in rows}
+        hidden = network.hidden(params, flat, **options)
+        by_token = token_log_probs(hidden, shift_labels(flat["labels"]), lambda x: network.logits(params, x),
+                                   self.network.config.vocab_size, not self.fast_kernels)
+        return by_token.sum(1).reshape(rows["labels"].shape[:2])
+
+    def _reference_log_probs(self, params: Tree, rows: Rows) -> Array | None:
+        if "reference_logps" in rows:
+            return rows["reference_logps"]
+        return None if self._reference is None else self._log_probs(self._reference, params, rows)
+
+    def predict(self, params: Tree, rows: Rows) -> Any:
+        """Of rows of answers: log-probabilities [N, answers], also under the reference; of rows [N, T] as any LM."""
+        if rows["input_ids"].ndim == 2:
+            return super().predict(params, rows)
+        found = {"logps": self._log_probs(self.network, params, rows),
+                 "reference": self._reference_log_probs(params, rows)}
+        return {name: values for name, values in found.items() if values is not None}
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
+        _check(group.host, 4)
+        found = steps.predict_step(weights.trainable, weights.frozen, group.batch)
+        self._evaluated.append((steps, self._facts(group.host), found))
+
+    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Loss and metrics over all processes; the baseline is the whole set's, so no cut of it changes anything."""
+        evaluated, self._evaluated = self._evaluated, []
+        parts = {}
+        for number, (steps, facts, found) in enumerate(evaluated):
+            by_rank = {**facts, **steps.fetch_rows(found)}
+            for place, rank in enumerate(steps.local_ranks):
+                parts[number, rank] = {name: values[place] for name, values in by_rank.items()}
+        parts = gather(parts)
+        rows = {name: np.concatenate([part[name] for _, part in sorted(parts.items())]) for name in by_rank}
+        return self._results(rows), {}
+
+    def _results(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Means over rows, in float64 on the host: their facts, `logps` and, with a reference, `reference`."""
+        rows = {name: values.astype(np.float64) if values.dtype == np.float32 else values
+                for name, values in rows.items()}
+        weights, reference, baseline = rows["weights"], rows.get("reference"), 0.0
+        if self._loss.method.has_baseline:
+            gains = (rows["logps"] - reference)[:, 1]
+            baseline = _baseline(np, (gains * weights).sum(), weights.sum())
+        losses, metrics = self._measure(_HOST, rows, rows["logps"], reference, baseline)
+        sums = {name: ((value * count * weights).sum(), (count * weights).sum())
+                for name, (value, count) in {"loss": (losses, 1.0), **metrics}.items()}
+        return {name: (total / weight).item() for name, (total, weight) in sums.items() if weight}
+
+    # Sizes: a copy that the reference keeps counts as no parameter of the model ---------------------------------------
+
+    def describe(self, trainable: Tree, frozen: Tree) -> str:
+        return super().describe(trainable, _without_copies(frozen))
+
+    def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
+        return super().flops_per_token(trainable, _without_copies(frozen))
+
+
+def _check(rows: Rows, num_dimensions: int) -> None:
+    if rows["labels"].ndim != num_dimensions:
+        raise UserError("model.class_path is Preference, which takes rows of answers: set data.class_path to "
+                        "PreferenceData.")
+
+
+def _answers(rows: Rows, places: slice) -> Rows:
+    """The rows with some of their answers only."""
+    return {name: values[:, places] if values.ndim > 1 else values for name, values in rows.items()}
+
+
+def _baseline(numpy: Any, total: Any, weight: Any) -> Any:
+    """Mean divergence from the reference, where it is above zero."""
+    return numpy.maximum(total / numpy.where(weight > 0, weight, 1.0), 0.0)
+
+
+def _without_copies(frozen: Tree) -> Tree:
+    return {name: part for name, part in frozen.items() if name != COPIES}

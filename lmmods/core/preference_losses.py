@@ -1,0 +1,248 @@
+"""Losses of preference optimisation, written once for both engines.
+
+Each is a function of single pairs, or of single answers, so that its sum does not depend on how rows are cut into
+batches. A score is the log-probability of an answer, less that under the reference where the method has one, and
+divided by the number of its tokens where the method is per token.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import require
+
+Array = Any  # of the engine that calls
+GAMMA = 0.5
+LEAST = 1e-7  # log-probability per token beyond which odds are infinite in float32
+
+
+class Operations(Protocol):
+    """What an engine's arrays can do, element by element."""
+
+    log_sigmoid: Callable[[Array], Array]
+    sigmoid: Callable[[Array], Array]
+    relu: Callable[[Array], Array]
+    log: Callable[[Array], Array]
+    expm1: Callable[[Array], Array]
+    where: Callable[[Array, Array, Array | float], Array]
+
+
+PairFormula = Callable[[Operations, "PreferenceLoss", Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A loss by name.
+
+    Args:
+        formula: Loss [B] of the scores [B] of the chosen and of the rejected answer; None where answers are judged one
+            by one.
+        has_reference: Whether scores are relative to a reference.
+        per_token: Whether scores are divided by the number of tokens.
+        sft_weight: Weight of the chosen answer's negative log-likelihood per token, unless a recipe says otherwise.
+        smooths: Whether `label_smoothing` means anything to it.
+        has_baseline: Whether it is relative to an estimate of the divergence from the reference.
+    """
+
+    formula: PairFormula | None
+    has_reference: bool = True
+    per_token: bool = False
+    sft_weight: float = 0.0
+    smooths: bool = False
+    has_baseline: bool = False
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a row is a pair."""
+        return self.formula is not None
+
+
+def _smoothed(ops: Operations, s: "PreferenceLoss", logits: Array) -> Array:
+    """Cross-entropy where the labels are wrong with probability `label_smoothing`."""
+    return -(1 - s.label_smoothing) * ops.log_sigmoid(logits) - s.label_smoothing * ops.log_sigmoid(-logits)
+
+
+def _sigmoid(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return _smoothed(ops, s, s.beta * (chosen - rejected))
+
+
+def _robust(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    logits = s.beta * (chosen - rejected)
+    clean, flipped = -ops.log_sigmoid(logits), -ops.log_sigmoid(-logits)
+    return ((1 - s.label_smoothing) * clean - s.label_smoothing * flipped) / (1 - 2 * s.label_smoothing)
+
+
+def _hinge(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return ops.relu(1 - s.beta * (chosen - rejected))
+
+
+def _ipo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return (chosen - rejected - 1 / (2 * s.beta)) ** 2
+
+
+def _nca_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return (-ops.log_sigmoid(s.beta * chosen) - 0.5 * ops.log_sigmoid(-s.beta * chosen)
+            - 0.5 * ops.log_sigmoid(-s.beta * rejected))
+
+
+def _bco_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return -ops.log_sigmoid(s.beta * chosen) - ops.log_sigmoid(-s.beta * rejected)
+
+
+def _sppo_hard(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return (chosen - 0.5 / s.beta) ** 2 + (rejected + 0.5 / s.beta) ** 2
+
+
+def _apo_zero(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return ops.sigmoid(-s.beta * chosen) + ops.sigmoid(s.beta * rejected)
+
+
+def _apo_down(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return ops.sigmoid(s.beta * chosen) + ops.sigmoid(-s.beta * (chosen - rejected))
+
+
+def _exo_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    """Divergence of the model's preference from the smoothed label."""
+    logits, smoothing = s.beta * (chosen - rejected), s.label_smoothing
+    return (ops.sigmoid(logits) * (ops.log_sigmoid(logits) - math.log1p(-smoothing))
+            + ops.sigmoid(-logits) * (ops.log_sigmoid(-logits) - math.log(smoothing)))
+
+
+def _simpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return _smoothed(ops, s, s.beta * (chosen - rejected) - s.gamma)
+
+
+def _orpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    return -s.beta * ops.log_sigmoid(_log_odds(ops, chosen) - _log_odds(ops, rejected))
+
+
+def _log_odds(ops: Operations, score: Array) -> Array:
+    """log(p / (1 - p)) of p = exp(score)."""
+    score = ops.where(score < -LEAST, score, -LEAST)
+    return score - ops.log(-ops.expm1(score))
+
+
+METHODS: dict[str, Method] = {
+    "sigmoid": Method(_sigmoid, smooths=True),  # DPO, Rafailov et al. 2023; smoothed: cDPO, Mitchell 2023
+    "robust": Method(_robust, smooths=True),  # Chowdhury et al. 2024
+    "hinge": Method(_hinge),  # SLiC, Zhao et al. 2023
+    "ipo": Method(_ipo, per_token=True),  # Azar et al. 2023; per token, as its authors meant
+    "sigmoid_norm": Method(_sigmoid, per_token=True, smooths=True),  # DPO per token, Lambert et al. 2024 (Tülu 3)
+    "nca_pair": Method(_nca_pair),  # Chen et al. 2024
+    "bco_pair": Method(_bco_pair),  # Jung et al. 2024, without the running mean of rewards
+    "sppo_hard": Method(_sppo_hard),  # Wu et al. 2024
+    "apo_zero": Method(_apo_zero),  # D'Oosterlinck et al. 2024
+    "apo_down": Method(_apo_down),  # the same
+    "exo_pair": Method(_exo_pair, smooths=True),  # Ji et al. 2024
+    "simpo": Method(_simpo, has_reference=False, per_token=True, smooths=True),  # Meng et al. 2024
+    "orpo": Method(_orpo, has_reference=False, per_token=True, sft_weight=1.0),  # Hong et al. 2024; beta is its lambda
+    "cpo": Method(_sigmoid, has_reference=False, sft_weight=1.0, smooths=True),  # Xu et al. 2024
+    "kto": Method(None, has_baseline=True),  # Ethayarajh et al. 2024
+    "apo_zero_unpaired": Method(None),  # D'Oosterlinck et al. 2024
+}
+_SORTS = "it sorts the scores of a micro-batch, so its gradient depends on how rows are cut into batches"
+REFUSED = {
+    "aot": _SORTS, "aot_pair": _SORTS, "aot_unpaired": _SORTS,
+    "bco": "it needs a running mean of rewards; bco_pair is the form without",
+    "discopop": "it is not offered; sigmoid is the nearest",
+    "sft": "it is a term beside a loss here: set model.sft_weight",
+    "dpo": "its name here is sigmoid",
+    "rpo": "it is sigmoid with model.sft_weight above 0",
+}
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss with its settings, as `PreferenceFields` has them. Raises UserError where they do not go together."""
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = GAMMA
+    sft_weight: float | None = None
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.loss in REFUSED:
+            raise UserError(f"model.loss {self.loss}: {REFUSED[self.loss]}.")
+        require(self.loss in METHODS, "model.loss", self.loss, f"one of {', '.join(METHODS)}")
+        method = self.method
+        require(self.beta > 0, "model.beta", self.beta, "more than 0")
+        require(0 <= self.label_smoothing < 0.5, "model.label_smoothing", self.label_smoothing, "from 0 to below 0.5")
+        require(method.smooths or not self.label_smoothing, "model.label_smoothing", self.label_smoothing,
+                f"0 with the loss {self.loss}, which does not use it")
+        require(self.loss != "exo_pair" or self.label_smoothing > 0, "model.label_smoothing", self.label_smoothing,
+                "more than 0 with the loss exo_pair (1.0e-3 is usual)")
+        require(self.loss == "simpo" or self.gamma == GAMMA, "model.gamma", self.gamma,
+                f"{GAMMA} unless the loss is simpo, which alone uses it")
+        require(self.sft_weight is None or self.sft_weight >= 0, "model.sft_weight", self.sft_weight, "0 or more")
+        require(method.is_paired or not self.sft_weight, "model.sft_weight", self.sft_weight,
+                f"0 with the loss {self.loss}, whose rows are no pairs")
+        for name in ("desirable_weight", "undesirable_weight"):
+            value = getattr(self, name)
+            require(value >= 0, f"model.{name}", value, "0 or more")
+            require(not method.is_paired or value == 1, f"model.{name}", value,
+                    f"1 with the loss {self.loss}, whose rows are pairs")
+
+    @property
+    def method(self) -> Method:
+        """What is known of the loss by its name."""
+        return METHODS[self.loss]
+
+    def of_pairs(self, ops: Operations, logps: Array, lengths: Array, reference: Array | None
+                 ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
+        """Loss [B] of each pair, and metrics by name: value [B], and how often [B] a pair counts for it.
+
+        Args:
+            logps: [B, 2] float32, summed log-probability of the tokens of the chosen and of the rejected answer.
+            lengths: [B, 2], the number of those tokens.
+            reference: [B, 2], the same as `logps` under the reference; None for a method without.
+        """
+        lengths = ops.where(lengths > 0, lengths, 1)
+        scores = logps if reference is None else logps - reference
+        scores = scores / lengths if self.method.per_token else scores
+        chosen, rejected = scores[:, 0], scores[:, 1]
+        losses = self.method.formula(ops, self, chosen, rejected)
+        sft_weight = self.method.sft_weight if self.sft_weight is None else self.sft_weight
+        if sft_weight:
+            losses = losses - sft_weight * logps[:, 0] / lengths[:, 0]
+        once = chosen * 0 + 1
+        values = {"rewards/chosen": self.beta * chosen, "rewards/rejected": self.beta * rejected,
+                  "rewards/margin": self.beta * (chosen - rejected),
+                  "rewards/accuracy": ops.where(chosen > rejected, once, 0.0),
+                  "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1]}
+        return losses, {name: (value, once) for name, value in values.items()}
+
+    def of_answers(self, ops: Operations, logps: Array, desirable: Array, reference: Array, baseline: Array | float
+                   ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
+        """Loss [B] of each answer, and metrics as in `of_pairs`.
+
+        Args:
+            logps: [B] float32, summed log-probability of the tokens of the answer.
+            desirable: [B] bool, whether the answer is wanted.
+            reference: [B], the same as `logps` under the reference.
+            baseline: Divergence from the reference, as `baseline` makes it; 0 for a method without.
+        """
+        scores = logps - reference
+        logits = self.beta * (scores - baseline)
+        losses = ops.where(desirable, self.desirable_weight * ops.sigmoid(-logits),
+                           self.undesirable_weight * ops.sigmoid(logits))
+        once = scores * 0 + 1
+        wanted = ops.where(desirable, once, 0.0)
+        metrics = {"rewards/chosen": (self.beta * scores, wanted), "rewards/rejected": (self.beta * scores, 1 - wanted),
+                   "logps/chosen": (logps, wanted), "logps/rejected": (logps, 1 - wanted)}
+        if self.method.has_baseline:
+            metrics["kl"] = (once * baseline, once)
+        return losses, metrics
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics, in their order."""
+        if self.method.is_paired:
+            return ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "logps/chosen",
+                    "logps/rejected")
+        return ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
+                *(["kl"] if self.method.has_baseline else []))

@@ -1,0 +1,206 @@
+"""Rows of preferences to ids and labels: the answers of a row follow one prompt and are cut alike."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lmmods.core.labels import IGNORED
+from lmmods.data.encode.conversations import SFTEncoder, Truncation
+from lmmods.data.encode.encoder import Encoded, Ragged
+from lmmods.data.encode.templates import RenderedRow
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
+from lmmods.data.sources.preferences import Answers, Judged, as_asked, read_answers
+
+Tokens = tuple[np.ndarray, np.ndarray]  # ids, and the response number of each
+
+
+class _Row(NamedTuple):
+    """A row of batches before it is encoded: one answer, or a wanted one and one that is not."""
+
+    place: int
+    rendered: list[RenderedRow]
+    is_wanted: bool
+
+
+@dataclass
+class PreferenceEncoder:
+    """Rows of preferences to pairs, or to single answers.
+
+    Args:
+        conversations: Writes and cuts conversations.
+        answers: What a row of batches holds. Pairs become two rows where it holds one answer.
+    """
+
+    conversations: SFTEncoder
+    answers: Answers
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
+        """Columns `input_ids` and `labels`, in which the answers of a row follow each other, each behind the prompt;
+        `chosen_length` (tokens of the first of them with its prompt), `prompt_length`, `desirable` (1 or 0; 1 for
+        pairs), `weight`, `truncated`.
+
+        Raises:
+            RowError: A row is too long under on_overflow: error.
+        """
+        if self.conversations.prompts_only:
+            return self.conversations([as_asked(row) for row in rows])
+        counts: Counter = Counter()
+        found: list[_Row] = []
+        problems: dict[int, str] = {}
+        for place, row in enumerate(rows):
+            try:
+                found += self._read(row, place, counts)
+            except RowProblem as problem:
+                problems[place] = str(problem)
+        written = iter(self._encoded([each for row in found for each in row.rendered]))
+        kept = []
+        for row in found:
+            tokens = [next(written) for _ in row.rendered]
+            try:
+                kept.append((row, *self._fitted(row, tokens, counts)))
+            except RowProblem as problem:
+                problems.setdefault(row.place, str(problem))
+        columns = self._columns(kept)
+        self.conversations.count(columns, counts)
+        places = np.array([row.place for row, *_ in kept], np.int64)
+        dropped = sorted((place, problem) for place, problem in problems.items() if place not in set(places.tolist()))
+        counts["answers_dropped"] += len(problems) - len(dropped)
+        return Encoded(columns, places, dropped, counts)
+
+    def _columns(self, kept: list[tuple]) -> dict[str, Any]:
+        def numbers(values: list, kind: type = np.int64) -> np.ndarray:
+            return np.array(values, kind)
+
+        return {
+            "input_ids": Ragged.of([np.concatenate([ids for ids, _ in tokens]) for _, tokens, *_ in kept]),
+            "labels": Ragged.of([np.concatenate([labels for _, labels in tokens]) for _, tokens, *_ in kept]),
+            "chosen_length": numbers([len(tokens[0][0]) for _, tokens, *_ in kept]),
+            "prompt_length": numbers([prompt for _, _, prompt, _ in kept]),
+            "desirable": numbers([row.is_wanted for row, *_ in kept]),
+            "weight": numbers([row.rendered[0].conversation.weight for row, *_ in kept], np.float32),
+            "truncated": numbers([removed for *_, removed in kept]),
+        }
+
+    # Conversations
+
+    def _read(self, row: dict[str, Any], place: int, counts: Counter) -> list[_Row]:
+        """The rows of batches that a row as read becomes. Raises RowProblem."""
+        encoder = self.conversations
+        judged = [Judged(encoder.prepared(conversation), is_wanted) for conversation, is_wanted in read_answers(
+            encoder.dataset_format, row, encoder.roles, encoder.turn_fields)]
+        if self.answers == "pair":
+            if len(judged) == 1:
+                raise RowProblem("a single answer, not a pair")
+            chosen, rejected = judged
+            shared = _num_shared(chosen.conversation.messages, rejected.conversation.messages)
+            pair = [self._written(conversation, shared, counts) for conversation, _ in judged]
+            return [_Row(place, pair, True)]
+        if len(judged) == 2:
+            _num_shared(*(conversation.messages for conversation, _ in judged))
+        return [_Row(place, [self._written(conversation, _last_answer(conversation), counts)], is_wanted)
+                for conversation, is_wanted in judged]
+
+    def _written(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
+        """A conversation whose answers from the turn at `start` on are scored. Raises RowProblem."""
+        messages = [{**message, "scored": False} if message["role"] == "assistant" and place < start else message
+                    for place, message in enumerate(conversation.messages)]
+        found = self.conversations.written(replace(conversation, messages=messages), counts)
+        if len(found) != 1:
+            raise RowProblem("an answer of several turns, which the chat template writes differently")
+        return found[0]
+
+    # Tokens
+
+    def _encoded(self, rendered: list[RenderedRow]) -> list[Tokens]:
+        encoder = self.conversations
+        return encoder.text.encode_rows([encoder.text.runs(each.segments) for each in rendered],
+                                        encoder.renderer.apart)
+
+    def _fitted(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
+        """Ids and labels of each answer within the limits, the prompt's length, and the tokens removed.
+
+        Raises:
+            RowProblem: The row cannot be used.
+        """
+        before = sum(len(ids) for ids, _ in tokens)
+        if self.conversations.limits.on_overflow == "truncate_turns" and not all(map(self._fits, tokens)):
+            tokens = self._with_fewer_turns(row.rendered)
+        removed = [self.conversations.truncation(prompt, len(ids) - prompt, row.place)
+                   for (ids, _), prompt in zip(tokens, map(_prompt_length, tokens), strict=True)]
+        left, right = max(each.left for each in removed), max(each.right for each in removed)
+        cut = [self._cut(each, Truncation(left, right, own.answer)) for each, own in zip(tokens, removed, strict=True)]
+        labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in cut]
+        if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
+            raise RowProblem("an answer has nothing left after cutting")
+        if len(labelled) == 2 and np.array_equal(*(ids for ids, _ in labelled)):
+            raise RowProblem("the two answers are equal in tokens")
+        lost = before - sum(len(ids) for ids, _ in labelled)
+        counts["rows_cut"] += lost > 0
+        counts["tokens_cut"] += lost
+        return labelled, min(map(_prompt_length, cut)), lost
+
+    def _fits(self, tokens: Tokens) -> bool:
+        prompt = _prompt_length(tokens)
+        return not any(self.conversations.excess(prompt, len(tokens[0]) - prompt))
+
+    def _cut(self, tokens: Tokens, removed: Truncation) -> Tokens:
+        return self.conversations.shortened(*tokens, _prompt_length(tokens), removed) if any(removed) else tokens
+
+    def _with_fewer_turns(self, rendered: list[RenderedRow]) -> list[Tokens]:
+        """The answers without as many of the prompt's oldest exchanges as the longer of them must lose.
+
+        Raises:
+            RowProblem: The last exchange alone is too long.
+        """
+        conversations = [each.conversation for each in rendered]
+        messages = conversations[0].messages
+        start = int(messages[0]["role"] == "system")
+        answered = next(place for place, message in enumerate(messages)
+                        if message["role"] == "assistant" and message.get("scored", True))
+        asked = [place for place in range(start + 1, answered) if messages[place]["role"] == "user"]
+        low, high, fitting = 0, len(asked), None
+        while low < high:  # the more is cut, the shorter it is
+            middle = (low + high) // 2
+            found = self._from_turn(conversations, start, asked[middle])
+            if found is not None and all(map(self._fits, found)):
+                fitting, high = found, middle
+            else:
+                low = middle + 1
+        if fitting is None:
+            raise RowProblem("longer than the limits, without its earlier turns too")
+        return fitting
+
+    def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
+        """The answers with the system turn and the turns from `first` on; None where a template makes more rows."""
+        shorter = [replace(each, messages=[*each.messages[:start], *each.messages[first:]]) for each in conversations]
+        rows = [self.conversations.renderer.rows(each, "all") for each in shorter]
+        return self._encoded([found[0] for found in rows]) if all(len(found) == 1 for found in rows) else None
+
+
+def _prompt_length(tokens: Tokens) -> int:
+    """Tokens before the first that is scored."""
+    return int(np.argmax(tokens[1] >= 0))
+
+
+def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """Number of turns that two conversations share, before an answer in both. Raises RowProblem."""
+    shared = next((place for place, pair in enumerate(zip(chosen, rejected)) if not _is_same(*pair)),
+                  min(len(chosen), len(rejected)))
+    if shared == len(chosen) == len(rejected):
+        raise RowProblem("the two answers are equal")
+    ends = [messages[shared]["role"] if shared < len(messages) else None for messages in (chosen, rejected)]
+    if ends != ["assistant", "assistant"]:
+        raise RowProblem("the two conversations part before an answer")
+    return shared
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    return ({**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()})
+
+
+def _last_answer(conversation: Conversation) -> int:
+    """Place of the last turn of the assistant; 0 where there is none, which is found later."""
+    messages = conversation.messages
+    return next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant"), 0)

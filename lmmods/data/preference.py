@@ -1,0 +1,113 @@
+"""Preference optimisation: answers to one prompt, of which one is preferred, or which are wanted or not."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lmmods.core import fingerprints
+from lmmods.core.errors import UserError
+from lmmods.core.machine import cache_folder
+from lmmods.data.batches.answers import AnswerCollator, AnswerSet, MismatchedSet
+from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
+from lmmods.data.conversation_data import ConversationData
+from lmmods.data.encode.conversations import Choices
+from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.preferences import PreferenceEncoder
+from lmmods.data.fields import PreferenceDataFields
+from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.preferences import conversation_layout, read_answers
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.source import Source
+from lmmods.data.splits import STAGE_ROLES, Role
+from lmmods.data.store.building import fingerprint
+from lmmods.data.store.references import ReferenceStore
+from lmmods.data.store.rows import RowSet
+
+
+class PreferenceData(PreferenceDataFields, ConversationData):
+    """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer."""
+
+    def reference(self, index: int) -> str | None:
+        """The wanted answer that the data give for a row of predict, or None."""
+        layout = self._rows("predict").info(index)["format"]
+        with suppress(RowProblem):
+            for conversation, is_wanted in read_answers(layout, self.example(index), self.roles, self.turn_fields):
+                last = conversation.messages[-1]
+                if is_wanted and last["role"] == "assistant":
+                    return last["content"]
+        return None
+
+    def micro_batches(self, first: int, count: int) -> list[dict[str, Any]]:
+        """So many training batches of this rank from the one numbered `first` of the epoch under way on.
+
+        Raises:
+            UserError: A stream cannot be looked into.
+        """
+        if not isinstance(self._loader, StatefulLoader):
+            raise UserError("model.loss kto looks at all rows of a step before it trains on the first, which "
+                            "data.streaming does not allow: set it to false, or take apo_zero_unpaired")
+        return self._loader.peek(first, count)
+
+    # Log-probabilities under a reference that is not there while training -------------------------------------------
+
+    keeps_references = False  # whether batches hold `reference_logps`
+
+    def begin_references(self, stage: str) -> list[Role]:
+        """From now on batches hold `reference_logps`. Returns the sets for which `adopt_references` must give them.
+
+        Raises:
+            UserError: Rows of a stream are not known before they are trained on.
+        """
+        if self.streaming and stage == "fit":
+            raise UserError("model.reference cache goes through all rows before training, which data.streaming does "
+                            "not allow: set it to false, or leave model.reference out")
+        self.keeps_references = True
+        return [role for role in STAGE_ROLES[stage] if role in self._splits.sets and role != "predict"]
+
+    def reference_store(self, role: Role, network: dict[str, Any]) -> ReferenceStore:
+        """Where the log-probabilities of a set under a reference are kept.
+
+        Args:
+            network: All that decides about the reference's numbers.
+        """
+        rows, items = self._rows(role), self._loaders.items(role)
+        lent = {"seed": self.seed, "max_length": self.max_length} if self.answers == "mismatched" else {}
+        key = fingerprint({"network": network, "answers": self.answers, **lent,
+                           "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.chosen)})
+        return ReferenceStore(cache_folder(self.cache_dir) / f"reference-{key}", (len(items), items.num_answers))
+
+    def reference_loader(self, role: Role) -> EvaluationLoader:
+        """Each row of a set once over all ranks, with its number as `index`."""
+        return self._loaders.evaluation(role, self._shard(), replace(self._loaders.collator(), keys=("index",)))
+
+    def adopt_references(self, role: Role, logps: np.ndarray) -> None:
+        """Put log-probabilities [rows, answers] into the batches of a set."""
+        self._loaders.items(role).items.references = logps
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def _choices(self) -> Choices:
+        return Choices("responses", "all", self.reasoning, self.system_prompt, self.replace_system_prompt)
+
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {**super()._encoding_settings(), "is_paired": self.answers == "pair"}
+
+    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        layout = source.format or self.dataset_format or conversation_layout(
+            first.values, f"{first.file}:{first.line}", prompts_only)
+        conversations, info = self._conversations(layout, prompts_only)
+        return PreferenceEncoder(conversations, "pair" if self.answers == "pair" else "single"), info
+
+    def _arrange(self, rows: RowSet) -> AnswerSet:
+        if self.answers == "mismatched":
+            return MismatchedSet(rows, self.seed, self.max_length)
+        return AnswerSet(rows, 2 if self.answers == "pair" else 1)
+
+    def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
+        return AnswerCollator(collator, num_answers=1 if self.answers == "single" else 2,
+                              is_paired=self.answers == "pair",
+                              keys=("reference_logps",) if self.keeps_references else ())

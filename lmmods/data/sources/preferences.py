@@ -1,0 +1,158 @@
+"""Rows of preferences: pairs of answers, lists of answers with scores, and single answers with a label."""
+
+from typing import Any, Literal, NamedTuple
+
+from lmmods.core.errors import UserError
+from lmmods.data.sources.cells import Values, is_blank, parsed
+from lmmods.data.sources.conversation import Conversation, RowProblem
+from lmmods.data.sources.formats import detect_format, read_conversation
+from lmmods.data.sources.turns import Roles
+
+# What the batches hold of a row: a pair; one answer; or one, and beside it the answer of another row.
+Answers = Literal["pair", "single", "mismatched"]
+LABELS = ("label", "kto_tag")
+LISTS = ("completions", "answers", "responses", "candidates")
+TEXTS = ("response", "answer", "completion", "output", "text", "content")
+SCORES = ("overall_score", "score", "rating", "reward")  # the higher, the better
+SCORE_LISTS = ("scores", "ratings", "rewards")
+WANTED = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 is True to Python
+
+
+class Judged(NamedTuple):
+    """A conversation that ends in an answer, and whether the answer is wanted."""
+
+    conversation: Conversation
+    is_wanted: bool
+
+
+def label_of(row: Values) -> str | None:
+    """The column that says whether a row's only answer is wanted; None where it has none."""
+    return next((name for name in LABELS if name in row and "rejected" not in row), None)
+
+
+def holds_preference(row: Values) -> bool:
+    """Whether a row holds a better and a worse answer, or one with a label."""
+    if "rejected" in row or _answers_column(row) is not None:
+        return True
+    label = label_of(row)
+    return label is not None and "text" not in row and _is_label(row[label])
+
+
+def _is_label(value: Any) -> bool:
+    key = value.strip().lower() if isinstance(value, str) else value
+    return isinstance(key, str | bool | int | float) and key in WANTED
+
+
+def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> str:
+    """Layout of the conversations in a row of preferences.
+
+    Args:
+        row: The first row of a source.
+        where: Its file and line.
+        prompts_only: The row may lack answers.
+
+    Raises:
+        UserError: The row holds no preference, or its columns fit no known layout.
+    """
+    if "rejected" not in row and _answers_column(row) is None and label_of(row) is None and not prompts_only:
+        raise UserError(f"{where}: the columns {', '.join(row)} hold no preference: a row needs chosen and rejected "
+                        f"(and prompt, or the conversation in both), or a list of answers with scores "
+                        f"({' or '.join(LISTS)}), or one answer and whether it is wanted ({' or '.join(LABELS)}). Map "
+                        "them with data.columns, for example {good: chosen, bad: rejected}")
+    row = as_asked(row)
+    if "chosen" not in row or _continues(row):
+        return detect_format(row, where, prompts_only)
+    return "hh-rlhf"
+
+
+def as_asked(row: Values) -> Values:
+    """The row with its better answer alone."""
+    if "rejected" not in row and (column := _answers_column(row)) is not None:
+        try:
+            row = _best_and_worst(row, column)
+        except RowProblem:
+            return {name: value for name, value in row.items() if name != column}
+    return {name: value for name, value in row.items() if name != "rejected" and name != label_of(row)}
+
+
+def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None) -> list[Judged]:
+    """The answers of a row: a wanted one and one that is not, or a single one. Arguments as of `read_conversation`.
+
+    Raises:
+        RowProblem: The row holds none that can be used.
+        UserError: The layout is unknown.
+    """
+    if (label := label_of(row)) is not None and _answers_column(row) is None:
+        rest = {name: value for name, value in row.items() if name not in LABELS}
+        return [Judged(read_conversation(layout, rest, roles, turn_fields), _is_wanted(row[label], label))]
+    if "rejected" not in row and (column := _answers_column(row)) is not None:
+        row = _best_and_worst(row, column)
+    for name in ("chosen", "rejected"):
+        if is_blank(row.get(name)):
+            raise RowProblem(f"{name} is empty or missing")
+    rest = {name: value for name, value in row.items() if name != "rejected"}
+    chosen, rejected = (read_conversation(layout, {**rest, "chosen": row[name]}, roles, turn_fields)
+                        for name in ("chosen", "rejected"))
+    return [Judged(chosen, True), Judged(rejected, False)]
+
+
+def _is_wanted(value: Any, name: str) -> bool:
+    if not _is_label(value):
+        raise RowProblem(f"{name} is neither true nor false")
+    return WANTED[value.strip().lower() if isinstance(value, str) else value]
+
+
+def _continues(row: Values) -> bool:
+    """Whether the answers of a row follow a list of turns in another column (LLaMA-Factory's ShareGPT pairs)."""
+    column = next((name for name in ("messages", "conversations", "conversation") if name in row), None)
+    if column is None or any(row.get(name) is not None for name in ("prompt", "instruction", "question")):
+        return False
+    return isinstance(row["chosen"], str | dict) or (isinstance(row["chosen"], list) and len(row["chosen"]) == 1)
+
+
+# Lists of answers with scores
+
+
+def _answers_column(row: Values) -> str | None:
+    for name in LISTS:
+        value = row.get(name)
+        if isinstance(value, list) and value and (isinstance(value[0], dict) or any(s in row for s in SCORE_LISTS)):
+            return name
+    return None
+
+
+def _best_and_worst(row: Values, column: str) -> Values:
+    """A row's list of answers as the pair of the highest and the lowest score. Raises RowProblem."""
+    rest = {name: value for name, value in row.items() if name != column}
+    answers = row[column]
+    if all(isinstance(answer, dict) for answer in answers):
+        judged = [_scored(answer, column) for answer in answers]
+    else:
+        name = next((name for name in SCORE_LISTS if name in row), None)
+        scores = [] if name is None else parsed(row[name], name) if isinstance(row[name], str) else row[name]
+        if not isinstance(scores, list) or len(scores) != len(answers):
+            raise RowProblem(f"{column} does not hold one score for each answer")
+        rest.pop(name, None)
+        judged = [(_number(score, column), answer) for score, answer in zip(scores, answers, strict=True)]
+    best, worst = (choose(judged, key=lambda each: each[0]) for choose in (max, min))
+    if best[0] == worst[0]:
+        raise RowProblem("all answers have the same score")
+    return {**rest, "chosen": best[1], "rejected": worst[1]}
+
+
+def _scored(answer: Values, column: str) -> tuple[float, Any]:
+    text = next((answer[name] for name in TEXTS if not is_blank(answer.get(name))), None)
+    for name in (*SCORES, "rank"):
+        if answer.get(name) is not None:
+            return _number(answer[name], f"{column}.{name}") * (-1 if name == "rank" else 1), text
+    raise RowProblem(f"{column} holds an answer without {', '.join(SCORES)} or rank")
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number:
+        raise RowProblem(f"{name} holds a score that is no number")
+    return number

@@ -1,0 +1,65 @@
+"""Log-probabilities of answers under the reference that they are compared with: computed once, kept beside the tokens.
+
+They are a folder of the cache, named by the fingerprint of all that decides about them, and are the same numbers on
+either engine:
+
+    logps.npy       [rows, answers] float32
+    manifest.json   its size and checksum
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lmmods.core.checksums import stamps
+from lmmods.core.console import tell
+from lmmods.data.store.arrow_store import MANIFEST, damage
+from lmmods.data.store.building import commit, reporting_writes
+from lmmods.data.store.cache import remove
+
+LOGPS = "logps.npy"
+COMPUTING = "Computing the log-probabilities of the answers of {rows} rows ({role}) under the reference."
+
+
+@dataclass(frozen=True)
+class ReferenceStore:
+    """The log-probabilities of one set of rows.
+
+    Args:
+        folder: Where they are, or will be.
+        shape: Rows and answers.
+    """
+
+    folder: Path
+    shape: tuple[int, int]
+
+    def read(self) -> np.ndarray | None:
+        """The log-probabilities [rows, answers], or None where they are still to be computed."""
+        if not self.folder.exists():
+            return None
+        wrong = damage(self.folder, files=(LOGPS,))
+        if wrong is None:
+            found = np.load(self.folder / LOGPS, allow_pickle=False)
+            if found.shape == self.shape:
+                return found
+            wrong = f"{LOGPS} is of other rows"
+        tell(f"The cached log-probabilities in {self.folder} are damaged ({wrong}); they are computed anew.")
+        remove(self.folder)
+        return None
+
+    def write(self, logps: np.ndarray) -> None:
+        """Keep what has been computed, or leave what another process wrote first. Raises UserError."""
+        parent = self.folder.parent
+        with reporting_writes(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=parent))
+            try:
+                np.save(temporary / LOGPS, logps.astype(np.float32))
+                (temporary / MANIFEST).write_text(json.dumps(stamps([temporary / LOGPS])))
+                commit(temporary, self.folder, (LOGPS,))
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)

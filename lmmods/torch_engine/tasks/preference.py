@@ -1,0 +1,181 @@
+"""Preference optimisation: DPO and its kin, on pairs of answers or on single ones with a label."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmmods.core.errors import UserError
+from lmmods.core.task_fields import PreferenceFields
+from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, gather
+from lmmods.torch_engine.nn.lm_head import causal_logps
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums
+from lmmods.torch_engine.nn.micro_batching import split_rows
+from lmmods.torch_engine.nn.reference import Reference, evaluating
+from lmmods.torch_engine.nn.reference_cache import cache_references
+from lmmods.torch_engine.tasks.causal_task import CausalModule
+
+OPERATIONS = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, relu=torch.relu, log=torch.log,
+                             expm1=torch.expm1, where=torch.where)
+
+
+class Preference(PreferenceFields, CausalModule):
+    """Train a causal LM to prefer answers to others; predict generates answers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.eval_metrics = torch.nn.ModuleDict({name: WeightedMean() for name in ("loss", *self.metric_names)})
+        self._reference: Reference | None = None
+        self._baseline: Tensor | None = None  # of the step under way
+        self._evaluated: list[Tensor] = []
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the metrics of the loss."""
+        return self.preference_loss.metric_names
+
+    def configure_model(self) -> None:
+        if not hasattr(self.trainer.datamodule, "micro_batches"):
+            raise UserError("model.class_path is Preference, which takes rows of answers: set data.class_path to "
+                            "PreferenceData.")
+        is_built = self.model is not None
+        super().configure_model()
+        if is_built or self.reference_kind is None:
+            return
+        if self.reference_kind == "cache":  # of the weights before a checkpoint is loaded, as the copy
+            cache_references(self)
+        else:
+            self._reference = Reference(self.model, self.reference_kind, self.trainable())
+
+    def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with `reference_logps` [B, A]."""
+        if self._has_baseline:  # the second answers have done their part
+            batch = _answers(batch, slice(0, 1))
+            self._dropout.begin(batch)
+        if self.reference_kind is None:
+            return batch
+        return {**batch, "reference_logps": self._reference_logps(batch)}
+
+    def _reference_logps(self, batch: dict[str, Tensor]) -> Tensor:
+        """Log-probability [B, A] of each answer under the reference."""
+        if "reference_logps" in batch:
+            return batch["reference_logps"]
+        with self._reference.standing_in():
+            logps, _ = self(self.answer_logps, batch)
+        return logps
+
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        logps, lengths = self.answer_logps(batch)
+        loss, reference = self.preference_loss, batch.get("reference_logps")
+        if loss.method.is_paired:
+            losses, metrics = loss.of_pairs(OPERATIONS, logps, lengths, reference)
+        else:
+            baseline = 0.0 if self._baseline is None else self._baseline
+            losses, metrics = loss.of_answers(OPERATIONS, logps[:, 0], batch["desirable"].bool(), reference[:, 0],
+                                              baseline)
+        weights = self._weights(batch)
+        sums = torch.stack([torch.stack([(weights * count * value).sum(), (weights * count).sum()])
+                            for value, count in metrics.values()])
+        return LossSums((weights * losses).sum(), weights.sum(), metrics=sums.detach())
+
+    def memory_estimate(self) -> int:
+        copies = sum(param.numel() for param in self.trainable().values()) if self.reference_kind == "copy" else 0
+        return super().memory_estimate() + 4 * copies
+
+    def _weights(self, batch: dict[str, Tensor]) -> Tensor:
+        """[B] float32, how much each row counts; 0 where it only evens out the processes."""
+        weights = self.scored_rows(batch).float()
+        return weights * batch["loss_weights"][:, 0, 0] if "loss_weights" in batch else weights
+
+    def answer_logps(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-probability [B, A] of each answer, and its length in tokens."""
+        shape = batch["labels"].shape[:2]
+        rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
+        logps, lengths = causal_logps(self.model, self.head, rows)
+        return logps.view(shape), lengths.view(shape)
+
+    def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
+        scored = (batch["labels"][..., 1:] != IGNORED).any(-1)
+        return scored[:, 0] if self._has_baseline else scored.all(-1)
+
+    # The baseline of single answers: how far the policy is from the reference on answers to other prompts -------------
+
+    @property
+    def _has_baseline(self) -> bool:
+        return self.preference_loss.method.has_baseline
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        accumulated = self.trainer.accumulate_grad_batches
+        if self._has_baseline and (self._baseline is None or batch_idx % accumulated == 0):
+            first = batch_idx - batch_idx % accumulated
+            self._baseline = self._baseline_of(self.trainer.datamodule.micro_batches(
+                first, min(accumulated, self.trainer.num_training_batches - first)))
+
+    @torch.no_grad()
+    def _baseline_of(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """Mean over the rows of a step on all processes, before any of them is trained on; 0 where it is below."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        size = self.piece_size()
+        for batch in batches:
+            batch = self.trainer.strategy.batch_to_device(batch)
+            for piece in split_rows(batch, size) if size else [batch]:
+                with self.trainer.precision_plugin.forward_context():
+                    sums += self._divergence(piece, self._weights(piece))
+        total, weight = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        return _baseline(total, weight).float()
+
+    def _divergence(self, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
+        """Sum over rows of how much likelier their second answer is than under the reference, and their weight."""
+        others = _answers(batch, slice(1, 2))
+        reference = self._reference_logps(others)
+        with evaluating(self.model):
+            logps, _ = self(self.answer_logps, others)
+        return torch.stack([((logps - reference)[:, 0] * weights).sum(), weights.sum()]).double()
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        if self._has_baseline:  # which is that of the whole set
+            reference = self._reference_logps(batch)
+            logps, _ = self(self.answer_logps, batch)
+            self._evaluated.append(torch.stack([self._weights(batch), batch["desirable"], logps[:, 0], reference[:, 0],
+                                                (logps - reference)[:, 1]]).double().cpu())
+            return
+        sums = self(self.batch_loss, self.complete(batch))
+        self.eval_metrics["loss"].update(sums.total, sums.weight)
+        for name, (total, weight) in zip(self.metric_names, sums.metrics, strict=True):
+            self.eval_metrics[name].update(total, weight)
+
+    test_step = validation_step
+
+    def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
+        """Loss and metrics over all ranks; sums start anew. A metric of no answer is left out."""
+        if self._has_baseline:
+            return self._results_of_rows(), {}
+        results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
+        for metric in self.eval_metrics.values():
+            metric.reset()
+        return {name: value for name, value in results.items() if value == value}, {}
+
+    def _results_of_rows(self) -> dict[str, float]:
+        parts = gather({self.trainer.global_rank: torch.cat(self._evaluated, dim=1)}, self.trainer.world_size)
+        self._evaluated = []
+        weights, desirable, logps, reference, gains = torch.cat(list(parts.values()), dim=1)
+        losses, metrics = self.preference_loss.of_answers(OPERATIONS, logps, desirable > 0, reference,
+                                                          _baseline((weights * gains).sum(), weights.sum()))
+        sums = {name: ((weights * count * value).sum(), (weights * count).sum())
+                for name, (value, count) in {"loss": (losses, torch.ones_like(losses)), **metrics}.items()}
+        return {name: (total / weight).item() for name, (total, weight) in sums.items() if weight}
+
+
+def _baseline(total: Tensor, weight: Tensor) -> Tensor:
+    """Mean divergence from the reference, where it is above 0."""
+    return (total / torch.where(weight > 0, weight, 1)).clamp(min=0)
+
+
+def _answers(batch: dict[str, Tensor], places: slice) -> dict[str, Tensor]:
+    """The rows with some of their answers alone."""
+    return {name: values[:, places] if values.ndim > 1 else values for name, values in batch.items()}

@@ -1,0 +1,259 @@
+"""Preferences: pairs, scored lists and labelled answers to batches."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
+from lmmods.data.preference import PreferenceData
+from lmmods.runs.inspect import show_data
+
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"},
+          {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two?"}]
+GOOD, BAD = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "22 is the answer."}
+TEXTS = {"prompt": "Two?", "chosen": "2", "rejected": "22 is the answer."}
+
+
+def data_of(source, folder, answers="pair", **settings) -> PreferenceData:
+    data = PreferenceData(source=source, **{"max_length": 400, "pad_to_multiple_of": 1, **settings})
+    data.connect(pretrained=folder, seed=7, answers=answers)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def shown(data: PreferenceData) -> list[tuple[str, str]]:
+    """Prompt and scored text of each answer of the training rows."""
+    found = []
+    for row in data.rows_for_inspection(99):
+        first = next(place for place, label in enumerate(row["labels"]) if label != IGNORED)
+        ids, labels = row["input_ids"], row["labels"]
+        decode = data.tokenizer.decode
+        scored = [token for token, label in zip(ids, labels, strict=True) if label != IGNORED]
+        found.append((row["name"], decode(ids[:first]), decode(scored)))
+    return found
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": PROMPT, "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD},
+    {"prompt": PROMPT, "chosen": "2", "rejected": "22 is the answer."},
+    {"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]},
+    {"prompt": "Two?", "messages": [*PROMPT, GOOD], "chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]},
+    {"messages": PROMPT, "chosen": GOOD, "rejected": BAD},
+    {"conversations": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"},
+                       {"from": "human", "value": "Two?"}], "system": "Be brief.",
+     "chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "22 is the answer."}},
+    {"prompt": PROMPT, "completions": [{"response": "2 or 3", "overall_score": 5},
+                                       {"response": "22 is the answer.", "overall_score": 1},
+                                       {"response": "2", "overall_score": 9.5}]},
+    {"prompt": PROMPT, "answers": [{"answer": "22 is the answer.", "rank": 3}, {"answer": "2", "rank": 1}]},
+    {"prompt": PROMPT, "responses": ["22 is the answer.", "2"], "scores": [0.1, 0.2]}])
+def test_every_layout_of_a_pair_is_the_same_pair(row, chat_folder, write_jsonl):
+    prompt = ("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+              "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n")
+    assert shown(data_of(write_jsonl([row]), chat_folder)) == [
+        ("chosen", prompt, "2<|im_end|>"), ("rejected", prompt, "22 is the answer.<|im_end|>")]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "preference.md"
+
+
+def printed(kind: str) -> list[dict]:
+    """The rows of an example on the page of the task."""
+    [block] = re.findall(rf"<!-- {kind} -->\n```json\n(.*?)```", PAGE.read_text(), re.S)
+    return [json.loads(line) for line in block.splitlines()]
+
+
+def test_pairs_as_printed(byte_level_folder, write_jsonl):
+    for place, row in enumerate(rows := printed("pairs")):
+        chosen, rejected = shown(data_of(write_jsonl([row], f"{place}.jsonl"), byte_level_folder, template="alpaca"))
+        assert chosen[1] == rejected[1] and (chosen[2], rejected[2]) == ("4<|endoftext|>", "22<|endoftext|>"), row
+    assert len(rows) == 9
+
+
+def test_single_answers_as_printed(byte_level_folder, write_jsonl):
+    found = []
+    for place, row in enumerate(printed("single")):
+        found += shown(data_of(write_jsonl([row], f"{place}.jsonl"), byte_level_folder, "single", template="alpaca"))
+    assert [(name, text) for name, _, text in found] == [
+        ("wanted", "4<|endoftext|>"), ("not wanted", "22<|endoftext|>")] * 3
+    assert len({prompt for _, prompt, _ in found}) == 1
+
+
+def test_transcripts_of_hh_rlhf(byte_level_folder, write_jsonl):
+    said = "\n\nHuman: One?\n\nAssistant: 1\n\nHuman: Two?\n\nAssistant:"
+    row = {"chosen": f"{said} 2", "rejected": f"{said} 22"}
+    chosen, rejected = shown(data_of(write_jsonl([row]), byte_level_folder))
+    assert chosen[1] == rejected[1] and chosen[1].count("1<|endoftext|>") == 1
+    assert (chosen[2], rejected[2]) == ("2<|endoftext|>", "22<|endoftext|>")
+
+
+def test_an_answer_of_several_turns_is_scored_in_all_of_them(chat_folder, write_jsonl):
+    tail = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes"}]
+    row = {"chosen": [*PROMPT, GOOD, *tail], "rejected": [*PROMPT, BAD]}
+    assert [text for *_, text in shown(data_of(write_jsonl([row]), chat_folder))] == [
+        "2<|im_end|>Yes<|im_end|>", "22 is the answer.<|im_end|>"]
+
+
+LABELLED = [{"prompt": "Two?", "completion": "2", "label": True},
+            {"prompt": "Two?", "completion": "22", "label": False},
+            {"messages": [*PROMPT, GOOD], "label": 1}, {"messages": [*PROMPT, BAD], "kto_tag": "false"}]
+
+
+@pytest.mark.parametrize("rows", [LABELLED[:2], LABELLED[2:], [TEXTS]], ids=["prompts", "messages", "pairs"])
+def test_single_answers(rows, chat_folder, write_jsonl):
+    files = [write_jsonl([row], f"{place}.jsonl") for place, row in enumerate(rows)]
+    data = data_of(files, chat_folder, "single")
+    found = shown(data)
+    assert [name for name, *_ in found] == ["wanted", "not wanted"]
+    assert found[0][2] == "2<|im_end|>" and found[1][2].startswith("22")
+    batch = data_of(files, chat_folder, "single", batch_size=2, shuffle=False)._loaders.collator(seeded=True)(
+        [data._loaders.items("train")[place] for place in (0, 1, -1)])
+    assert batch["input_ids"].shape[:2] == (3, 1) and batch["desirable"].tolist() == [1, 0, 0]
+
+
+def test_a_batch_holds_pairs(chat_folder, write_jsonl):
+    rows = [{**TEXTS, "chosen": "2" * n} for n in (1, 2, 30)]
+    data = data_of(write_jsonl(rows), chat_folder, batch_size=3, shuffle=False)
+    batch = next(iter(data.train_dataloader()))
+    singles = [data._loaders.items("train")[place] for place in range(3)]
+    longest = max(len(answer["input_ids"]) for row in singles for answer in row["answers"])
+    assert {name: tuple(column.shape) for name, column in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "attention_mask", "token_seeds"), (3, 2, longest))
+    for row, item in enumerate(singles):
+        for side, answer in enumerate(item["answers"]):
+            size = len(answer["input_ids"])
+            assert batch["input_ids"][row, side, :size].tolist() == answer["input_ids"].tolist()
+            assert batch["labels"][row, side, :size].tolist() == answer["labels"].tolist()
+            assert batch["attention_mask"][row, side].sum() == size
+    real = batch["attention_mask"].bool()
+    assert len(batch["token_seeds"][real].unique()) == real.sum()  # no two positions share their dropout
+    padding = data._loaders.collator()([None])
+    assert (padding["labels"] == IGNORED).all() and padding["attention_mask"].sum(-1).tolist() == [[1, 1]]
+
+
+def test_weights_of_rows(chat_folder, write_jsonl):
+    data = data_of(write_jsonl([{**TEXTS, "weight": 0.5}, TEXTS]), chat_folder, batch_size=2, shuffle=False)
+    assert next(iter(data.train_dataloader()))["loss_weights"][:, :, 0].tolist() == [[0.5, 0.5], [1, 1]]
+
+
+@pytest.mark.parametrize(("row", "reason"), [
+    ({**TEXTS, "rejected": "2 "}, "the two answers are equal"), ({**TEXTS, "rejected": " "}, "empty response"),
+    ({**TEXTS, "chosen": None}, "chosen is empty or missing"),
+    ({"chosen": [*PROMPT, GOOD], "rejected": [PROMPT[0], {"role": "user", "content": "Else?"}, BAD]},
+     "the two conversations part before an answer"),
+    ({"chosen": [*PROMPT, GOOD], "rejected": PROMPT}, "the two conversations part before an answer"),
+    ({"prompt": "a", "completions": [{"response": "b", "score": 1}, {"response": "c", "score": 1}]},
+     "all answers have the same score"),
+    ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "responses does not hold one score for each answer"),
+    ({"prompt": "a", "completion": "b", "label": True}, "a single answer, not a pair"),
+    ({**TEXTS, "rejected": {"image": "x.png"}}, None), ({**TEXTS, "chosen": "2", "prompt": ["x"]}, None)])
+def test_what_cannot_be_compared_is_dropped_and_counted(row, reason, chat_folder, write_jsonl):
+    data = data_of(write_jsonl([TEXTS, row]), chat_folder)
+    dropped = next(iter(data.report["sources"].values()))["dropped"]
+    assert [entry["rows"] for entry in dropped.values()] == [1] and (reason is None or list(dropped) == [reason])
+
+
+@pytest.mark.parametrize("row", [{"label": "perhaps"}, {"label": 2}, {"label": [1]}])
+def test_a_label_is_true_or_false(row, chat_folder, write_jsonl):
+    data = data_of(write_jsonl([LABELLED[0], {**LABELLED[0], **row}]), chat_folder, "single")
+    assert list(next(iter(data.report["sources"].values()))["dropped"]) == ["label is neither true nor false"]
+
+
+def test_rows_without_preference_are_refused(chat_folder, write_jsonl):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the columns prompt, completion hold no preference"):
+        data_of(write_jsonl([{"prompt": "a", "completion": "b"}]), chat_folder)
+    with pytest.raises(UserError, match="a single answer, not a pair"):
+        data_of(write_jsonl(LABELLED[:2]), chat_folder)
+
+
+@pytest.mark.parametrize("on_overflow", ["truncate_turns", "truncate_prompt", "truncate_ends"])
+def test_both_answers_lose_the_same_of_the_prompt(on_overflow, chat_folder, write_jsonl):
+    turns = [{"role": role, "content": f"number {n}"} for n in range(20) for role in ("user", "assistant")][:-1]
+    row = {"prompt": turns, "chosen": "yes", "rejected": "no, not at all, by no means whatsoever"}
+    data = data_of(write_jsonl([row]), chat_folder, max_length=100, on_overflow=on_overflow, source_max_length=70)
+    chosen, rejected = shown(data)
+    assert chosen[1] == rejected[1]
+    assert chosen[2] == "yes<|im_end|>" and rejected[2].startswith("no, not at all")
+    items = data._loaders.items("train")
+    assert items.lengths.max() <= 100 and items.truncated[0] > 0
+    source = next(iter(data.report["sources"].values()))
+    assert source["rows_cut"] == 1 and source["tokens_cut"] == items.truncated[0]
+
+
+def test_answers_that_are_equal_once_cut_are_dropped(chat_folder, write_jsonl):
+    row = {"prompt": "a", "chosen": "long " * 30 + "yes", "rejected": "long " * 30 + "no"}
+    data = data_of(write_jsonl([TEXTS, row]), chat_folder, max_length=40, on_overflow="truncate")
+    assert list(next(iter(data.report["sources"].values()))["dropped"]) == ["the two answers are equal in tokens"]
+
+
+def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
+    rows = [{"prompt": f"question {n}", "completion": f"answer {n}" * (1 + n // 3), "label": n % 2 == 0}
+            for n in range(9)]
+    data = data_of(write_jsonl(rows), chat_folder, "mismatched", max_length=60)
+    items = data._loaders.items("train")
+    lent = []
+    for place in range(9):
+        own, other = items[place]["answers"]
+        prompt = int(items[place]["prompt_length"])
+        assert own["input_ids"][:prompt].tolist() == other["input_ids"][:prompt].tolist()
+        assert len(other["input_ids"]) <= 60 and (other["labels"][:prompt] == IGNORED).all()
+        scored = other["labels"] != IGNORED
+        assert scored[prompt] and (other["labels"] == other["input_ids"])[scored].all()
+        assert max(len(own["input_ids"]), len(other["input_ids"])) == items.lengths[place]
+        text = data.tokenizer.decode(other["input_ids"][prompt:])
+        lent.append(int(text.split()[1][0]))
+        assert lent[-1] != place
+    assert sorted(lent) == list(range(9))
+    with pytest.raises(UserError, match="one row alone"):
+        data_of(write_jsonl(rows[:1]), chat_folder, "mismatched")._loaders.items("train")
+
+
+def test_rows_split_and_report_count_all_answers(chat_folder, write_jsonl):
+    rows = [{**TEXTS, "prompt": f"{n}?"} for n in range(20)]
+    data = data_of(write_jsonl(rows), chat_folder, "single", val_size=5)
+    train, val = (data._splits.sets[role] for role in ("train", "val"))
+    assert (len(train), len(val)) == (30, 10) and not set(train.index) & set(val.index)
+    paired = data_of(write_jsonl(rows), chat_folder, batch_size=4)
+    split = paired.report["splits"]["train"]
+    batches = list(zip(range(5), paired.train_dataloader(), strict=False))
+    real = sum(int(batch["attention_mask"].sum()) for _, batch in batches)
+    area = sum(batch["attention_mask"].numel() for _, batch in batches)
+    assert split["tokens"] == real and np.isclose(split["padding_share"]["shuffled"], 1 - real / area, atol=0.02)
+
+
+def test_inspect_shows_both_answers(chat_folder, write_jsonl, capsys):
+    data = data_of(write_jsonl([TEXTS]), chat_folder)
+    show_data(data, 4, "longest")
+    told = capsys.readouterr().out
+    assert "rows.jsonl:1), chosen: " in told and "rows.jsonl:1), rejected: " in told
+    assert "[[22 is the answer.<|im_end|>]]" in told
+
+
+@pytest.mark.parametrize("row", [TEXTS, {"prompt": "Two?", "completion": "2", "label": True},
+                                 {"prompt": "Two?", "responses": ["2", "no"], "scores": [2, 1]}, {"prompt": "Two?"}])
+def test_predict_asks_and_compares_with_the_wanted_answer(row, chat_folder, write_jsonl):
+    data = PreferenceData(source=write_jsonl([TEXTS]), predict_source=write_jsonl([row], "asked.jsonl"), max_length=64)
+    data.connect(pretrained=chat_folder, seed=7)
+    data.prepare_data()
+    data.setup("predict")
+    batch = next(iter(data.predict_dataloader()))
+    assert data.tokenizer.decode(batch["input_ids"][0]).endswith("Two?<|im_end|>\n<|im_start|>assistant\n")
+    assert data.score({0: "2"}) == ({"exact_match": 1.0} if len(row) > 1 else {})
+
+
+def test_packing_is_refused():
+    with pytest.raises(UserError, match="data.packing is not for preferences"):
+        PreferenceData(source="x", packing=True)
+
+
+def test_the_cache_tells_pairs_from_single_answers(chat_folder, write_jsonl):
+    path = write_jsonl([TEXTS])
+    assert [len(data_of(path, chat_folder, answers)._rows("train")) for answers in ("pair", "single", "pair")] == [
+        1, 2, 1]
+    assert json.dumps(data_of(path, chat_folder).report)  # plain JSON

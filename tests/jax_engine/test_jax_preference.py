@@ -1,0 +1,310 @@
+"""Preference optimisation on JAX: every loss by hand, under every cut, on devices, with its reference."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_lora import wrapped
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jax_engine.checkpoint_arrays import pack_accumulation, unpack_accumulation
+from jax_engine.distributed.loss import IGNORED
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.replicas import Replicas
+from jax_engine.distributed.steps import Steps, fetch_figures
+from jax_engine.distributed.tree import flatten, merge, unflatten
+from jax_engine.distributed.weights import Weights
+from jax_engine.models.building import build_network
+from jax_engine.models.reference import COPIES
+from jax_engine.optim import build, step_scalars
+from jax_engine.tasks.preference import Preference
+from lmmods.core.dropout import token_seeds
+from lmmods.core.preference_losses import METHODS, PreferenceLoss
+from lmmods.core.settings import LoRA, Optimizer
+
+SGD = Optimizer(name="sgd", lr=100.0)  # moves parameters by more than they are rounded
+B, T, V = 8, 9, 40
+SMOOTHED = {"exo_pair": {"label_smoothing": 0.01}, "robust": {"label_smoothing": 0.1}}
+
+
+def rows(paired=True, seed=0):
+    """Pairs, or answers beside those to other prompts: rows of unequal lengths, prompts without labels, weights."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(4, 37, (B, 2, T))
+    lengths, prompts = random.integers(5, T + 1, (B, 2, 1)), random.integers(1, 4, (B, 1, 1))
+    mask = np.arange(T) < lengths
+    labels = np.where(mask & (np.arange(T) >= prompts), ids, IGNORED)
+    seeds = token_seeds(0, 0, np.arange(2 * B)[:, None], np.arange(T)).reshape(B, 2, T)
+    weights = np.broadcast_to(random.choice([0.5, 1, 2], (B, 1, 1)), ids.shape).astype(np.float32)
+    batch = {"input_ids": ids, "attention_mask": mask.astype(int), "labels": labels, "token_seeds": seeds}
+    batch = {name: x.astype(np.int32) for name, x in batch.items()} | {"loss_weights": weights}
+    return batch if paired else batch | {"desirable": random.integers(0, 2, B).astype(np.int32)}
+
+
+def padded(batch, size):
+    """More rows, of padding."""
+    fill = {"labels": IGNORED}
+    return {name: np.concatenate([x, np.full((size - len(x), *x.shape[1:]), fill.get(name, 0), x.dtype)])
+            for name, x in batch.items()}
+
+
+class Bigram:
+    """A causal LM of two matrices, which compiles fast: the next token by the features of the one before."""
+
+    head, config = "causal", SimpleNamespace(vocab_size=V)
+
+    def __init__(self):
+        random = np.random.default_rng(1)
+        self.params = {name: {"tokens": {"weight": random.normal(size=(V, 6)).astype(np.float32)}}
+                       for name in ("embed", "head")}
+        self.shapes = self.params
+
+    def hidden(self, params, batch, training=False):
+        return params["embed"]["tokens"]["weight"][batch["input_ids"]]
+
+    def logits(self, params, hidden):
+        return hidden @ params["head"]["tokens"]["weight"].T
+
+    def trainable(self, params):
+        return jax.tree.map(lambda _: True, params)
+
+    decays = trainable
+
+    def to_torch(self, tree):
+        return {".".join(path): np.asarray(leaf) for path, leaf in flatten(tree).items()}
+
+    def from_torch(self, named):
+        return unflatten({tuple(name.split(".")): leaf for name, leaf in named.items()})
+
+
+LOSSES = {name: PreferenceLoss(name, **SMOOTHED.get(name, {})) for name in METHODS}
+PAIRED = [name for name, method in METHODS.items() if method.is_paired]
+SINGLE = [name for name in METHODS if name not in PAIRED]
+
+
+class AnyOfPairs(Preference):
+    """Every loss of pairs in one program: rows say by `picked` [N, 1, losses] which of them counts."""
+
+    def _facts(self, rows):
+        return {**super()._facts(rows), "picked": rows["picked"][:, 0]}
+
+    def _measure(self, ops, facts, logps, reference, baseline):
+        found = [LOSSES[name].of_pairs(ops, logps, facts["lengths"], reference if METHODS[name].has_reference else None)
+                 for name in PAIRED]
+        return (jnp.stack([losses for losses, _ in found], axis=1) * facts["picked"]).sum(1), found[0][1]
+
+
+class AnyOfAnswers(AnyOfPairs):
+    """The same of single answers."""
+
+    def _measure(self, ops, facts, logps, reference, baseline):
+        found = [LOSSES[name].of_answers(ops, logps[:, 0], facts["desirable"], reference[:, 0],
+                                         baseline if METHODS[name].has_baseline else 0.0) for name in SINGLE]
+        metrics = found[SINGLE.index("kto")][1]
+        return (jnp.stack([losses for losses, _ in found], axis=1) * facts["picked"]).sum(1), metrics
+
+
+def moved_bigram(kind, loss):
+    """A task with a copy as its reference, away from which it has moved, and its steps on one device."""
+    network, one = Bigram(), Replicas(jax.devices()[:1])
+    task = kind(pretrained="x", loss=loss, reference="copy", fast_kernels=False)  # all logits at once compiles faster
+    trainable, frozen = task.take(network, network.params, {})
+    random = np.random.default_rng(2)
+    frozen = jax.tree.map(lambda p: p + random.normal(size=p.shape).astype(np.float32) / 4, frozen)
+    return task, trainable, frozen, one, steps_of(task, trainable, one)
+
+
+@pytest.fixture(scope="module")
+def any_of_pairs():
+    return moved_bigram(AnyOfPairs, "sigmoid")
+
+
+@pytest.fixture(scope="module")
+def any_of_answers():
+    return moved_bigram(AnyOfAnswers, "kto")
+
+
+@pytest.fixture(scope="module")
+def trained(make_ref):
+    """PEFT's tiny llama with adapters that have moved away from their base, and the network on JAX with the same."""
+    return wrapped(make_ref("llama", "causal"), LoRA(rank=4))
+
+
+def task_of(trained, loss="sigmoid", **options):
+    _, net, params = trained
+    task = Preference(pretrained="x", loss=loss, lora=LoRA(rank=4), **options)
+    return task, *task.take(net, params, {})
+
+
+def steps_of(task, trainable, parallel):
+    return Steps(parallel, task.batch_loss, build(SGD, task.network.decays(trainable)), predict=task.predict,
+                 metric_names=task.metric_names, survey=task.survey, statistic_names=task.statistic_names)
+
+
+def stepped(task, trainable, frozen, parallel, groups, steps, stop_after=None):
+    """Figures of one step over micro-batches, arrays [ranks, B, ...] each, and by how much it moves the parameters."""
+    state, frozen = steps.new_state(parallel.put_state(trainable)), parallel.put_state(frozen)
+    scalars = parallel.put_scalars(step_scalars(SGD, 0, 9))
+    batches = [parallel.put_batch(group) for group in groups]
+    if len(batches) == 1:
+        state, figures = steps.full_step(state, frozen, batches[0], scalars)
+    else:
+        def surveyed():
+            accumulation = steps.new_accumulation(state)
+            for batch in batches if task.survey else []:
+                accumulation = steps.survey(state, frozen, accumulation, batch)
+            return accumulation
+
+        accumulation = surveyed()
+        for number, batch in enumerate(batches):
+            if number == stop_after:
+                net, names = task.network, task.metric_names
+                packed = pack_accumulation(parallel.fetch_sums(accumulation), number, net.to_torch, names)
+                accumulation = {**surveyed(), **parallel.put_sums(unpack_accumulation(packed, net.from_torch, names))}
+            accumulation = steps.accumulate(state, frozen, accumulation, batch)
+        state, figures = steps.update(state, accumulation, scalars)
+    moved = jax.tree.map(np.subtract, parallel.fetch_state(state["trainable"]), trainable)
+    return fetch_figures(figures), moved
+
+
+def assert_same(found, wanted, tolerance=1e-5):
+    (figures, moved), (expected, wanted_moved) = found, wanted
+    assert figures == pytest.approx(expected, rel=tolerance)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted_moved))
+    for ours, theirs in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted_moved), strict=True):
+        assert np.abs(ours - theirs).max() <= tolerance * largest
+
+
+def check_cuts(task, trainable, frozen, one, steps, everything):
+    """8 x 1 = 4 x 2, stopped in between, = 1 x 8 among rows of padding."""
+    whole = stepped(task, trainable, frozen, one, [{name: x[None] for name, x in everything.items()}], steps)
+    assert whole[0]["num_rows"] == B and whole[0]["grad_norm"] > 0 and {*task.metric_names} <= whole[0].keys()
+    pieces = [{name: x[start : start + 4][None] for name, x in everything.items()} for start in (0, 4)]
+    assert_same(stepped(task, trainable, frozen, one, pieces, steps, stop_after=1), whole)
+    single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in everything.items()}, 4).items()}
+              for n in range(B)]
+    assert_same(stepped(task, trainable, frozen, one, single, steps), whole)
+    return whole
+
+
+def picked(loss, losses):
+    return {"picked": np.tile(np.array(losses) == loss, (B, 1, 1)).astype(np.float32)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", PAIRED)
+def test_any_cut_of_the_pairs_is_the_same_step(any_of_pairs, loss):
+    check_cuts(*any_of_pairs, rows() | picked(loss, PAIRED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", SINGLE)
+def test_any_cut_of_the_answers_is_the_same_step(any_of_answers, loss):
+    everything = rows(paired=False) | picked(loss, SINGLE)
+    found, _ = check_cuts(*any_of_answers, everything)
+    assert found["kl"] > 0  # through which an answer's loss depends on the others
+    *most, steps = any_of_answers
+    pieces = [{name: x[start : start + 4][None] for name, x in everything.items()} for start in (0, 4)]
+    halves = [stepped(*most, [piece, {name: x * 0 + (IGNORED if name == "labels" else 0) for name, x in piece.items()}],
+                      steps)[0]["kl"] for piece in pieces]
+    assert abs(halves[0] - halves[1]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+@pytest.mark.parametrize("way", [lambda: Replicas(jax.devices()[:2]), lambda: ShardedMesh(devices=jax.devices()[:2])],
+                         ids=["replicas", "mesh"])
+def test_two_devices_take_the_step_of_one(any_of_pairs, any_of_answers, loss, way):
+    is_paired = METHODS[loss].is_paired
+    task, trainable, frozen, one, steps = any_of_pairs if is_paired else any_of_answers
+    everything, two = rows(is_paired) | picked(loss, PAIRED if is_paired else SINGLE), way()
+    whole = stepped(task, trainable, frozen, one, [{name: x[None] for name, x in everything.items()}], steps)
+    halves = {name: np.stack([x[:4], x[4:]]) for name, x in everything.items()}
+    quarters = [{name: x[:, part] for name, x in halves.items()} for part in (slice(0, 2), slice(2, 4))]
+    steps = steps_of(task, trainable, two)
+    assert_same(stepped(task, trainable, frozen, two, [halves], steps), whole)
+    assert_same(stepped(task, trainable, frozen, two, quarters, steps, stop_after=1), whole)
+
+
+def evaluated(task, trainable, frozen, batches):
+    one = Replicas(jax.devices()[:1])
+    steps, weights = steps_of(task, trainable, one), Weights(one, one.put_state(trainable), one.put_state(frozen))
+    for batch in batches:
+        host = {name: x[None] for name, x in batch.items()}
+        task.evaluate(steps, weights, Group(one.put_batch(host), host, 1, None))
+    return task.eval_results("val", None)[0]
+
+
+def test_log_probs_are_pefts_with_the_adapter_on_and_off(trained):
+    task, trainable, frozen = task_of(trained)
+    assert COPIES not in frozen
+    batch = rows()
+    found = jax.jit(task.predict)(merge(trainable, frozen), batch)
+    ids, mask, labels = (torch.tensor(batch[name].reshape(-1, T)).long() for name in (
+        "input_ids", "attention_mask", "labels"))
+
+    def log_probs():
+        with torch.no_grad():
+            by_token = trained[0](input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        picked = by_token.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0]
+        return (picked * (labels[:, 1:] != IGNORED)).sum(1).reshape(B, 2).numpy()
+
+    assert found["logps"] == pytest.approx(log_probs(), rel=1e-5)
+    with trained[0].disable_adapter():
+        assert found["reference"] == pytest.approx(log_probs(), rel=1e-5)
+    assert np.abs(found["logps"] - found["reference"]).mean() > 0.1
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_an_evaluation_does_not_depend_on_its_batches(loss):
+    task, trainable, frozen, _, _ = moved_bigram(Preference, loss)
+    everything = rows(METHODS[loss].is_paired)
+    whole = evaluated(task, trainable, frozen, [everything])
+    cut = [padded({name: x[part] for name, x in everything.items()}, 5) for part in (slice(0, 5), slice(5, 8))]
+    assert evaluated(task, trainable, frozen, cut) == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert whole.keys() == {"loss", *task.metric_names}
+    one = {name: jnp.asarray(x) for name, x in everything.items()}
+    params = merge(trainable, frozen)
+    sums = jax.jit(lambda params: task.batch_loss(params, one, False, True, *(
+        [task.survey(params, one)] if task.survey else [])))(params)
+    wanted = {"loss": sums.total / sums.weight, **{name: total / weight for name, (total, weight) in
+                                                   sums.metrics.items()}}
+    assert whole == pytest.approx({name: value.item() for name, value in wanted.items()}, rel=1e-5, abs=1e-6)
+
+
+def test_where_nothing_has_moved_a_loss_has_its_closed_form():
+    for loss, wanted in (("sigmoid", math.log(2)), ("ipo", 25.0), ("kto", 0.5), ("apo_zero_unpaired", 0.5)):
+        task = Preference(pretrained="x", loss=loss, reference="copy", fast_kernels=False)
+        trainable, frozen = task.take(network := Bigram(), network.params, {})
+        found = evaluated(task, trainable, frozen, [rows(METHODS[loss].is_paired)])
+        assert found["loss"] == pytest.approx(wanted, rel=1e-6) and found["rewards/chosen"] == 0
+
+
+def test_given_log_probs_of_the_reference_stand_for_it():
+    task, trainable, frozen, _, _ = moved_bigram(Preference, "sigmoid")
+    params, batch = merge(trainable, frozen), rows()
+    reference = np.asarray(jax.jit(task.predict)(params, batch)["reference"])
+    measure = jax.jit(lambda params, batch: task.batch_loss(params, batch, True, False))
+    live, cached = measure(params, batch), measure(trainable, batch | {"reference_logps": reference})
+    assert cached.total.item() == pytest.approx(live.total.item(), rel=1e-6)
+    assert np.allclose(cached.metrics["rewards/margin"], live.metrics["rewards/margin"], rtol=1e-5)
+
+
+def test_nothing_drops_but_what_the_recipe_names(llama_folder, tmp_path):
+    """Neither the tiny Llama's own dropout of attention nor that of an adapter that goes on."""
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    get_peft_model(model, LoraConfig(r=2, lora_dropout=0.3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+                   ).save_pretrained(tmp_path)
+    data = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(llama_folder))
+
+    def drops(**fields) -> bool:
+        task = Preference(pretrained=str(llama_folder), adapter=str(tmp_path), **fields)
+        return build_network(task, "causal", data, precision="32-true", seed=0)[0].drops
+
+    assert not drops() and drops(config_overrides={"attention_dropout": 0.1})

@@ -1,0 +1,45 @@
+"""The reference of preference optimisation: adapters switched off, or what trained as it was."""
+
+import jax
+import numpy as np
+import pytest
+from test_lora import wrapped
+
+from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.models.reference import COPIES, Reference
+from lmmods.core.settings import LoRA
+
+
+def logits(net, params, batch):
+    return jax.jit(lambda params: net.logits(params, net.hidden(params, batch)))(params)
+
+
+@pytest.mark.parametrize("lora", [LoRA(rank=4, dora=True), LoRA(rank=4, modules_to_save=["lm_head"])],
+                         ids=["dora", "modules"])
+def test_a_base_is_the_network_before_it_had_an_adapter(make_ref, lora):
+    ref = make_ref("llama", "causal")
+    _, net, params = wrapped(ref, lora)
+    trainable, _ = split(params, net.trainable(params))
+    reference = Reference(net, "base")
+    copies = reference.copies(trainable, {"head": ref.params["head"]} if lora.modules_to_save else {})
+    own = merge(params, copies)
+    found, wanted = logits(reference, own, ref.batch()), logits(ref.net, ref.params, ref.batch())
+    assert np.array_equal(found, wanted)
+    assert not np.allclose(logits(net, own, ref.batch()), wanted, atol=1e-2)
+
+
+def test_a_copy_stays_where_training_started_and_shares_the_rest(make_ref):
+    ref = make_ref("llama", "causal")
+    _, net, params = wrapped(ref, LoRA(rank=4))
+    trainable, frozen = split(params, net.trainable(params))
+    reference = Reference(net, "copy")
+    copies = reference.copies(trainable, {})
+    assert flatten(copies).keys() == {(COPIES, *path) for path in flatten(trainable)}
+    moved = merge(merge(jax.tree.map(lambda p: p + 0.5, trainable), frozen), copies)
+    assert np.array_equal(logits(reference, moved, ref.batch()), logits(net, params, ref.batch()))
+
+    def total(trainable):
+        params = merge(merge(trainable, frozen), copies)
+        return reference.logits(params, reference.hidden(params, ref.batch())).sum()
+
+    assert not any(np.any(g) for g in jax.tree.leaves(jax.grad(total)(trainable)))

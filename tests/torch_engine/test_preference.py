@@ -1,0 +1,398 @@
+"""Preference optimisation on torch: gradients against plain autograd and TRL, any cut, references, whole runs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from lmmods.cli import main
+from lmmods.core.preference_losses import METHODS
+from lmmods.core.settings import LoRA
+from lmmods.data.preference import PreferenceData
+from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.dropout import TokenDropout
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps
+from lmmods.torch_engine.nn.loss import token_logps
+from lmmods.torch_engine.nn.micro_batching import split_rows
+from lmmods.torch_engine.nn.reference import Reference
+from lmmods.torch_engine.tasks.preference import Preference
+from tests.runs import assert_same_run, rows
+
+OFFERED = [name for name, method in METHODS.items() if not method.has_baseline]
+ROWS = [{"prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"The sum is {2 * n + 1}." * (1 + n % 2),
+         "rejected": "No idea." * (1 + n % 4)} for n in range(8)]
+
+
+def settings_of(loss: str) -> dict:
+    smoothed = {"label_smoothing": 0.1} if METHODS[loss].smooths else {}
+    weights = {"sft_weight": 0.3} if METHODS[loss].is_paired else {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+    return {"loss": loss, **smoothed, **weights}
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+@pytest.fixture
+def plain_llama(llama_folder, tmp_path):
+    """The tiny Llama without dropout."""
+    folder = Path(shutil.copytree(llama_folder, tmp_path / "plain"))
+    config = (folder / "config.json").read_text().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+def task_of(folder, data_path, answers=None, **fields) -> tuple[Preference, dict[str, torch.Tensor]]:
+    """A task that stands without a trainer, moved away from its reference, and all rows as one batch."""
+    task = Preference(pretrained=str(folder), **fields)
+    data = PreferenceData(source=data_path, max_length=200, batch_size=16, shuffle=False, template="alpaca")
+    data.connect(pretrained=str(folder), seed=7, answers=answers or task.answers)
+    data.prepare_data()
+    data.setup("fit")
+    task.model = build_network(task, task.auto_class, task.task_type, data, precision="32-true",
+                               device=torch.device("cpu"), seed=7)
+    task.head = LMHead.of(task.model, plain=not task.fast_kernels)
+    task._dropout = TokenDropout.of(task.model)
+    if task.reference_kind is not None:
+        task._reference = Reference(task.model, task.reference_kind, task.trainable())
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in task.trainable().values():
+            param += 0.02 * torch.randn(param.shape, generator=generator)
+    return task, next(iter(data.train_dataloader()))
+
+
+def gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss over all batches, and its gradient."""
+    task.zero_grad()
+    dropout, totals = TokenDropout.of(task.model), torch.zeros(2)
+    for batch in batches:
+        dropout.begin(batch)
+        sums = task(task.batch_loss, task.complete(batch))
+        sums.total.backward()
+        totals += torch.stack([sums.total.detach(), sums.weight])
+    return (totals[0] / totals[1]).item(), {name: param.grad / totals[1] for name, param in task.trainable().items()
+                                            if param.grad is not None}
+
+
+def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    difference, norm = (sum(part.double().square().sum() for part in parts)
+                        for parts in (((found[name] - wanted[name]) for name in wanted), wanted.values()))
+    return (difference / norm).sqrt().item()
+
+
+# Log-probabilities -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["matrix", "any", "plain"])
+def test_chunked_log_probabilities_and_their_gradients(kind, monkeypatch):
+    torch.manual_seed(0)
+    hidden, layer = torch.randn(23, 16, requires_grad=True), torch.nn.Linear(16, 40, bias=False)
+    targets, coefficients = torch.randint(40, (23,)), torch.randn(23)
+    monkeypatch.setattr("lmmods.torch_engine.nn.loss.CHUNK_BYTES", 5 * 4 * 40)
+
+    class Head:
+        linear = layer if kind == "matrix" else None
+
+        def __call__(self, x):
+            return 3 * torch.tanh(layer(x) / 3) if kind != "matrix" else layer(x)
+
+    wanted = F.log_softmax(Head()(hidden), -1)[torch.arange(23), targets]
+    wanted_grads = torch.autograd.grad((wanted * coefficients).sum(), [hidden, layer.weight])
+    found = token_logps(hidden, targets, Head(), [layer.weight], 40, kind == "plain")
+    torch.testing.assert_close(found, wanted)
+    for grad, other in zip(torch.autograd.grad((found * coefficients).sum(), [hidden, layer.weight]), wanted_grads,
+                           strict=True):
+        torch.testing.assert_close(grad, other)
+
+
+def test_rows_get_the_sum_of_their_labelled_tokens(llama_folder, pairs):
+    task, batch = task_of(llama_folder, pairs, loss="simpo")
+    task.eval()
+    flat = {name: values.flatten(0, 1) for name, values in batch.items()}
+    logps, lengths = causal_logps(task.model, task.head, flat)
+    logits = task.model(input_ids=flat["input_ids"], attention_mask=flat["attention_mask"]).logits[:, :-1]
+    labels = flat["labels"][:, 1:]
+    each = F.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * (labels >= 0)
+    torch.testing.assert_close(logps, each.sum(1))
+    assert lengths.tolist() == (labels >= 0).sum(1).tolist()
+
+
+# Any cut -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", OFFERED)
+def test_a_gradient_is_the_same_however_the_pairs_are_cut(loss, llama_folder, pairs):
+    """With dropout, of the policy alone."""
+    task, batch = task_of(llama_folder, pairs, **settings_of(loss), lora=LoRA(rank=4, dropout=0.2),
+                          config_overrides={"attention_dropout": 0.1})
+    whole_loss, whole = gradients(task, [batch])
+    num_rows = len(batch["input_ids"])
+    for size in (1, 4):
+        cuts = [{name: values[start : start + size] for name, values in batch.items()}
+                for start in range(0, num_rows, size)]
+        found_loss, found = gradients(task, cuts)
+        assert found_loss == pytest.approx(whole_loss, rel=1e-5) and relative_error(found, whole) < 1e-5
+    found_loss, found = gradients(task, split_rows(batch, 300))
+    assert len(split_rows(batch, 300)) > 2
+    assert found_loss == pytest.approx(whole_loss, rel=1e-5) and relative_error(found, whole) < 1e-5
+
+
+def test_dropout_is_what_the_recipe_names(llama_folder):
+    """Of the configuration's own rates none is left, wherever the recipe says nothing of them."""
+    assert Preference(pretrained=str(llama_folder)).overrides == {"attention_dropout": 0.0}
+    named = {"attention_dropout": 0.2, "hidden_act": "gelu"}
+    assert Preference(pretrained=str(llama_folder), config_overrides=named).overrides == named
+    scratch = Preference(config={"model_type": "gpt2", "resid_pdrop": 0.3, "vocab_size": 99})
+    assert scratch.overrides == {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+
+
+# References --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fields", "kind"), [
+    ({"lora": LoRA(rank=4)}, "base"), ({"lora": LoRA(rank=4), "quantize": "nf4"}, "base"), ({}, "copy"),
+    ({"lora": LoRA(rank=4, modules_to_save=["lm_head"]), "reference": "copy"}, "copy")],
+    ids=["lora", "qlora", "full", "in full"])
+def test_the_reference_is_the_network_before_training(llama_folder, pairs, fields, kind):
+    task, batch = task_of(llama_folder, pairs, **fields)
+    assert task.reference_kind == kind
+    before = {name: param.detach().clone() for name, param in task.trainable().items()}
+    found = task.complete(batch)["reference_logps"]
+    assert task.model.training and all(torch.equal(param, before[name]) for name, param in task.trainable().items())
+    assert all(param.requires_grad for param in task.trainable().values())
+    policy, _ = task.answer_logps(batch)
+    assert (policy - found).abs().max() > 1e-2
+    task.model = (task.model.unload() if "quantize" in fields  # the only base with these codes
+                  else AutoModelForCausalLM.from_pretrained(llama_folder)).eval()
+    task.head = LMHead.of(task.model)
+    with torch.no_grad():
+        wanted, _ = task.answer_logps(batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_an_adapter_goes_on_from_itself(llama_folder, pairs, tmp_path):
+    """The reference of an adapter that came with a folder is the adapter as it came; its dropout is off."""
+    first, batch = task_of(llama_folder, pairs, lora=LoRA(rank=4, dropout=0.3))
+    first.model.save_pretrained(tmp_path / "adapter")
+    first.model.eval()
+    with torch.no_grad():
+        wanted, _ = first.answer_logps(batch)
+    second, _ = task_of(llama_folder, pairs, adapter=str(tmp_path / "adapter"))
+    assert second.reference_kind == "copy" and second.model.peft_config["default"].lora_dropout == 0
+    assert not any(isinstance(part, torch.nn.Dropout) and part.p for part in second.model.modules())
+    torch.testing.assert_close(second.complete(batch)["reference_logps"], wanted)
+
+
+# TRL ---------------------------------------------------------------------------------------------------------------
+
+DPO = [name for name in OFFERED if METHODS[name].has_reference and METHODS[name].is_paired]
+
+
+def answers_of(batch, prompt_length=None) -> list[dict[str, list[int]]]:
+    """Prompt and answers of each pair as TRL takes them; with a length, that many last tokens of the prompt."""
+    found = []
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        first = int((labels[0] >= 0).nonzero()[0])
+        prompt = ids[0, :first].tolist()
+        found.append({"prompt_ids": prompt if prompt_length is None else prompt[-prompt_length:],
+                      **{name: side[mask >= 0].tolist() for name, side, mask in zip(("chosen_ids", "rejected_ids"), ids,
+                                                                                    labels, strict=True)}})
+    return found
+
+
+def batch_of(answers) -> dict[str, torch.Tensor]:
+    """The same as a batch of ours."""
+    sides = [[row["prompt_ids"] + row[name] for name in ("chosen_ids", "rejected_ids")] for row in answers]
+    width = max(len(ids) for pair in sides for ids in pair)
+    batch = {name: torch.full((len(answers), 2, width), fill) for name, fill in
+             (("input_ids", 0), ("labels", -100), ("attention_mask", 0))}
+    for row, pair in enumerate(sides):
+        for side, ids in enumerate(pair):
+            first = len(answers[row]["prompt_ids"])
+            batch["input_ids"][row, side, : len(ids)] = torch.tensor(ids)
+            batch["labels"][row, side, first : len(ids)] = torch.tensor(ids[first:])
+            batch["attention_mask"][row, side, : len(ids)] = 1
+    return batch
+
+
+def trl_gradient(trainer_class, config_class, folder, task, rows, tmp_path, **options) -> dict[str, torch.Tensor]:
+    """TRL's gradient over rows, one a micro-batch, from the weights of a task."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    found = {}
+
+    class Probe(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            found.update({f"model.{name}": param.grad.clone() for name, param in model.named_parameters()
+                          if param.grad is not None})
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_state_dict(task.model.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    config = config_class(**{
+        "output_dir": str(tmp_path / "trl"), "per_device_train_batch_size": 1, "report_to": [], "max_steps": 1,
+        "gradient_accumulation_steps": len(rows), "max_grad_norm": 0.0, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", **options})
+    reference = {"ref_model": AutoModelForCausalLM.from_pretrained(folder)} if task.reference_kind else {}
+    # Their rows are tokens already, the same as ours.
+    tokenised = type("Tokenised", (trainer_class,), {"_prepare_dataset": lambda self, dataset, *_: dataset})
+    tokenised(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+                  callbacks=[Probe()], **reference).train()
+    return found
+
+
+@pytest.fixture
+def oracle(plain_llama, pairs):
+    """Task of a loss without dropout, moved away from its reference, and its pairs."""
+    pytest.importorskip("trl", reason="an extra of developers (dev)")
+
+    def make(**fields):
+        task, batch = task_of(plain_llama, pairs, answers="pair", **fields)
+        return task, answers_of(batch, 1 if fields["loss"] == "orpo" else None)
+
+    return make
+
+
+@pytest.mark.parametrize("loss", DPO)
+def test_dpo_is_that_of_trl(loss, oracle, plain_llama, tmp_path):
+    from trl import DPOConfig, DPOTrainer
+
+    smoothing = 0.1 if loss in ("robust", "exo_pair") else 0.0  # for others TRL has none
+    task, rows = oracle(loss=loss, label_smoothing=smoothing)
+    wanted = trl_gradient(DPOTrainer, DPOConfig, plain_llama, task, rows, tmp_path, loss_type=loss,
+                          label_smoothing=smoothing, max_length=None)
+    assert relative_error(gradients(task, [batch_of(rows)])[1], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["simpo", "cpo", "orpo"])
+def test_losses_without_a_reference_are_those_of_trl(loss, oracle, plain_llama, tmp_path):
+    """TRL's ORPO scores the prompt too, so there it is one token, which nothing predicts."""
+    if loss == "orpo":
+        from trl.experimental.orpo import ORPOConfig as Config
+        from trl.experimental.orpo import ORPOTrainer as Trainer
+
+        task, rows = oracle(loss=loss, beta=0.3)
+        options = {"beta": 0.3}
+    else:
+        from trl.experimental.cpo import CPOConfig as Config
+        from trl.experimental.cpo import CPOTrainer as Trainer
+
+        task, rows = oracle(loss=loss, **({"gamma": 0.7} if loss == "simpo" else {"label_smoothing": 0.1}),
+                            sft_weight=0.4)
+        options = ({"simpo_gamma": 0.7} if loss == "simpo" else {"label_smoothing": 0.1}) | {
+            "cpo_alpha": 0.4, "loss_type": "simpo" if loss == "simpo" else "sigmoid"}
+
+    class Tokenised(Trainer):
+        def tokenize_row(self, feature, model=None):
+            prompt = feature["prompt_ids"]
+            made = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+            for name in ("chosen", "rejected"):
+                ids = prompt + feature[f"{name}_ids"]
+                made |= {f"{name}_input_ids": ids, f"{name}_attention_mask": [1] * len(ids),
+                         f"{name}_labels": [-100] * len(prompt) + feature[f"{name}_ids"]}
+            return made
+
+    named = [{"prompt": "a", "chosen": "b", "rejected": "c", **row} for row in rows]
+    wanted = trl_gradient(Tokenised, Config, plain_llama, task, named, tmp_path, **options)
+    assert relative_error(gradients(task, [batch_of(rows)])[1], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_single_answers_are_those_of_trl(loss, oracle, plain_llama, tmp_path):
+    """One micro-batch, as TRL's KTO has the baseline of a micro-batch. Here it is the next row's answer."""
+    from trl import KTOConfig, KTOTrainer
+
+    task, pairs = oracle(loss=loss, desirable_weight=1.5)
+    rows = [{"prompt_ids": row["prompt_ids"], "completion_ids": row[name], "label": name == "chosen_ids"}
+            for row in pairs for name in ("chosen_ids", "rejected_ids")]
+    lent = [{**row, "KL_completion_ids": other["completion_ids"]} for row, other in zip(rows, rows[2:] + rows[:2],
+                                                                                        strict=True)]
+    wanted = trl_gradient(KTOTrainer, KTOConfig, plain_llama, task, lent, tmp_path, loss_type=loss,
+                          desirable_weight=1.5, max_length=None, per_device_train_batch_size=len(rows),
+                          gradient_accumulation_steps=1)
+    batch = batch_of([{"prompt_ids": row["prompt_ids"], "chosen_ids": row["completion_ids"],
+                       "rejected_ids": row["KL_completion_ids"]} for row in lent])
+    batch["desirable"] = torch.tensor([1, 0] * len(pairs))
+    if loss == "kto":
+        total, weight = task._divergence(batch, task._weights(batch))
+        task._baseline = (total / weight).clamp(min=0).float()
+        assert task._baseline > 0
+    else:
+        batch = {name: values[:, :1] if values.ndim > 1 else values for name, values in batch.items()}
+    assert relative_error(gradients(task, [batch])[1], wanted) < 1e-5
+
+
+# Whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fit(recipe, pairs, tmp_path):
+    def run(name, *options, **changes):
+        arguments = recipe(**{
+            "model__class_path": "Preference", "data__class_path": "PreferenceData", "data__init_args__source": pairs,
+            "data__init_args__val_source": pairs, "data__init_args__val_size": 0, "data__init_args__batch_size": 4,
+            "trainer__max_steps": 4, "trainer__default_root_dir": str(tmp_path / name), **changes})
+        assert main(["fit", *arguments, *options]) == 0
+        return RunFolder(tmp_path / name)
+
+    return run
+
+
+def test_a_run_learns_the_preference_and_logs_it(fit):
+    """It begins at its reference, which has no dropout: the tiny Llama's own, of attention, is off."""
+    run = fit("run", trainer__max_steps=16, model__init_args__sft_weight=0.1, trainer__accumulate_grad_batches=2)
+    first, last = rows(run)[0], json.loads(run.metrics_json.read_text())
+    assert first["train/rewards/margin"] == pytest.approx(0, abs=1e-4)
+    for prefix in ("train", "val"):
+        assert last[f"{prefix}/rewards/accuracy"] == 1 and last[f"{prefix}/rewards/margin"] > 0.05
+        assert last[f"{prefix}/rewards/margin"] == pytest.approx(
+            last[f"{prefix}/rewards/chosen"] - last[f"{prefix}/rewards/rejected"], rel=1e-4)
+    assert "val/perplexity" not in last and "val/accuracy" not in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["orpo", "kto"])
+def test_a_run_is_the_same_however_it_is_cut(fit, loss):
+    found = [rows(fit(f"cut{size}", data__init_args__batch_size=size, trainer__accumulate_grad_batches=8 // size,
+                      data__init_args__eval_batch_size=size, trainer__val_check_interval=4 * (8 // size),
+                      model__init_args__loss=loss)) for size in (8, 2)]
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    if loss == "kto":
+        assert found[0][-2]["train/kl"] > 0
+
+
+@pytest.mark.slow
+def test_full_tuning_that_was_resumed_is_the_run_that_went_on(fit):
+    """The frozen copy is taken of the weights that the run began with."""
+    full = {"model__init_args__quantize": None, "model__init_args__lora": None,
+            "model__init_args__optimizer": {"lr": 0.001}, "trainer__limit_val_batches": 0}
+    whole = fit("whole", **full)
+    fit("resumed", **full, trainer__max_steps=2)
+    resumed = fit("resumed", "--ckpt_path", "last", **full)
+    assert_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model__init_args__loss": "aot"}, "sorts the scores of a micro-batch"),
+    ({"model__init_args__loss": "dpo"}, "its name here is sigmoid"),
+    ({"model__init_args__loss": "simpo", "model__init_args__reference": "copy"}, "compares with none"),
+    ({"model__init_args__lora": None, "model__init_args__quantize": None, "model__init_args__reference": "base"},
+     "without an adapter"), ({"data__class_path": "SFTData"}, "set data.class_path to PreferenceData")])
+def test_what_does_not_go_together_is_refused(recipe, pairs, capsys, changes, message):
+    assert main(["fit", *recipe(**{
+        "model__class_path": "Preference", "data__class_path": "PreferenceData", "data__init_args__source": pairs,
+        **changes})]) == 2
+    assert message in capsys.readouterr().err
