@@ -1,10 +1,6 @@
-"""Entry point: `python train.py fit|validate|test|predict|inspect|merge|evaluate|report|dashboard ...`."""
+"""Entry point: `python train.py COMMAND ...`; `python train.py --help` lists the commands."""
 
-import gc
-import sys
-
-from lmmods.cli import main
+from lmmods.cli import program
 
 if __name__ == "__main__":
-    gc.disable()  # main enables it when the libraries are imported: they leave no garbage, and the search takes long
-    sys.exit(main())
+    program()

@@ -8,10 +8,10 @@ import traceback
 from typing import Any
 
 from lmmods.commands.trust import guarded_imports, taken_flag, trusting
-from lmmods.core.engines import ENGINES
+from lmmods.core.engines import peek_engine
 from lmmods.core.errors import UserError, user_error_in
 from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
-from lmmods.core.recipes import config_argument
+from lmmods.core.recipes import with_shipped_recipes
 from lmmods.core.redaction import redact
 
 # Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
@@ -21,6 +21,18 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 if not sys.stderr.isatty():
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar in a log file is a long line of debris
+
+
+def program() -> None:
+    """`lmmods` as installed, and `python train.py`: run the command of the command line, and end with its status."""
+    gc.disable()  # main enables it when the libraries are imported: they leave no garbage, and the search takes long
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,14 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         arguments, trusted = taken_flag(arguments)
-        if arguments[:1] == ["report"]:  # reads files only, so it starts without the libraries
-            from lmmods.commands.report.command import main as report
-
-            enable_collector()
-            report(arguments[1:])
-            return 0
         with trusting(trusted):
-            return run_interruptible(arguments)
+            return run_interruptible(with_shipped_recipes(arguments))
     except SystemExit as stop:  # the parser has spoken
         return int(stop.code or 0)
     except Exception as error:
@@ -58,11 +64,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_interruptible(arguments: list[str]) -> int:
-    """Run a command that loads the libraries. Returns 0, or 130 after Ctrl+C or SIGTERM."""
-    from lmmods.commands.registry import COMMANDS, run_command
-    from lmmods.core.console import quiet_libraries, tell
-    from lmmods.core.signals import Interrupted
+    """Run a command, or print the help of the program. Returns 0, or 130 after Ctrl+C or SIGTERM.
 
+    Raises:
+        UserError: There is no such command, or what the command raises.
+    """
+    from lmmods.commands.registry import ENGINE_COMMANDS, check_command, program_help, run_command
+    from lmmods.core.console import quiet_libraries, tell
+    from lmmods.core.signals import Interrupted, Stopped
+    from lmmods.core.terminal import keep_last_line
+
+    # A process that Lightning has started beside the first one prints on the same terminal.
+    keep_last_line(erases=os.environ.get("LOCAL_RANK", "0") != "0")
     quiet_libraries()
 
     def interrupt(number: int, _frame: Any) -> None:
@@ -71,20 +84,26 @@ def run_interruptible(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        if arguments and arguments[0] in COMMANDS:
+        if arguments[:1] in (["--help"], ["-h"], ["help"]):
+            print(program_help())
+        elif not arguments:
+            raise UserError(f"A command is missing.\n\n{program_help()}")
+        elif arguments[0].startswith("-") or arguments[0] in ENGINE_COMMANDS:  # or options that stand before it
+            run_engine(arguments)
+        else:
+            check_command(arguments[0])
             enable_collector()
             run_command(arguments[0], arguments[1:])
-        else:
-            run_engine(arguments)
     except Interrupted as stop:
         tell(str(stop))
-        return 130
+        return 0 if isinstance(stop, Stopped) else 130
     return 0
 
 
 def run_engine(arguments: list[str]) -> None:
     """Build the parser for the engine that `arguments` ask for, and run the command."""
     from lmmods.commands.early_check import check_early
+    from lmmods.core.console import quiet_libraries
 
     engine = peek_engine(arguments)
     check_early(arguments, engine)
@@ -93,43 +112,25 @@ def run_engine(arguments: list[str]) -> None:
     from lmmods.commands.engine_cli import EngineCLI, jax_engine, torch_engine
 
     classes = jax_engine() if engine == "jax" else torch_engine()
+    quiet_libraries()
     enable_collector()
     try:
         with guarded_imports():
-            EngineCLI(classes, engine, arguments)
+            if arguments[:1] == ["find"]:
+                from lmmods.commands.find.command import find
+
+                find(classes, engine, arguments)
+            else:
+                EngineCLI(classes, engine, arguments)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
 
 
 def enable_collector() -> None:
-    """Switch Python's garbage collector on where train.py has left it off; what is imported by now it never visits."""
+    """Switch Python's garbage collector on where `program` has left it off; what is imported by now it never visits."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-
-
-def peek_engine(arguments: list[str]) -> str:
-    """The engine named by `--engine`, or else by the last `--config` that names one.
-
-    It decides which classes the parser knows, so it is read before the parser is built. Raises UserError: a recipe file
-    cannot be read, or no engine has this name.
-    """
-    engine = "torch"
-    for value in _values(arguments, ("--config", "-c")):
-        engine = config_argument(value).get("engine", engine)
-    engine = next(reversed(_values(arguments, ("--engine",))), engine)
-    if engine not in ENGINES:
-        raise UserError(f"engine is {engine!r}, but must be torch or jax.")
-    return engine
-
-
-def _values(arguments: list[str], names: tuple[str, ...]) -> list[str]:
-    found = []
-    for i, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in names:
-            found.append(value if equals else arguments[i + 1] if i + 1 < len(arguments) else "")
-    return found
 
 
 def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -140,3 +141,7 @@ def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 def _fail(message: str) -> int:
     print(redact(f"error: {message}"), file=sys.stderr, flush=True)
     return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,24 +1,29 @@
 """The parser of recipes and command lines: it reads within limits, errs in one line, and imports no library."""
 
 import argparse
+import contextlib
 import difflib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, get_args
 
 import yaml
-from jsonargparse import ArgumentParser, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from lmmods.commands.jsonargparse_compat import options_of, take_no_files, type_of
-from lmmods.commands.trust import refuse_import
+from lmmods.commands.trust import refuse_import, resolved
 from lmmods.core.errors import readable
 from lmmods.core.recipes import guarded
 from lmmods.core.redaction import redact
 from lmmods.core.settings import Generation, LoRA, Optimizer
 
 set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  # for whatever a key or an option holds
+
+
+_arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 
 
 class Parser(ArgumentParser):
@@ -32,12 +37,29 @@ class Parser(ArgumentParser):
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
             refuse_import(key and key[1], denied[1])
-        sys.stderr.write(redact(readable(f"error: {_tidy(message)}{self._suggestion(message)}\n")))
+        from lmmods.commands.migration.advice import advice  # tables that only errors need
+
+        tidy = _tidy(message)
+        told = advice(tidy, list(_arguments.get()), lambda name: suggestion(name, known_names(self)))
+        told = told or f"{tidy}{self._suggestion(message)}"
+        sys.stderr.write(redact(readable(f"error: {told}\n")))
         sys.exit(2)
 
-    def dump(self, *args: Any, **kwargs: Any) -> str:
-        """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens."""
-        return redact(super().dump(*args, **kwargs))
+    def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
+        """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens.
+
+        Of a library's class (a logger has some thirty options) it has no key that is null by default and null here.
+        """
+        cfg = cfg.clone()
+        trainer = cfg.get("trainer")
+        if not isinstance(trainer, Namespace):  # what is wrong with it is told when it is used
+            trainer = Namespace()
+        for key in ("logger", "callbacks", "strategy", "plugins", "profiler"):
+            value = trainer.get(key)
+            for spec in value if isinstance(value, list) else [value]:
+                if isinstance(spec, Namespace) and "init_args" in spec:
+                    _leave_out_unset(spec)
+        return redact(super().dump(cfg, *args, **kwargs))
 
     def add_subcommands(self, **kwargs: Any) -> Any:
         subcommands = super().add_subcommands(**kwargs)
@@ -55,13 +77,8 @@ class Parser(ArgumentParser):
         take_no_files(self)
 
     def _suggestion(self, message: str) -> str:
-        known = sorted(_known_names(self))
-        for name in re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message):
-            wrong = (name[0] or name[1]).rsplit(".", 1)[-1]
-            near = difflib.get_close_matches(wrong, known, 1, 0.7)
-            if near and wrong not in known:
-                return f" Did you mean {near[0]}?"
-        return ""
+        names = re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message)
+        return next(filter(None, (suggestion(name[0] or name[1], known_names(self)) for name in names)), "")
 
 
 class OnlyHelp(argparse.Action):
@@ -76,7 +93,31 @@ class OnlyHelp(argparse.Action):
         """Never reached: the command line is parsed without it."""
 
 
-def _known_names(parser: Parser) -> set[str]:
+def _leave_out_unset(spec: Namespace) -> None:
+    parameters = inspect.signature(resolved(spec.class_path).__init__).parameters
+    for name, value in list(vars(spec.init_args).items()):
+        if value is None and (name not in parameters or parameters[name].default is None):
+            del spec.init_args[name]
+
+
+@contextlib.contextmanager
+def parsing(arguments: list[str]) -> Iterator[None]:
+    """Within it, a parser's errors look for their keys in this command line, which names recipes."""
+    token = _arguments.set(arguments)
+    try:
+        yield
+    finally:
+        _arguments.reset(token)
+
+
+def suggestion(name: str, known: set[str]) -> str:
+    """The question for the nearest right name; empty where none is near, or the name itself is right."""
+    wrong = name.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(wrong, sorted(known), 1, 0.7)
+    return f" Did you mean {near[0]}?" if near and wrong not in known else ""
+
+
+def known_names(parser: Parser) -> set[str]:
     """Last parts of all keys and the short names of all classes that a recipe may hold."""
     options = [option for each in (parser, *parser.commands.values()) for option in options_of(each)]
     names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}

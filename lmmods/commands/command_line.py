@@ -1,20 +1,20 @@
-"""The command line of fit, validate, test, predict and inspect, made of the types that an engine's recipes are of."""
+"""The command line of the commands that take a recipe, made of the types that an engine's recipes are of."""
 
+from argparse import SUPPRESS
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import docstring_parser
 from jsonargparse import ActionConfigFile, Namespace
 
-from lmmods.commands.argument_parser import OnlyHelp, Parser
+from lmmods.commands.argument_parser import OnlyHelp, Parser, parsing
 from lmmods.commands.declarations import EngineCommands
 from lmmods.commands.jsonargparse_compat import parse_alone
-from lmmods.commands.registry import COMMANDS, command_parser
+from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS
 from lmmods.commands.trust import FLAG
 from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError
+from lmmods.core.recipes import CONFIG_OPTIONS, config_argument, may_overwrite, option_values, shortened
 
-ENGINE_COMMANDS = ("fit", "validate", "test", "predict", "inspect")
 DEFAULT_SEED = 42
 
 
@@ -49,12 +49,12 @@ class CommandLine:
     def __init__(self, types: RecipeTypes, engine: str, arguments: list[str]):
         self.engine = engine
         self.parser = _parser("Train language models.")
-        asked = arguments[0] if arguments and arguments[0] in ENGINE_COMMANDS else None
-        self.commands = {name: _command_parser(name, types, engine) for name in ([asked] if asked else ENGINE_COMMANDS)}
+        asked = arguments[:1] if arguments[:1] and arguments[0] in ENGINE_COMMANDS else ENGINE_COMMANDS
+        self.commands = {name: _command_parser(name, types, engine) for name in asked}
         self.options = {name: parser.add_method_arguments(EngineCommands, name)
                         for name, parser in self.commands.items()}
         subcommands = self.parser.add_subcommands()
-        for name, parser in {**self.commands, **({} if asked else _other_parsers())}.items():
+        for name, parser in self.commands.items():
             subcommands.add_subcommand(name, parser, help=parser.description)
 
     def parse(self, arguments: list[str]) -> Any:
@@ -65,12 +65,24 @@ class CommandLine:
             SystemExit: The help is printed, or what else is wrong.
         """
         command, *rest = arguments or [""]
+        for value in option_values(rest, *CONFIG_OPTIONS):
+            if value and "config" in config_argument(value):
+                raise UserError(f"--config {shortened(value)}: config is no key of a recipe, which names no other. "
+                                "Give several on the command line: --config A --config B.")
         try:
-            if command in self.commands:
-                return Namespace({"subcommand": command, command: parse_alone(self.commands[command], rest)})
-            return self.parser.parse_args(arguments)
+            with parsing(arguments):
+                if command in self.commands:
+                    config = Namespace({"subcommand": command, command: parse_alone(self.commands[command], rest)})
+                else:
+                    config = self.parser.parse_args(arguments)
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"A file that the command line names cannot be read ({error}).") from error
+        recipe = config[config.subcommand]
+        if config.subcommand == "fit":
+            recipe.overwrite = may_overwrite(arguments, getattr(recipe.trainer, "default_root_dir", None))
+        elif option_values(arguments, "--overwrite"):
+            raise UserError(f"--overwrite is for fit: {config.subcommand} deletes nothing. Leave it out.")
+        return config
 
 
 def _parser(description: str) -> Parser:
@@ -81,7 +93,7 @@ def _parser(description: str) -> Parser:
 
 
 def _command_parser(name: str, types: RecipeTypes, engine: str) -> Parser:
-    parser = _parser(docstring_parser.parse(getattr(EngineCommands, name).__doc__).short_description)
+    parser = _parser(COMMANDS[name].line)
     parser.add_argument("--seed_everything", type=bool | int, default=DEFAULT_SEED,
                         help="Seed of everything that is drawn; true draws the seed itself.")
     parser.add_class(types.trainer, "trainer", instantiate=False)  # made later, when its callbacks have been
@@ -89,13 +101,8 @@ def _command_parser(name: str, types: RecipeTypes, engine: str) -> Parser:
     parser.add_subclass(types.data, "data")
     parser.add_argument("--engine", type=Literal[ENGINES], default=engine, help="torch (Lightning) or jax (Flax)")
     parser.add_argument(FLAG, action=OnlyHelp)
+    if name != "fit":  # a recipe that says it to fit serves the other commands too
+        parser.add_argument("--overwrite", type=bool, default=False, help=SUPPRESS)
     for key in ("checkpoint", "samples", "mmlu", "publish"):
         parser.add_class(getattr(types, key), key)
     return parser
-
-
-def _other_parsers() -> dict[str, Parser]:
-    """Of the commands that are functions."""
-    from lmmods.commands.report.command import report_parser
-
-    return {**{name: command_parser(name) for name in COMMANDS}, "report": report_parser()}

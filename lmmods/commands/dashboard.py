@@ -10,6 +10,8 @@ CURVES = {
     "Loss": {"Training loss": ["train/loss"], "Validation loss": ["val/loss"]},
     "Quality": {"Perplexity": ["val/perplexity"], "Token accuracy": ["val/accuracy"],
                 "Exact match and F1": ["val/exact_match", "val/f1"]},
+    "Preferences": {"Reward margin": ["val/rewards/margin"], "Reward accuracy": ["val/rewards/accuracy"],
+                    "Rewards": ["val/rewards/chosen", "val/rewards/rejected"], "Divergence": ["train/kl"]},
     "Optimiser": {"Learning rate": ["train/lr"], "Gradient norm": ["train/grad_norm"]},
     "Throughput": {"Real tokens per second": ["train/tokens_per_second"], "MFU": ["train/mfu"],
                    "GPU memory (%)": ["system/gpu.0.memoryAllocated"],

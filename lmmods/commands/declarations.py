@@ -58,8 +58,9 @@ class TorchTrainerFields(trainer_fields.TrainerFields):
     model_registry: str | None = None
 
 
-LOGGERS = ("CSVLogger", "CometLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
-# Keys whose values are classes of libraries, and which of them may be named; what they hold is left to the engine.
+LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+# Keys whose values are classes of libraries, and those that were tried, which may be given by name; any other needs its
+# import path. What they hold is left to the engine.
 CLASSES = {
     "torch": {
         "trainer.logger": LOGGERS,
@@ -68,8 +69,7 @@ CLASSES = {
                              "SingleDeviceStrategy"),
         "trainer.plugins": ("KubeflowEnvironment", "LSFEnvironment", "LightningEnvironment", "MPIEnvironment",
                             "SLURMEnvironment", "TorchElasticEnvironment", "XLAEnvironment"),
-        "trainer.profiler": ("AdvancedProfiler", "PassThroughProfiler", "PyTorchProfiler", "SimpleProfiler",
-                             "XLAProfiler"),
+        "trainer.profiler": ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler"),
     },
     "jax": {"trainer.logger": LOGGERS, "trainer.callbacks": ("EarlyStopping",), "trainer.strategy": ("MeshSharding",)},
 }
@@ -78,12 +78,14 @@ CLASSES = {
 class EngineCommands:
     """What `fit`, `validate`, `test`, `predict` and `inspect` take beside the recipe, on either engine."""
 
-    def fit(self, ckpt_path: str | None = None, overwrite: bool = False) -> None:
+    def fit(self, ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
         """Train.
 
         Args:
             ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
             overwrite: Delete what an earlier run left in the run folder.
+            stop_at: Save and end after this optimiser step. Rates and order stay those of the whole run, which
+                `--ckpt_path last` goes on with.
         """
 
     def validate(self, ckpt_path: str | None = None) -> None:
@@ -108,12 +110,31 @@ class EngineCommands:
         """
 
     def inspect(self, rows: int = 4,
-                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
+                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
+                recipe: bool = False) -> None:
         """Show what would be trained on, and train nothing.
 
         Args:
             rows: How many rows to show with their loss mask.
             which: Which rows: the first, the worst by a measure, or these numbers of training rows.
+            recipe: Also print the recipe with every default filled in.
+        """
+
+    def find(self, what: Literal["lr", "batch_size", "both", "step"] = "both", steps: int = 100, min_lr: float = 1e-7,
+             max_lr: float = 1.0, memory: float | None = None, plot: str = "lr.png", write: bool = False,
+             result: str | None = None) -> None:
+        """Find the learning rate and the fastest batch size; neither takes or makes a run folder.
+
+        Args:
+            what: `lr`: a range test. `batch_size`: the fastest that fits, with the same rows in each optimiser step.
+                `both`: one after the other. `step`: only measure a step of the recipe as it is, on its longest rows.
+            steps: Optimiser steps of the range test.
+            min_lr: Learning rate of its first step.
+            max_lr: Learning rate of its last step, if the loss does not diverge before.
+            memory: GiB that a batch may need, on each GPU or else of this machine; null is what is free.
+            plot: Picture of the range test.
+            write: Write what is found into the recipe's file; comments stay.
+            result: File to write what is found to, as JSON.
         """
 
 
@@ -140,6 +161,10 @@ class MLM(task_fields.MLMFields, TaskModule):
     """Train a masked LM; predict fills the gaps."""
 
 
+class Preference(task_fields.PreferenceFields, TaskModule):
+    """Train a causal LM to prefer answers to others; predict generates answers."""
+
+
 class QA(TaskModule):
     """Find the span of a context that answers a question."""
 
@@ -160,11 +185,16 @@ class MLMData(fields.MLMDataFields, DataModule):
     """Text for masked language modelling."""
 
 
+class PreferenceData(fields.PreferenceDataFields, DataModule):
+    """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer."""
+
+
 class QAData(fields.QADataFields, DataModule):
     """Questions on contexts."""
 
 
-TASKS = {"model": ("CLM", "MLM", "QA", "SFT"), "data": ("CLMData", "MLMData", "QAData", "SFTData")}
+TASKS = {"model": ("CLM", "MLM", "Preference", "QA", "SFT"),
+         "data": ("CLMData", "MLMData", "PreferenceData", "QAData", "SFTData")}
 # Folders of further classes that a recipe may name without their module: tasks of one's own, and what every run has.
 FOLDERS = {
     "torch": {"model": "lmmods.torch_engine.tasks", "data": "lmmods.data",

@@ -21,6 +21,7 @@ from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.jsonargparse_compat import list_classes, options_of, replace_check
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import ForeignCode, guarded_imports
+from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError, user_error_in
 from lmmods.core.trainer_fields import JaxTrainerFields
 from lmmods.evaluation.mmlu import MMLUEvaluator
@@ -84,10 +85,18 @@ class EarlyCommandLine(CommandLine):
 
     def _check_name(self, key: str, name: str, listed: tuple[str, ...]) -> None:
         """Raise UserError for the name of a class that is nowhere."""
-        folder = declarations.FOLDERS[self.engine].get(key)
+        folders = {engine: declarations.FOLDERS[engine].get(key) for engine in ENGINES}
+        folder = folders.pop(self.engine)
         if key == "trainer.callbacks" and self.engine == "torch" and name in REFUSED:
             check_callback(f"lightning.{name}")
-        if folder is None or name in listed or name in _classes_in(folder):
+        if folder is None or name in _classes_in(folder):
+            return
+        if key == "model":
+            for other, elsewhere in folders.items():
+                if name in _classes_in(elsewhere):
+                    raise UserError(f"model is {name}, a task of engine {other} alone: {folder} has no file for it. "
+                                    f"Use --engine {other}, or write that file (docs/extending.md).")
+        if name in listed:
             return
         near = difflib.get_close_matches(name, listed, 1)
         raise UserError(f"{key} is {name}, but must be {', '.join(listed)} or the import path of a class."
@@ -116,7 +125,7 @@ def _is_judged(word: str, following: str) -> bool:
 
 def _classes_in(package: str) -> set[str]:
     """Names of the classes that the files of a package define, which are not imported for that."""
-    files = Path(importlib.import_module(package).__path__[0]).glob("*.py")
+    files = [path for folder in importlib.import_module(package).__path__ for path in Path(folder).glob("*.py")]
     return {name for path in files for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
 
 

@@ -114,11 +114,12 @@ class EngineCLI(CLI):
     def after_instantiate_classes(self) -> None:
         dump = self.parser.commands[self.subcommand].dump(self.recipe, skip_none=False, skip_validation=True)
         recipe = redacted(yaml.load(dump, Loader=Loader))
-        for key in ("config", "ckpt_path", "overwrite"):
+        for key in ("config", "ckpt_path", "overwrite", "stop_at"):
             recipe.pop(key, None)
         defaults = self._defaults()
         self._make_engine_neutral(recipe, defaults["trainer"])
         recipe["trainer"]["precision"] = self.trainer.precision  # what `auto` has become
+        recipe["engine"] = self.engine  # --engine before a --config that names another one wins all the same
         if not issubclass(self.types.checkpoint, Callback):  # else they are among the trainer's callbacks
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
@@ -127,7 +128,8 @@ class EngineCLI(CLI):
         fields = self.model.config_fields()
         self.datamodule.connect(pretrained=self.model.pretrained, revision=self.model.revision,
                                 trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed_everything,
-                                max_positions=position_limit(fields), token_types=tells_token_types(fields))
+                                max_positions=position_limit(fields), token_types=tells_token_types(fields),
+                                answers=self.model.answers)
 
     def _defaults(self) -> dict[str, Any]:
         """The default of every key, in blocks as a recipe has them, but without `class_path` and `init_args`."""

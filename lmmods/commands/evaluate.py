@@ -4,7 +4,11 @@ import difflib
 from typing import Any, Literal
 
 from lmmods.commands.exported_model import FinishedRun
+from lmmods.core.console import tell
 from lmmods.core.errors import UserError, first_line
+
+# What evaluate.json holds of lm-eval's results: nothing that names this machine.
+REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
 def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | None = None, batch_size: int = 8,
@@ -12,7 +16,8 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
              dtype: Literal["float32", "bfloat16", "float16"] = "float32", device: str = "auto") -> None:
     """Evaluate a run's model on tasks of lm-eval, with its adapter and its quantised base.
 
-    Scores go to metrics.json as `eval/<task>/<metric>`, everything that lm-eval tells to evaluate.json.
+    Scores go to metrics.json as `eval/<task>/<metric>`, everything that lm-eval tells to evaluate.json, both after each
+    task. Where a task fails, the others are evaluated all the same; the exit status then is not 0.
 
     Args:
         run: The run folder, of either engine.
@@ -26,7 +31,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
         device: cpu, cuda, cuda:1; auto takes a GPU where there is one.
 
     Raises:
-        UserError: lm-eval is not installed, no such run, model or task, or its data cannot be had.
+        UserError: lm-eval is not installed, no such run, model or task, or one of the tasks could not be evaluated.
     """
     try:
         import lm_eval
@@ -45,28 +50,48 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
                          {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-mixed"}[dtype], device)
     model = HFLM(pretrained=finished.with_adapter(base), tokenizer=finished.tokenizer(), batch_size=batch_size,
                  device=device)
+    done: dict[str, Any] = {}
+    failed: dict[str, Exception] = {}
     with finished.folder.taken("evaluate"):
-        found = _evaluate_tasks(model, names, limit, num_fewshot, manager, apply_chat_template)
-        print(lm_eval.utils.make_table(found))
-        scores = {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
-                  for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
-                  and name != "sample_len"}
-        finished.folder.merge_metrics(scores)
-        finished.folder.write_files({"evaluate.json": _plain(found)})
-    print(f"Wrote {len(scores)} scores to {finished.folder.metrics_json}.")
+        for name in dict.fromkeys(names):
+            try:
+                found = lm_eval.simple_evaluate(model, tasks=[name], limit=limit, num_fewshot=num_fewshot,
+                                                task_manager=manager, apply_chat_template=apply_chat_template,
+                                                log_samples=False)
+            except Exception as error:  # raised again below
+                failed[name] = error
+                tell(f"{name} failed: {_reason(error)}")
+                continue
+            print(lm_eval.utils.make_table(found))
+            done |= {key: {**done.get(key, {}), **found[key]} for key in REPORTED if key in found}
+            finished.folder.merge_metrics(_scores(done))
+            finished.folder.write_files({"evaluate.json": done})
+    if done:
+        print(f"Wrote {len(_scores(done))} scores to {finished.folder.metrics_json}.")
+    if failed:
+        raise _failure(failed, len(set(names)))
 
 
-def _evaluate_tasks(model: Any, names: list[str], limit: int | None, num_fewshot: int | None, manager: Any,
-                    apply_chat_template: bool) -> dict[str, Any]:
-    import lm_eval
+def _scores(found: dict[str, Any]) -> dict[str, float]:
+    """`eval/<task>/<metric>` of lm-eval's results."""
+    return {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
+            for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
+            and name not in ("sample_len", "sample_count")}
 
-    try:
-        return lm_eval.simple_evaluate(model, tasks=names, limit=limit, num_fewshot=num_fewshot, task_manager=manager,
-                                        apply_chat_template=apply_chat_template, log_samples=False)
-    except (OSError, ConnectionError) as error:
-        raise UserError(f"evaluate: the data of {','.join(names)} cannot be had: {first_line(error)}. They come "
-                        "from the hub unless they are in its cache; tasks on local files work offline "
-                        "(--task_folder).") from error
+
+def _failure(failed: dict[str, Exception], num_tasks: int) -> Exception:
+    """What to raise for tasks that failed: a mistake where only data or packages are missing, else the first error."""
+    if bug := next((error for error in failed.values() if not isinstance(error, OSError | ImportError)), None):
+        return bug
+    reasons = "; ".join(f"{name}: {_reason(error)}" for name, error in failed.items())
+    return UserError(f"evaluate: {len(failed)} of {num_tasks} tasks failed ({reasons}). "
+                     + ("The scores of the others are written. " if len(failed) < num_tasks else "")
+                     + "Data come from the hub unless they are in its cache; tasks on local files work offline "
+                     "(--task_folder). Packages that a task needs beside lm-eval are installed with pip.")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _metric(name: str) -> str:
@@ -84,9 +109,3 @@ def _check_names(names: list[str], known: list[str]) -> None:
             raise UserError(f"--tasks {name}: lm-eval knows no such task, group or tag."
                             + (f" Did you mean {', '.join(near)}?" if near else "")
                             + " Task files of your own: --task_folder.")
-
-
-def _plain(found: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of lm-eval's results, without what names this machine."""
-    kept = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
-    return {name: found[name] for name in kept if name in found}

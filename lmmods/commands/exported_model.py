@@ -37,24 +37,12 @@ class FinishedRun:
         has_adapter = (folder.model / "adapter_config.json").is_file()
         if not has_adapter and not (folder.model / "config.json").is_file():
             raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished.")
-        model = cls._model(run, folder)
-        if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM"):
-            raise UserError(f"--run {run}: {command} takes runs of SFT and CLM, this one is of {model['class_path']}.")
+        model = model_block(run, command)
         options = model["init_args"]
         check_remote_code(options)
         return cls(folder, has_adapter, options.get("pretrained"), options.get("config_overrides") or {},
                    options.get("revision"), bool(options.get("trust_remote_code")), options.get("quantize"),
                    bool(options.get("double_quant", True)))
-
-    @staticmethod
-    def _model(run: str, folder: RunFolder) -> dict[str, Any]:
-        """The block `model` of config.yaml."""
-        model = read_recipe(folder.config).get("model")
-        if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
-                and isinstance(model.get("init_args"), dict)):
-            raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote "
-                            "it.")
-        return model
 
     def tokenizer(self):
         from transformers import AutoTokenizer
@@ -108,6 +96,18 @@ class FinishedRun:
                 plain[name].copy_(tensor)
         copy_dequantized(quantised, model)
         return model
+
+
+def model_block(run: str, command: str) -> dict[str, Any]:
+    """The block `model` of a run's config.yaml. Raises UserError: there is none, or it is of a task without text."""
+    model = read_recipe(RunFolder(run).config).get("model")
+    if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
+            and isinstance(model.get("init_args"), dict)):
+        raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote it.")
+    if model["class_path"].rsplit(".", 1)[-1] not in ("SFT", "CLM", "Preference"):
+        raise UserError(f"--run {run}: {command} takes runs of SFT, CLM and Preference, this one is of "
+                        f"{model['class_path']}.")
+    return model
 
 
 def copy_dequantized(quantized, model) -> None:

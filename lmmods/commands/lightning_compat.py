@@ -25,3 +25,9 @@ class CLI(LightningCLI):
         Called by LightningCLI's constructor whatever `load_from_checkpoint_support` says. What --ckpt_path names is
         checked by `lmmods.runs.folder.RunFolder.resolve`.
         """
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Perform a command that is a method of this class and of no trainer; Lightning's asks the trainer first."""
+        if hasattr(self.trainer, subcommand):
+            return super()._run_subcommand(subcommand)
+        getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))

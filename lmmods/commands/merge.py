@@ -31,7 +31,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
     """
-    from lmmods.torch_engine.nn.export import save  # needs torch, which help does not
+    from lmmods.commands.serving import MODELFILE, modelfile, serving_lines
 
     out_folder = Path(out)
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
@@ -56,6 +56,8 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         raise UserError(f"The merged model is {difference:.2g} of the logits' scale away from the adapter, more than "
                         f"--threshold {threshold}. Nothing was written. Try the other --base, a wider --dtype, or "
                         "--force true.")
+    from lmmods.torch_engine.nn.export import save  # needs torch, which mistakes and help do not
+
     temporary = out_folder.with_name(f".{out_folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     save(chosen, temporary, adapter_only=False, dtype=None, writes=True)
@@ -64,8 +66,11 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         shutil.copyfile(recipe.folder.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
     card = _card(recipe, base, report, reference.tokenizer.chat_template is not None)
     (temporary / "README.md").write_text(card, encoding="utf-8")
+    data = read_recipe(recipe.folder.config)["data"]["init_args"]
+    if text := modelfile(temporary, reference.tokenizer, data.get("system_prompt"), data.get("chat_template_kwargs")):
+        (temporary / MODELFILE).write_text(text, encoding="utf-8")
     commit_folder(temporary, out_folder)
-    print(f"Wrote {out}.")
+    print(f"Wrote {out}. To use it:\n{serving_lines(out_folder)}")
 
 
 @dataclass

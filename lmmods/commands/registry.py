@@ -1,25 +1,144 @@
-"""The commands that are functions: their arguments are their options."""
+"""Every command, once: its group and its line in the help of the program, and the function that does it.
 
+A new command is a row of `COMMANDS` and a function whose documented arguments are its options.
+"""
+
+import difflib
 import importlib
+import inspect
+import itertools
+import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+import docstring_parser
 
 from lmmods.commands.argument_parser import Parser
+from lmmods.commands.jsonargparse_compat import options_of
+from lmmods.core.errors import UserError
 
-COMMANDS = ("merge", "evaluate", "dashboard")  # each a function in the module of its name
+GROUPS = {"train": "Train", "tune": "Tune", "data": "Look at the data", "results": "Use and compare results",
+          "help": "Find your way"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the program.
+
+    Args:
+        group: Of `GROUPS`.
+        line: What it does, for the help.
+        function: Its function, as module:name below lmmods.commands; None for a method of the engine's trainer.
+        positional: Arguments of the function that are given without their names.
+        takes_recipe: Whether all other options are those of fit; the function gets them as its first argument.
+    """
+
+    group: str
+    line: str
+    function: str | None = None
+    positional: tuple[str, ...] = ()
+    takes_recipe: bool = False
+
+
+COMMANDS = {
+    "fit": Command("train", "Train."),
+    "validate": Command("train", "Evaluate on the validation set."),
+    "test": Command("train", "Evaluate on the test set."),
+    "predict": Command("train", "Write predictions.jsonl."),
+    "recipes": Command("help", "List the recipes that come with the project: task, model, hardware, time.",
+                       "recipes:recipes"),
+    "new": Command("data", "Write a recipe for your own model and data.", "new:new", ("name",)),
+    "inspect": Command("data", "Show what would be trained on, and train nothing."),
+    "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe."),
+    "sweep": Command("tune", "Train a recipe with many settings, on this machine (Optuna) or by W&B's agents.",
+                     "sweep.command:sweep", ("parameters",), takes_recipe=True),
+    "chat": Command("results", "Talk to a run, a checkpoint, a model folder or a hub model.", "chat:chat"),
+    "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.", "merge:merge"),
+    "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "evaluate:evaluate"),
+    "verify": Command("results", "Check a run against its manifest.json; train its first steps again.", "verify:verify",
+                      ("run",)),
+    "report": Command("results", "Lay runs side by side on one HTML page.", "report.command:report", ("runs",)),
+    "doctor": Command("help", "Say what works on this machine: versions, devices, kernels, disk, accounts.",
+                      "doctor:doctor"),
+    "dashboard": Command("results", "Lay out the W&B workspace of a project.", "dashboard:dashboard"),
+    "migrate": Command("help", "Make a recipe of a YAML of axolotl, LLaMA-Factory or TRL.", "migration.command:migrate",
+                       ("file",)),
+}
+ENGINE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.function is None)
+
+
+def program_help() -> str:
+    """What `train.py --help` prints: all commands, by group."""
+    width = max(map(len, COMMANDS)) + 2
+    groups = [[f"{title}:", *(f"  {name:<{width}}{command.line}" for name, command in COMMANDS.items()
+                              if command.group == group)] for group, title in GROUPS.items()]
+    return "\n\n".join([
+        "usage: python train.py COMMAND [options]",
+        "lmmods trains language models: a recipe is one YAML file, the engine torch (Lightning) or JAX (Flax).",
+        *("\n".join(lines) for lines in groups if len(lines) > 1),
+        textwrap.dedent("""\
+            python train.py COMMAND --help explains its options; of fit, every key of a recipe.
+            A first run: python train.py fit --config configs/sft_qlora.yaml""")])
+
+
+def check_command(name: str) -> None:
+    """Raise UserError unless there is a command of this name."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        raise UserError(f"There is no command {name!r}." + (f" Did you mean {near[0]}?" if near else "")
+                        + " python train.py --help lists all.")
 
 
 def command_parser(name: str) -> Parser:
-    """The command line of a command."""
-    function = _function(name)
-    parser = Parser(prog=f"train.py {name}", description=function.__doc__.split("\n")[0])
-    parser.add_function_arguments(function, as_group=False)
+    """The command line of a command that is a function."""
+    function, positional = _function(name), COMMANDS[name].positional
+    others = " All other options are those of fit." if COMMANDS[name].takes_recipe else ""
+    parser = Parser(prog=f"train.py {name}", description=COMMANDS[name].line + others)
+    texts = {each.arg_name: each.description for each in docstring_parser.parse(function.__doc__).params}
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if argument in positional:
+            parser.add_argument(argument, help=texts[argument], **_positional(parameter))
+    # Of a command that takes a recipe, the first argument is what stands for the recipe.
+    skipped = {*positional, *list(inspect.signature(function).parameters)[: COMMANDS[name].takes_recipe]}
+    parser.add_function_arguments(function, as_group=False, skip=skipped)
     return parser
 
 
+def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with which a command's function is called: those without and those with names."""
+    parser = command_parser(name)
+    if not COMMANDS[name].takes_recipe:
+        return [], _values(parser, arguments)
+    known = {word for option in options_of(parser) for word in option.option_strings}
+    positional, own, recipe, words = [], [], [], iter(arguments)
+    for word in words:
+        kind = positional if not word.startswith("-") else own if word.partition("=")[0] in known else recipe
+        kind.append(word)
+        if kind is not positional and "=" not in word and word not in ("-h", "--help"):
+            kind.extend(itertools.islice(words, 1))  # the value of an option is the next word
+    return [recipe], _values(parser, [*positional, *own])
+
+
+def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
+    """The arguments by name, groups of settings as the objects that they are."""
+    return vars(parser.instantiate(parser.parse_args(arguments)))
+
+
 def run_command(name: str, arguments: list[str]) -> None:
-    """Parse the arguments of a command and run it."""
-    _function(name)(**command_parser(name).parse_args(arguments).as_dict())
+    """Parse the arguments of a command that is a function, and run it."""
+    unnamed, named = parse_command(name, arguments)
+    _function(name)(*unnamed, **named)
+
+
+def _positional(parameter: inspect.Parameter) -> dict[str, Any]:
+    """How often an argument without a name is given, and its type."""
+    many, required = get_origin(parameter.annotation) is list, parameter.default is parameter.empty
+    return {"type": get_args(parameter.annotation)[0] if many else parameter.annotation,
+            **({"nargs": "+" if required else "*"} if many else {} if required else {"nargs": "?"}),
+            **({} if required else {"default": parameter.default})}
 
 
 def _function(name: str) -> Callable[..., None]:
-    return getattr(importlib.import_module(f"lmmods.commands.{name}"), name)
+    module, _, function = COMMANDS[name].function.partition(":")
+    return getattr(importlib.import_module(f"lmmods.commands.{module}"), function)

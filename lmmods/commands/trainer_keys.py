@@ -1,6 +1,7 @@
 """Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
 
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 from jsonargparse import Namespace
@@ -9,6 +10,7 @@ from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import shortened
 from lmmods.core.run_length import check_length
+from lmmods.core.shipped_recipes import DEMO
 
 MAX_SEED = 2**32 - 1
 MAX_DEVICES = 256  # of one machine; on a CPU each is a process
@@ -102,6 +104,9 @@ def check_texts(value: Any, key: str) -> None:
         longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
             raise UserError(f"{key} is {shortened(value)}: too long for a path.")
+        if DEMO.match(value) and not Path("demo").is_dir():
+            raise UserError(f"{key} is {value}, a file of the demo, which a clone of the project has and {Path.cwd()} "
+                            "has not. Run it in the folder of the clone, or set the key to a path of your own.")
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, key)

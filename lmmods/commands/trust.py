@@ -122,7 +122,7 @@ def check_remote_code(options: Any, typed: bool = False) -> None:
     if options.get("trust_remote_code") and not typed and not is_trusted():
         raise UserError("model.trust_remote_code is set in a file, and would run the code that comes with "
                         f"{options.get('pretrained')}. If you have read it and trust it, add --model.trust_remote_code "
-                        f"true to the command line (merge and evaluate: {FLAG} true).")
+                        f"true to the command line (merge, evaluate and chat: {FLAG} true).")
 
 
 def _check_kernel(key: str, name: Any) -> None:
@@ -150,7 +150,7 @@ def _check_built(value: Any, key: str) -> None:
 
 
 def _check_class(key: str, path: str) -> None:
-    found = _resolved(path)
+    found = resolved(path)
     if not inspect.isclass(found):
         _refuse_callable(key, path)
     if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
@@ -174,11 +174,11 @@ def _kinds() -> tuple[type, ...]:
     return Callback, Logger, ClusterEnvironment, Profiler, Strategy
 
 
-def _resolved(path: str) -> Any:
+def resolved(path: str) -> Any:
     """What an import path names; the parser has imported it already."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError:  # a class inside of a class
-        outer = _resolved(module)
+        outer = resolved(module)
         return getattr(outer, name, None)

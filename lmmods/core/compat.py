@@ -38,3 +38,11 @@ def logged_checkpoints(logger: Any) -> bool | str:
     Read in lightning 2.6.
     """
     return getattr(logger, "_log_model", False)
+
+
+def without_anonymous(logger: Any) -> None:
+    """Take the option `anonymous` out of what Lightning's WandbLogger hands to wandb.init: `_wandb_init`.
+
+    Read in lightning 2.6, which always hands it over, and wandb 0.28, which warns of it and ignores it.
+    """
+    getattr(logger, "_wandb_init", {}).pop("anonymous", None)

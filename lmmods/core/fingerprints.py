@@ -2,9 +2,14 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from lmmods.core.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SAMPLED_ABOVE = 16 * 2**20  # bytes
 BLOCKS, BLOCK_BYTES = 256, 2**14
@@ -13,6 +18,11 @@ BLOCKS, BLOCK_BYTES = 256, 2**14
 def joined(parts: Iterable[str]) -> str:
     """One fingerprint (32 hex digits) of several parts, in their order."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def of_array(array: "np.ndarray") -> str:
+    """Hash of an array's values."""
+    return hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
 
 
 def whole_file(path: str | os.PathLike) -> str:
@@ -41,3 +51,45 @@ def sampled_file(path: str | os.PathLike) -> str:
         return digest.hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+# What a manifest says of a file: its size, and a hash with the name of how it was made ------------------------------
+
+
+def described(path: str | os.PathLike, digest: str | None = None, sampled: bool = True) -> dict[str, Any]:
+    """`bytes` and `hash` of an input: `blake2b:…` of all bytes, `blocks:…` of 256 blocks, or `sha256:…` of the hub.
+
+    Files in the hub's cache are called by their SHA-256, so that of weights is known without reading them.
+
+    Args:
+        digest: What `whole_file`, or `sampled_file` if it is `sampled`, gave; None looks.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    if digest is None and os.path.basename(folder) == "blobs" and re.fullmatch("[0-9a-f]{64}", name):
+        return {"bytes": os.path.getsize(target), "hash": f"sha256:{name}"}
+    digest = digest or (sampled_file(path) if sampled else whole_file(path))
+    size = os.path.getsize(path)
+    return {"bytes": size, "hash": f"{'blocks' if sampled and size > SAMPLED_ABOVE else 'blake2b'}:{digest}"}
+
+
+def sha256(path: str | os.PathLike) -> dict[str, Any]:
+    """`bytes` and `hash` of a file that a run has written, as `sha256sum` and the hub show it. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            return {"bytes": os.path.getsize(path), "hash": f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def is_as_described(path: str | os.PathLike, described: dict[str, Any]) -> bool:
+    """Whether a file has this `bytes` and `hash`; of another size it is not read. Raises UserError."""
+    kind = described["hash"].partition(":")[0]
+    if os.path.getsize(path) != described["bytes"]:
+        return False
+    hashed = {"sha256": lambda: sha256(path)["hash"], "blake2b": lambda: f"blake2b:{whole_file(path)}",
+              "blocks": lambda: f"blocks:{sampled_file(path)}"}[kind]
+    return hashed() == described["hash"]

@@ -15,12 +15,14 @@ from typing import Any
 import yaml
 
 from lmmods.core.errors import UserError
+from lmmods.core.shipped_recipes import as_file
 
 MAX_BYTES = 10 * 2**20
 MAX_NODES = 100_000  # values, counted after aliases are put in; the largest recipe shipped has about 100
 MAX_DEPTH = 64
 MAX_DIGITS = 400  # no float has more
 TRUST_KEY = "trust_recipe_code"
+CONFIG_OPTIONS = ("--config", "-c")
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -53,6 +55,43 @@ def config_argument(value: str) -> dict[str, Any]:
     return read_recipe(value)
 
 
+def option_values(arguments: list[str], *names: str) -> list[str]:
+    """What a command line gives to an option, which may have several names; "" where the value is missing."""
+    found = []
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            found.append(value if equals else following)
+    return found
+
+
+def with_shipped_recipes(arguments: list[str]) -> list[str]:
+    """The command line with paths in place of the names of shipped recipes, wherever it gives one to `--config`."""
+    found: list[str] = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if found and found[-1] in CONFIG_OPTIONS:
+            word = as_file(word)
+        elif name in CONFIG_OPTIONS and equals:
+            word = f"{name}={as_file(value)}"
+        found.append(word)
+    return found
+
+
+def may_overwrite(arguments: list[str], folder: str | None) -> bool:
+    """Whether `fit` may start over in a run folder: a command line says so for any, a file for the one it names."""
+    if typed := option_values(arguments, "--overwrite"):
+        return typed[-1].lower() == "true"
+    overwrites = False
+    for value in option_values(arguments, *CONFIG_OPTIONS):
+        content = config_argument(value)
+        if "overwrite" in content:
+            trainer = content.get("trainer")
+            named = trainer.get("default_root_dir") if isinstance(trainer, dict) else None
+            overwrites = content["overwrite"] is True and named is not None and named == folder
+    return overwrites
+
+
 def read_text(path: str | Path) -> str:
     """Text of a regular file in UTF-8.
 
@@ -69,7 +108,8 @@ def read_text(path: str | Path) -> str:
                             f"{MAX_BYTES // 2**20} MiB are read.")
         content = Path(path).read_bytes()
     except FileNotFoundError as error:
-        raise UserError(f"--config {shown}: no such file in {Path.cwd()}.") from error
+        raise UserError(f"--config {shown}: no such file in {Path.cwd()}, and no recipe of this name among those that "
+                        "python train.py recipes lists.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--config {shown}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):

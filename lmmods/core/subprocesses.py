@@ -1,13 +1,21 @@
-"""Worker processes that exit with their parent, even if that one is killed."""
+"""Worker processes: they exit with their parent, even if that one is killed, and print above its status line."""
 
 import os
 import threading
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
+from lmmods.core.terminal import keep_last_line
 
-def end_with_parent(*_: object) -> None:
-    """Exit this worker when its parent dies; call it first in a worker of multiprocessing, with any start method.
+
+def begin_worker(*_: object) -> None:
+    """What a worker of multiprocessing calls first, with any start method."""
+    keep_last_line(erases=True)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Exit this worker when its parent dies.
 
     It waits for the parent's end of a pipe to close. The parent's process id or a signal at its death would not do:
     workers of a forkserver are children of the server, which lives as long as they do.

@@ -9,11 +9,16 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
               "4090": 165e12, "3090": 71e12, "V100": 125e12, "T4": 65e12}
 
 
+def now() -> float:
+    """Seconds on the clock by which training is timed."""
+    return time.perf_counter()
+
+
 class Stopwatch:
     """Seconds of training proper, without evaluation and saving."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or time.perf_counter
+        self._clock = clock or now
         self._seconds = 0.0
         self._since: float | None = None
 
@@ -61,6 +66,64 @@ class Laps:
         speed = self._num_tokens / (self._end - self._begin)
         self._num_tokens, self._begin = 0, self._end
         return speed
+
+
+class Pace:
+    """How long the rest of a phase will take, by the steps measured so far.
+
+    The first step of the process is left out: it is slower than the others. Validations are timed by themselves; all
+    else between steps (saving, samples) counts as part of these.
+
+    Args:
+        total: Steps of the phase.
+        clock: Seconds.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] | None = None) -> None:
+        self._total = total
+        self._clock = clock or now
+        self._first: tuple[int, float] | None = None  # step, clock: the beginning of what is measured
+        self._latest = (0, 0.0)
+        self._paused = 0.0  # since then
+        self._pauses: list[float] = []
+        self._since = 0.0
+
+    def mark(self, step: int) -> None:
+        """So many steps are done."""
+        self._latest = step, self._clock() - self._paused
+        self._first = self._first or self._latest
+
+    def pause(self) -> None:
+        """A validation begins."""
+        self._since = self._clock()
+
+    def go_on(self) -> None:
+        """The validation is over."""
+        self._pauses.append(self._clock() - self._since)
+        self._paused += self._pauses[-1]
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether a validation has been timed."""
+        return bool(self._pauses)
+
+    @property
+    def measured(self) -> tuple[int, float]:
+        """Steps measured, and the seconds that they took together."""
+        first, latest = self._first or self._latest, self._latest
+        return latest[0] - first[0], latest[1] - first[1]
+
+    def left(self, step: int, validations: int) -> float | None:
+        """Seconds from `step` to the end; None as long as no step has been measured.
+
+        Args:
+            validations: Those that are still to come.
+        """
+        steps, seconds = self.measured
+        if not steps:
+            return None
+        each = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
+        return seconds / steps * (self._total - step) + each * validations
 
 
 def peak_flops(device_name: str) -> float | None:

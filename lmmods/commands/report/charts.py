@@ -33,6 +33,8 @@ GROUPS = (
     Group("Loss", "nats", ("train/loss", "val/loss")),
     Group("Perplexity", "exp of the loss", ("val/perplexity",), log=True),
     Group("Accuracy", "share of right tokens", ("val/accuracy",)),
+    Group("Reward margin", "", ("train/rewards/margin", "val/rewards/margin")),
+    Group("Reward accuracy", "share of pairs in the right order", ("train/rewards/accuracy", "val/rewards/accuracy")),
     Group("Exact match", "", ("val/exact_match",)),
     Group("F1", "", ("val/f1",)),
     Group("Learning rate", "", ("train/lr",), zero=True),

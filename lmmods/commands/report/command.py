@@ -3,33 +3,17 @@
 from datetime import datetime
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-
 from lmmods.commands.report.page import GENERATOR, render
 from lmmods.commands.report.reading import read_runs
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import write_text
 
 
-def report_parser() -> ArgumentParser:
-    """The command line of `report`."""
-    parser = ArgumentParser(prog="train.py report", description=report.__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=str, help="Run folders, finished or running, of either engine.")
-    parser.add_argument("--out", type=str, default="report.html", help="File to write.")
-    parser.add_argument("--overwrite", type=bool, default=False, help="Replace a file that is not a report.")
-    return parser
-
-
-def main(arguments: list[str]) -> None:
-    """Parse and run `report`."""
-    report(**report_parser().parse_args(arguments).as_dict())
-
-
 def report(runs: list[str], out: str = "report.html", overwrite: bool = False) -> None:
     """Write one self-contained HTML page with the curves and tables of runs.
 
     Args:
-        runs: Run folders.
+        runs: Run folders, finished or running, of either engine.
         out: File to write; an older report there is replaced.
         overwrite: Replace also a file that is not a report.
     """

@@ -21,8 +21,8 @@ GENERATOR = "lmmods report"  # in the head of every page of ours
 COLOURS, SHAPES = 8, 7  # in page.css and page.html.jinja; coprime, so that 56 runs look different
 
 
-def render(runs: Sequence[Run], written: datetime) -> str:
-    """HTML of a report over `runs`; whatever a run says is text in it, never markup."""
+def render(runs: Sequence[Run], written: datetime, trials: tables.TrialTable | None = None) -> str:
+    """HTML of a report over `runs` and the `trials` of a sweep; whatever a run says is text in it, never markup."""
     main, other = charts.draw_charts(runs)
     drawn = [chart for both in (*main, *other) for chart in both]
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
@@ -38,6 +38,7 @@ def render(runs: Sequence[Run], written: datetime) -> str:
         direction=tables.direction,
         metrics=tables.metrics_table(runs), settings=tables.settings_tables(runs), splits=tables.split_rows(runs),
         sources=tables.source_rows(runs), samples=tables.sample_groups(runs), mmlu=tables.mmlu_bars(runs),
+        trials=trials,
     )
 
 

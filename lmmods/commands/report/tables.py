@@ -1,16 +1,20 @@
 """What runs have in numbers and words, side by side: metrics, settings, data, samples, MMLU."""
 
+import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmmods.commands.report.numbers import full, percent
 from lmmods.commands.report.reading import Run
+from lmmods.core.trainer_fields import TrainerFields
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 HIGHER_IS_BETTER = ("accuracy", "exact_match", "f1", "tokens_per_second", "mfu")
 ABSENT = "–"
+NAMES_THE_RUN = re.compile(r"trainer\.(default_root_dir|logger(\.\d+)?\.init_args\.(id|name|save_dir|version))")
 
 
 @dataclass
@@ -37,11 +41,15 @@ def metrics_table(runs: Sequence[Run]) -> list[Row]:
 
 
 def settings_tables(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
-    """Settings that differ between the runs, and those that are the same in all (one cell each)."""
+    """Settings that differ between the runs, and those that are the same in all (one cell each).
+
+    What only says where a run is and what it is called is left out. A key of the trainer that a recipe lacks has its
+    default: each engine writes only those of its own down.
+    """
     flat = [flatten(run.recipe) for run in runs]
     differing, same = [], []
-    for name in dict.fromkeys(name for settings in flat for name in settings):
-        texts = [settings.get(name, ABSENT) for settings in flat]
+    for name in dict.fromkeys(name for settings in flat for name in settings if not NAMES_THE_RUN.fullmatch(name)):
+        texts = [settings.get(name, DEFAULTS.get(name, ABSENT)) for settings in flat]
         if len(set(texts)) > 1:
             differing.append(Row(name, [Cell(text) for text in texts]))
         else:
@@ -134,6 +142,45 @@ def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
             for split, subjects in splits.items()]
 
 
+@dataclass
+class TrialRow:
+    """A trial of a sweep.
+
+    Args:
+        value: What it measured last; None where that is nothing.
+        settings: What the varied keys were, in the order of the table's.
+        problem: Why it failed.
+    """
+
+    number: int
+    state: str
+    value: float | None
+    settings: list[Any]
+    problem: str = ""
+
+
+@dataclass
+class TrialTable:
+    """The trials of a sweep over `keys`, best first."""
+
+    keys: list[str]
+    metric: str
+    rows: list[TrialRow]
+
+    def cells(self, row: TrialRow) -> list[str]:
+        """A row's texts: trial, state, metric, then the varied keys."""
+        value = ABSENT if row.value is None else full(row.value)
+        return [str(row.number), row.state, value, *(f"{each:.4g}" if isinstance(each, float) else str(each)
+                                                     for each in row.settings)]
+
+    def as_text(self) -> str:
+        """The table for a console."""
+        rows = [["trial", "state", self.metric, *self.keys], *map(self.cells, self.rows)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+                         for row in rows)
+
+
 def direction(metric: str) -> int:
     """-1 where less is better, 1 where more is better, 0 where neither."""
     name = metric.rsplit("/", 1)[-1]
@@ -206,3 +253,6 @@ def _remarks(source: dict) -> list[str]:
 
 def _list(value: Any) -> list:
     return value if isinstance(value, list) else []
+
+
+DEFAULTS = {f"trainer.{field.name}": _plain(field.default) for field in dataclasses.fields(TrainerFields)}

@@ -1,0 +1,74 @@
+"""A causal network that answers one prompt at a time, on JAX."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_engine.checkpoint_arrays import unpack_trainable
+from jax_engine.distributed import devices as machines
+from jax_engine.distributed.tree import merge, split
+from jax_engine.models.building import COMPUTE_DTYPES, build_network
+from jax_engine.models.generate import stream
+from jax_engine.models.parameters import FirstValues
+from jax_engine.tasks.base import check_supported
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Generation
+from lmmods.core.task_fields import CausalFields
+from lmmods.runs.checkpoint_io import read_checkpoint
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
+
+
+def connect(device: str) -> None:
+    """Choose the device that answers. Raises UserError: this engine does not know it."""
+    if device not in ACCELERATORS:
+        raise UserError(f"--device {device}: engine jax takes {', '.join(ACCELERATORS)}.")
+    machines.start(device, 1, 1, "auto", False)
+
+
+def choose_precision() -> str:
+    """What `auto` means for a model that no run has chosen a precision for."""
+    return machines.choose_precision()[0].replace("mixed", "true")
+
+
+class TextModel:
+    """A causal network that answers.
+
+    Args:
+        fields: What it is made of.
+        data: The data module, for its tokenizer.
+        precision: Lightning's name.
+        seed: Of all parameters that no file holds.
+        checkpoint: Of the run, whose parameters take the place of the first ones.
+        frozen: As in `build_network`.
+
+    Raises:
+        UserError: The model cannot be found, read or made, or the checkpoint does not fit it.
+    """
+
+    def __init__(self, fields: CausalFields, data: Any, *, precision: str, seed: int, checkpoint: Path | None = None,
+                 frozen: bool = False):
+        check_supported(fields)
+        if precision not in COMPUTE_DTYPES:
+            raise UserError(f"--precision {precision}: engine jax takes {', '.join(COMPUTE_DTYPES)}.")
+        self._network, params, _ = build_network(fields, "causal", data, precision=precision, seed=seed, frozen=frozen)
+        if checkpoint:
+            network, (trainable, rest) = self._network, split(params, self._network.trainable(params))
+            like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
+            params = merge(unpack_trainable(read_checkpoint(checkpoint), like, network.to_torch, network.from_torch),
+                           rest)
+        drawn = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, FirstValues) else leaf, params)
+        self._params, self._pad = jax.device_put(drawn), data.tokenizer.pad_token_id
+
+    def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
+               on_token: Callable[[int], bool]) -> bool:
+        """Answer a prompt; returns whether an end token came, which is not handed over.
+
+        Args:
+            row: Number of the prompt, by which it draws.
+            on_token: Given a token of the answer as soon as it is chosen, says whether to go on.
+        """
+        return stream(self._network, self._params, prompt, settings, stop_token_ids, self._pad, seed, row, on_token)

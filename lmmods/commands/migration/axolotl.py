@@ -1,0 +1,279 @@
+"""axolotl's YAML. Keys and defaults as in its schemas (axolotl/utils/schemas) of July 2026."""
+
+from typing import Any
+
+from lmmods.commands.migration import preferences
+from lmmods.commands.migration.draft import OFF, Draft
+from lmmods.commands.migration.objectives import refuse_objective
+from lmmods.commands.migration.training import Names, take_quantization, take_training
+from lmmods.commands.migration.values import TEMPLATES
+
+NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
+              optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,
+              default_schedule="cosine", default_warmup=0.03)
+KNOWN = {  # keys of a dataset that are taken over or that rows tell by themselves
+    "path", "name", "split", "revision", "type", "data_files", "ds_type", "field", "text_column", "field_messages",
+    "message_property_mappings", "message_field_role", "message_field_content", "roles", "roles_to_train",
+    "train_on_eos", "train_on_eot", "message_field_training", "chat_template", "conversation", "template_thinking_key",
+    "split_thinking", "field_thinking", "field_tools"}
+FIELDS = {"field_system": "system", "field_instruction": "instruction", "field_input": "input",
+          "field_output": "output"}
+PARALLEL = ("dp_replicate_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree",
+            "expert_parallel_size")  # 1 is off
+RL_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
+ANSWERS = {"field_chosen": "chosen", "field_rejected": "rejected", "field_label": "label", "field_prompt": "prompt",
+           "field_completion": "completion"}  # keys of a dataset, or of its type
+OVERFLOW = {"drop": "skip", "truncate": "truncate", "raise": "error"}
+
+
+def axolotl(content: dict[str, Any]) -> Draft:
+    """The recipe of an axolotl configuration. Raises UserError for an objective that there is no task for."""
+    draft = Draft("axolotl", content)
+    rl = draft.get("rl")
+    refuse_objective(draft, rl if rl and rl not in RL_LOSSES else next((key for key in (
+        "reward_model", "process_reward_model", "diffusion", "ebft", "num_labels") if draft.get(key)), None))
+    texts = draft.get("pretraining_dataset") or []
+    rows = draft.get("datasets") or []
+    texts, rows = ([each] if isinstance(each, str | dict) else each for each in (texts, rows))
+    texts, rows = ([{"path": each} if isinstance(each, str) else each for each in many] for many in (texts, rows))
+    is_text = bool(texts) or bool(rows) and all(_type(row) == "completion" for row in rows)
+    if rl:
+        _take_preferences(draft, rl)
+        preferences.take_data(draft)
+    else:
+        draft.put("model", "CLM" if is_text else "SFT", "datasets[].type" if rows else "pretraining_dataset")
+        draft.put("data", "CLMData" if is_text else "SFTData", "")
+    _take_model(draft)
+    _take_sources(draft, texts or rows, is_text)
+    _take_rows(draft, is_text, bool(texts))
+    if draft.get("batch_size"):
+        size = draft.get("micro_batch_size", 1)
+        draft.content["gradient_accumulation_steps"] = max(draft.content["batch_size"] // size, 1)
+    if "warmup_steps" not in content and "warmup_ratio" not in content:
+        draft.note("Without warmup_steps and warmup_ratio axolotl warms up over 3 % of the run, at most 100 steps; "
+                   "here it is 3 %.")
+    draft.content.setdefault("logging_steps", 10)
+    take_training(draft, NAMES)
+    draft.finish()
+    return draft
+
+
+def _take_preferences(draft: Draft, rl: str) -> None:
+    named = draft.get("dpo_loss_type")
+    names = [named] if isinstance(named, str) else named or []
+    first = names[0] if rl == "dpo" and names else RL_LOSSES[rl]
+    loss = preferences.take_loss(draft, first, "dpo_loss_type" if names else "rl")
+    if len(names) > 1 or draft.get("dpo_loss_weights"):
+        draft.lose("dpo_loss_weights", f"one loss, beside which model.sft_weight may stand; {first} is taken")
+    preferences.take_number(draft, "beta", "orpo_alpha" if rl == "orpo" else "rl_beta", 0.1)
+    preferences.take_smoothing(draft, loss, "dpo_label_smoothing", ("robust", "exo_pair"))
+    if rl == "simpo":
+        preferences.take_number(draft, "gamma", "simpo_gamma", 0.5)
+        preferences.take_number(draft, "sft_weight", "cpo_alpha", 1.0)
+    elif draft.get("rpo_alpha") and rl == "dpo":
+        preferences.take_number(draft, "sft_weight", "rpo_alpha", 0.0)
+    if rl == "kto":
+        for name in ("desirable_weight", "undesirable_weight"):
+            preferences.take_number(draft, name, f"kto_{name}", 1.0)
+    draft.get("precompute_ref_log_probs")
+    preferences.note_differences(draft)
+
+
+def _take_model(draft: Draft) -> None:
+    draft.put("model.pretrained", draft.get("base_model"), "base_model")
+    adapter, folder = draft.get("adapter"), draft.get("lora_model_dir")
+    if folder:
+        draft.put("model.adapter", folder, "lora_model_dir")
+    elif adapter in ("lora", "qlora"):
+        draft.put("model.lora.rank", draft.get("lora_r", 8), "lora_r")
+        draft.put("model.lora.alpha", draft.get("lora_alpha", 16), "lora_alpha")
+        draft.put("model.lora.dropout", float(draft.get("lora_dropout", 0.0)), "lora_dropout")
+        _take_targets(draft)
+        if modules := draft.get("lora_modules_to_save"):
+            draft.put("model.lora.modules_to_save", modules, "lora_modules_to_save")
+    elif adapter:
+        draft.lose("adapter", f"there is no {adapter}; without model.lora the whole model trains")
+    for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
+                "lora_modules_to_save"):
+        draft.get(key)
+    if adapter == "qlora" and draft.get("load_in_4bit") is None:
+        draft.content["load_in_4bit"] = True
+    options = draft.get("bnb_config_kwargs", {})
+    take_quantization(draft, bool(options.get("bnb_4bit_use_double_quant", True)))
+    _take_precision(draft, full=not (draft.has("model.lora") or draft.has("model.adapter")))
+    checkpointing = draft.get("gradient_checkpointing", False)
+    if checkpointing:
+        draft.put("model.gradient_checkpointing", True, "gradient_checkpointing")
+    if isinstance(checkpointing, str):
+        draft.lose("gradient_checkpointing", "recomputed, without moving activations to the host")
+    attention = next((key for key in ("flash_attention", "xformers_attention", "sdp_attention", "flex_attention")
+                      if draft.get(key)), None)
+    implementation = draft.get("attn_implementation")
+    if implementation in ("eager", "sdpa"):
+        draft.put("model.attention", implementation, "attn_implementation")
+    elif draft.get("eager_attention"):
+        draft.put("model.attention", "eager", "eager_attention")
+    elif attention or implementation:
+        draft.note(f"{attention or implementation}: left to model.attention: null, which takes the fastest there is; "
+                   "flash_attention_2 insists on that package.")
+    if fields := draft.get("overrides_of_model_config", draft.get("model_config")):
+        draft.put("model.config_overrides", fields, "overrides_of_model_config", "model_config")
+    if draft.get("base_model_config") == draft.get("base_model"):
+        draft.content.pop("base_model_config", None)
+    for key in PARALLEL:
+        if isinstance(draft.content.get(key), int) and draft.content[key] <= 1:
+            draft.get(key)
+    draft.get("fsdp_version")
+    if draft.get("torch_compile") is True:
+        draft.put("model.compile", True, "torch_compile")
+
+
+def _take_targets(draft: Draft) -> None:
+    linear, modules = draft.get("lora_target_linear"), draft.get("lora_target_modules")
+    if linear:
+        draft.put("model.lora.targets", "all-linear", "lora_target_linear")
+        if modules:
+            draft.note("lora_target_modules is not needed beside lora_target_linear.")
+    elif not modules or not draft.put_value("lora_target_modules"):
+        draft.put("model.lora.targets", "all-linear", "")
+        draft.note("model.lora.targets: all-linear is a guess; name the ends of the modules that are meant.")
+
+
+def _take_precision(draft: Draft, full: bool) -> None:
+    fp16 = draft.get("fp16", draft.get("float16"))
+    bf16 = draft.get("bf16", draft.get("bfloat16", False if fp16 else "auto"))
+    if bf16:
+        draft.put("trainer.precision", "bf16-true" if full else "bf16-mixed" if bf16 is True else "auto", "bf16")
+        if full:
+            draft.note("trainer.precision: bf16-true keeps all weights in bfloat16, as axolotl does in full tuning; "
+                       "bf16-mixed has float32 weights for twice the memory, and loses no small updates.")
+    else:
+        draft.put("trainer.precision", "16-mixed" if fp16 else "32-true", "fp16" if fp16 else "bf16")
+
+
+def _type(row: dict[str, Any]) -> str:
+    kind = row.get("type")
+    return "fields" if isinstance(kind, dict) else str(kind or "").split(":")[0].split(".")[0]
+
+
+def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> None:
+    if not rows:
+        draft.put("data.source", "WRITE HERE WHERE THE ROWS ARE", "")
+        draft.note("No datasets are named: write data.source.")
+        return
+    sources = [each for row in rows for each in _sources(draft, row, is_text)]
+    draft.put("data.source", sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources,
+              "datasets[].path" if draft.get("datasets") else "pretraining_dataset")
+    for row in rows:
+        for key in sorted(row.keys() - KNOWN - ANSWERS.keys()):
+            if row[key] not in OFF:
+                draft.lose(f"datasets[].{key}", "rows are taken as they are")
+
+
+def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
+    files, path = row.get("data_files"), row.get("path")
+    files = [files] if isinstance(files, str) else list(files or [])
+    if files and path not in ("json", "csv", "parquet", "text", "arrow"):
+        files = [f"hf://datasets/{path}/{file}" if "://" not in file else file for file in files]
+    kind = _type(row)
+    fields = FIELDS | (ANSWERS if draft.settings["model"][0] == "Preference" else {})
+    columns = {row[key]: ours for key, ours in ANSWERS.items() if key in fields and row.get(key)}
+    if kind == "fields":
+        columns = {row["type"][key]: ours for key, ours in fields.items() if row["type"].get(key)}
+        for key in sorted(row["type"].keys() - fields.keys()):
+            draft.lose(f"datasets[].type.{key}", "prompts are written by data.template")
+    if (messages := row.get("field_messages")) not in (None, "messages", "conversations", "conversation"):
+        columns[messages] = "messages"
+    if tools := row.get("field_tools"):
+        columns[tools] = "tools"
+    text = row.get("text_column", row.get("field"))
+    if is_text and text and text != "text":
+        columns[text] = "text"
+    columns = {theirs: ours for theirs, ours in columns.items() if theirs != ours}
+    hub = {key: row[key] for key in ("name", "split", "revision") if row.get(key) and not files}
+    form = {"alpaca": "alpaca", "sharegpt": "sharegpt"}.get(kind)
+    options = {**hub, **({"columns": columns} if columns else {}), **({"format": form} if form and not is_text else {})}
+    return [{"path": each, **options} if options else each for each in files or [path]]
+
+
+def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
+    rows = draft.get("datasets") or []
+    rows = rows if isinstance(rows, list) else [rows]
+    draft.put("data.max_length", draft.get("sequence_len", 512), "sequence_len")
+    packs = draft.get("sample_packing") or draft.get("pretraining_sample_concatenation")
+    if is_text:
+        draft.put("data.join", True, "pretraining_dataset" if streams else "datasets[].type")
+        if not streams:
+            draft.note("type completion: texts are laid end to end and cut into full blocks; data.join: false gives "
+                       "each its own.")
+    elif packs and draft.settings["data"][0] == "SFTData":
+        draft.put("data.packing", True, "sample_packing")
+    if not is_text:
+        _take_conversations(draft, [row for row in rows if isinstance(row, dict)])
+        strategy = draft.get("excess_length_strategy", "drop")
+        draft.put("data.on_overflow", OVERFLOW.get(strategy, "skip"), "excess_length_strategy")
+    if streams or draft.get("streaming"):
+        draft.put("data.streaming", True, "pretraining_dataset" if streams else "streaming")
+    if draft.get("pad_to_sequence_len"):
+        draft.put("data.pad_to_multiple_of", draft.get("sequence_len", 512), "pad_to_sequence_len")
+    tests = draft.get("test_datasets")
+    if tests:
+        sources = [each for row in (tests if isinstance(tests, list) else [tests])
+                   for each in _sources(draft, row, is_text)]
+        draft.put("data.val_source", sources, "test_datasets")
+    elif size := draft.get("val_set_size", 0):
+        if draft.has("data.streaming"):
+            draft.lose("val_set_size", "a stream has no rows to set aside: name data.val_source")
+        else:
+            draft.put("data.val_size", size if size < 1 else int(size), "val_set_size")
+            draft.note("val_set_size: the rows set aside are drawn here with data.seed, so they are others than there.")
+    tokens = draft.get("special_tokens", {})
+    for name in ("pad_token", "bos_token", "eos_token"):
+        if tokens.get(name):
+            draft.put(f"data.{name}", tokens[name], f"special_tokens.{name}: {tokens[name]!r}")
+    if tokens.get("bos_token") or tokens.get("eos_token"):
+        draft.note("data.bos_token and data.eos_token count where the tokenizer names none of its own.")
+    if tokens.get("unk_token"):
+        draft.lose("special_tokens.unk_token", "the tokenizer's own")
+    extra = [*(tokens.get("additional_special_tokens") or []),
+             *(added if isinstance(added := draft.get("tokens", []), list) else [])]
+    if extra:
+        draft.put("data.add_tokens", extra, "tokens", "special_tokens")
+
+
+def _take_conversations(draft: Draft, rows: list[dict[str, Any]]) -> None:
+    template, jinja = draft.get("chat_template"), draft.get("chat_template_jinja")
+    kinds = {_type(row) for row in rows}
+    if kinds <= {"alpaca", "alpaca_chat", "alpaca_w_system", "fields"} and kinds:
+        draft.put("data.template", "alpaca", "datasets[].type")
+    elif jinja or template == "jinja":
+        draft.lose("chat_template_jinja", "write it to a file and name that in data.template")
+    elif template in TEMPLATES:
+        draft.put("data.template", template, "chat_template")
+    elif template not in (None, "tokenizer_default"):
+        draft.note(f"chat_template {template}: the tokenizer's own is taken (data.template: null); inspect shows rows.")
+    if kinds - {"alpaca", "chat_template", "sharegpt", "completion", "fields", "alpaca_chat", "alpaca_w_system", ""}:
+        draft.note(f"datasets[].type {', '.join(sorted(kinds))}: rows are recognised by their columns and written by "
+                   "one data.template; see them with inspect.")
+    elif "alpaca" in kinds and len(kinds) > 1:
+        draft.note("The sets have several prompt styles there; here one data.template writes them all.")
+    if system := draft.get("default_system_message"):
+        draft.put("data.system_prompt", system, "default_system_message")
+    if draft.settings["data"][0] == "SFTData" and (
+            draft.get("train_on_inputs") or any("user" in (row.get("roles_to_train") or []) for row in rows)):
+        draft.put("data.train_on", "all", "train_on_inputs", "datasets[].roles_to_train")
+    fields: dict[str, str] = {}
+    roles: dict[str, str] = {}
+    for row in rows:
+        names = {part: row[f"message_field_{part}"] for part in ("role", "content") if row.get(f"message_field_{part}")}
+        names |= row.get("message_property_mappings") or {}
+        fields |= {part: name for part, name in names.items() if (part, name) not in (
+            ("role", "from"), ("content", "value"), ("role", "role"), ("content", "content"))}
+        roles |= {theirs: role for role, all_names in (row.get("roles") or {}).items() for theirs in all_names
+                  if theirs != role}
+        if row.get("field_thinking"):
+            fields["reasoning_content"] = row["field_thinking"]
+    if fields:
+        draft.put("data.turn_fields", fields, "datasets[].message_property_mappings")
+    if roles:
+        draft.put("data.roles", roles, "datasets[].roles")

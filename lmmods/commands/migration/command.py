@@ -1,0 +1,90 @@
+"""`migrate`: a configuration of another program becomes a recipe."""
+
+import shlex
+from pathlib import Path
+from typing import Any, Literal
+
+from lmmods.commands.migration.axolotl import axolotl
+from lmmods.commands.migration.detection import BLOCKS, PROGRAMS, written_for
+from lmmods.commands.migration.draft import Draft
+from lmmods.commands.migration.llamafactory import llamafactory
+from lmmods.commands.migration.trl import trl
+from lmmods.core.console import tell
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import read_recipe
+from lmmods.runs.folder import write_text
+
+
+def migrate(file: str, out: str | None = None, program: Literal["axolotl", "llamafactory", "trl"] | None = None,
+            overwrite: bool = False) -> None:
+    """Turn a YAML of axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
+
+    Args:
+        file: The YAML of the other program.
+        out: Recipe to write; null prints it.
+        program: Which one; null tells it from the keys.
+        overwrite: Replace what `out` holds.
+
+    Raises:
+        UserError: The file cannot be read, is none of these programs', or trains with an objective that no task here
+            has; `out` is there.
+    """
+    if out is not None and Path(out).exists() and not overwrite:
+        raise UserError(f"--out {out} is there. Choose another file, or add --overwrite true.")
+    try:
+        content = read_recipe(file)
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--config ")) from error
+    draft = as_draft(content, Path(file), program)
+    text = draft.as_yaml(f"From {Path(file).name} of {PROGRAMS[draft.program]}, by python train.py migrate.")
+    check_recipe_text(text)
+    if out is None:
+        print(text, end="")
+    else:
+        try:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            write_text(Path(out), text)
+        except OSError as error:
+            raise UserError(f"--out {out} cannot be written ({error.strerror}). Choose another file.") from error
+    tell(_summary(draft, out))
+
+
+def as_draft(content: dict[str, Any], path: Path, program: str | None = None) -> Draft:
+    """What becomes of a configuration. Raises UserError, as `migrate`."""
+    if any(isinstance(content.get(block), dict) and ("init_args" in content[block] or block == "trainer")
+           for block in BLOCKS):
+        raise UserError(f"{path} is a recipe already: python train.py fit --config {path}")
+    program = program or written_for(content)
+    if program is None:
+        raise UserError(f"{path}: the keys do not tell whether it is axolotl's, LLaMA-Factory's or TRL's. Add "
+                        "--program axolotl, --program llamafactory or --program trl.")
+    try:
+        if program == "llamafactory":
+            return llamafactory(content, path.parent)
+        return {"axolotl": axolotl, "trl": trl}[program](content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a list where a number belongs, and the like
+        raise UserError(f"{path}: a value is of another kind than {PROGRAMS[program]} takes: {error}") from error
+
+
+def check_recipe_text(text: str) -> None:
+    """Refuse a recipe that the parser does not take: its message, and status 2.
+
+    Raises:
+        UserError: A value is none that a run could use.
+        SystemExit: A value is of the wrong type; the parser has told it.
+    """
+    from lmmods.commands.early_check import check_early
+
+    check_early(["fit", "--config", text], "torch")
+
+
+def _summary(draft: Draft, out: str | None) -> str:
+    lines = []
+    for heading, items in (("Not the same, or to be done by hand:", draft.notes),
+                           ("No counterpart:", [f"{key}: {why}" for key, why in draft.lost.items()])):
+        lines += [heading, *(f"  - {item}" for item in items)] if items else []
+    if out is not None:
+        name = shlex.quote(out)
+        lines.append(f"Wrote {out}: {len(draft.settings)} keys. See what it trains on: python train.py inspect "
+                     f"--config {name}")
+    return "\n".join(lines)

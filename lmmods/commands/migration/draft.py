@@ -1,0 +1,168 @@
+"""A recipe in the making: settings with where they come from, what has no counterpart, and what is not the same."""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from lmmods.commands.migration.foreign_keys import Row, counterparts, rows_of
+from lmmods.commands.migration.values import VALUES
+from lmmods.core.recipes import shortened
+
+CLASSES = ("model", "data")
+OFF = (None, False, "", "none", "None", [], {})  # a feature that is off needs no counterpart
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+FOREIGN = "transformers"  # the table that all three programs share
+# Keys of another form than any value of theirs, or that no file holds: only a program's own module sets them.
+BY_HAND = {"ckpt_path", "overwrite", "publish.repo", "trainer.logger", "trainer.callbacks", "trainer.strategy",
+           "trainer.log_every_n_steps", "trainer.val_check_interval", "model.lora", "model.config",
+           "model.config_overrides", "data.source", "data.val_source", "data.source.path", "data.source.weight",
+           "data.columns", "checkpoint.every_n_steps", "checkpoint.monitor"}
+
+
+class Draft:
+    """What becomes of a configuration.
+
+    Args:
+        program: The table of its keys.
+        content: Its keys and values. What no one asks for goes by the tables at the end.
+    """
+
+    def __init__(self, program: str, content: dict[str, Any]) -> None:
+        self.program = program
+        self.content = {key: _number(value) for key, value in content.items()}
+        self.settings: dict[str, tuple[Any, str]] = {}  # our key -> value and origin, in order
+        self.lost: dict[str, str] = {}  # what has no counterpart -> why
+        self.notes: list[str] = []  # what is not the same, or is to be done by hand
+        self._asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a foreign key, None like no value; it is then dealt with."""
+        self._asked.add(key)
+        value = self.content.get(key)
+        return default if value is None else value
+
+    def put(self, key: str, value: Any, *origins: str) -> None:
+        """Set a key of the recipe; origins are foreign keys, of which those that are set are named, or words."""
+        given = [name for name in origins if self.content.get(name) is not None]
+        shown = [f"{name}: {shortened(_flow(self.content[name]), 60)}" for name in given]
+        words = [name if not re.fullmatch(r"\w+", name) else f"default of {name}" for name in origins[:1] if not given]
+        self.settings[key] = value, ", ".join(shown or words)
+
+    def has(self, key: str) -> bool:
+        """Whether the recipe sets a key, or one below it, to something."""
+        return any((name == key or name.startswith(f"{key}.")) and value for name, (value, _) in self.settings.items())
+
+    def lose(self, key: str, why: str) -> None:
+        """Note a foreign key that has no counterpart."""
+        self._asked.add(key)
+        self.lost[key] = why
+
+    def note(self, text: str) -> None:
+        """Note what is not the same, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def put_value(self, key: str) -> bool:
+        """Put what a foreign key's value is here by `VALUES`. Returns whether it is anything."""
+        value = self.get(key)
+        found = VALUES[key](value) if value is not None else {}
+        for ours, setting in found.items():
+            self.put(ours, setting, key)
+        if not found and value not in OFF:
+            self.lost[key] = f"the value {shortened(_flow(value), 60)} has no counterpart"
+        return bool(found)
+
+    def finish(self) -> None:
+        """Take over by the tables whatever no one has asked for."""
+        shared = rows_of(FOREIGN) | rows_of(self.program)
+        for key, value in self.content.items():
+            if key not in self._asked and value not in OFF:
+                self._take(key, value, shared.get(key), shared.get(f"use_{str(key).split('_')[0]}"))
+
+    def _take(self, key: str, value: Any, row: Row | None, feature: Row | None) -> None:
+        if row is None:
+            known = [note for ours, note in counterparts(key) if not ours]
+            known += [feature.note] if feature else []  # galore_rank is of use_galore
+            self.lose(key, known[0] if known else "not known here")
+            return
+        ours = dict(row.pairs)[key]
+        if row.cells[1] == "not needed":
+            return
+        if not ours:
+            self.lose(key, row.note)
+        elif key in VALUES:
+            self.put_value(key)
+        elif len(ours) == 1 and ours[0] not in BY_HAND | self.settings.keys():
+            self.put(ours[0], value, key)
+        else:
+            self.lose(key, f"see {' and '.join(ours)}{f' ({row.note})' if row.note else ''}")
+
+    # The file ---------------------------------------------------------------------------------------------------------
+
+    def as_yaml(self, title: str) -> str:
+        """The recipe, each key with its origin, what is lost and not the same in the opening comment."""
+        lines = [f"# {title}"]
+        for heading, items in (("Not the same, or to be done by hand:", self.notes),
+                               ("No counterpart:", [f"{key}: {why}" for key, why in self.lost.items()])):
+            if items:
+                lines += ["#", f"# {heading}", *(line for item in items for line in _wrapped(item))]
+        return "\n".join([*lines, *_lines(self._tree(), 0)]) + "\n"
+
+    def _tree(self) -> dict[str, Any]:
+        """Settings as blocks, with class_path and init_args; a leaf is (value, origin)."""
+        tree: dict[str, Any] = {}
+        for block in ("seed_everything", "trainer", *CLASSES, "checkpoint"):
+            for key, leaf in self.settings.items():
+                if key.split(".")[0] == block:
+                    _insert(tree, key, leaf)
+        for key, leaf in self.settings.items():
+            _insert(tree, key, leaf)
+        return tree
+
+
+def _insert(tree: dict[str, Any], key: str, leaf: tuple[Any, str]) -> None:
+    block, *rest = key.split(".")
+    path = [block, "class_path"] if block in CLASSES and not rest else (
+        [block, "init_args", *rest] if block in CLASSES else [block, *rest])
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree.setdefault(path[-1], leaf)
+
+
+def _lines(tree: dict[str, Any], depth: int) -> Iterator[str]:
+    for key, value in tree.items():
+        start = f"{'  ' * depth}{key}:"
+        if isinstance(value, dict):
+            yield start
+            yield from _lines(value, depth + 1)
+            continue
+        content, origin = value
+        comment = f"  # {origin}" if origin else ""
+        if isinstance(content, list) and any(isinstance(item, dict) for item in content):
+            yield f"{start}{comment}"
+            yield from (f"{'  ' * depth}  - {_flow(item)}" for item in content)
+        else:
+            yield f"{start} {_flow(content)}{comment}"
+
+
+def _flow(value: Any) -> str:
+    """A value on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**20)
+    text = text.removesuffix("...\n").strip()
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), 116, initial_indent="# - ", subsequent_indent="#   ",
+                         break_long_words=False, break_on_hyphens=False)
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 2e-5 as a text."""
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+        return float(value) if re.search(r"[.eE]", value) else int(value)
+    return value

@@ -1,0 +1,234 @@
+"""LLaMA-Factory's YAML. Keys and defaults as in its dataclasses (llamafactory/hparams) of August 2026."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lmmods.commands.migration import preferences
+from lmmods.commands.migration.draft import Draft
+from lmmods.commands.migration.objectives import refuse_objective
+from lmmods.commands.migration.training import Names, take_training
+from lmmods.commands.migration.values import TEMPLATES
+from lmmods.core.errors import UserError
+
+NAMES = Names()
+COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # beside those of the same name
+TAGS = {"role_tag": "role", "content_tag": "content"}
+ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
+USUAL = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system", "observation", "tool"}
+
+
+def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
+    """The recipe of a LLaMA-Factory configuration.
+
+    Args:
+        folder: Of the file, in which and above which `dataset_dir` is looked for too.
+
+    Raises:
+        UserError: An objective that there is no task for, or the layout of its version 1.
+    """
+    if "model_class" in content or "dist_config" in content or "peft_config" in content:
+        raise UserError("This is LLaMA-Factory's second layout (model, train_dataset, peft_config), which migrate does "
+                        "not read. Write it with model_name_or_path, stage, finetuning_type and dataset, or start from "
+                        "a recipe in configs/.")
+    draft = Draft("llamafactory", content)
+    stage = draft.get("stage", "sft")
+    refuse_objective(draft, None if stage in ("sft", "pt", "dpo", "kto") else stage)
+    is_text = stage == "pt"
+    if stage in ("dpo", "kto"):
+        _take_preferences(draft, stage)
+        preferences.take_data(draft)
+    else:
+        draft.put("model", "CLM" if is_text else "SFT", "stage")
+        draft.put("data", "CLMData" if is_text else "SFTData", "")
+    _take_model(draft)
+    _take_sources(draft, folder, is_text)
+    _take_rows(draft, is_text)
+    take_training(draft, NAMES)
+    if draft.get("template") and is_text:
+        draft.note("template is for conversations; texts have none.")
+    draft.finish()
+    return draft
+
+
+def _take_preferences(draft: Draft, stage: str) -> None:
+    loss = preferences.take_loss(draft, "kto" if stage == "kto" else draft.get("pref_loss", "sigmoid"),
+                                 "stage" if stage == "kto" else "pref_loss")
+    preferences.take_number(draft, "beta", "pref_beta", 0.1)
+    if stage == "kto":
+        preferences.take_number(draft, "desirable_weight", "kto_chosen_weight", 1.0)
+        preferences.take_number(draft, "undesirable_weight", "kto_rejected_weight", 1.0)
+    elif loss == "simpo":
+        preferences.take_number(draft, "gamma", "simpo_gamma", 0.5)
+    preferences.take_smoothing(draft, loss, "dpo_label_smoothing", ("sigmoid",))
+    if sft := draft.get("pref_ftx"):
+        if loss == "kto":
+            draft.lose("pref_ftx", "rows are single answers, not pairs")
+        else:
+            draft.put("model.sft_weight", float(sft) + (1.0 if loss == "orpo" else 0.0), "pref_ftx")
+    for key in ("ref_model", "ref_model_adapters"):
+        if draft.get(key):
+            draft.lose(key, "the reference is what the run starts from")
+    if draft.get("pref_bco_weight"):
+        draft.lose("pref_bco_weight", "one loss, beside which model.sft_weight may stand")
+    preferences.note_differences(draft)
+
+
+def _take_model(draft: Draft) -> None:
+    key = "model.config" if draft.get("train_from_scratch") else "model.pretrained"
+    draft.put(key, draft.get("model_name_or_path"), "model_name_or_path")
+    kind, adapter = draft.get("finetuning_type", "lora"), draft.get("adapter_name_or_path")
+    rank = draft.get("lora_rank", 8)
+    alpha, dropout, target = draft.get("lora_alpha", 2 * rank), draft.get("lora_dropout", 0.0), draft.get("lora_target")
+    if kind not in ("lora", "full"):
+        draft.lose("finetuning_type", f"there is no {kind}; an adapter (model.lora) takes its place, as it trains few "
+                                      "weights, too")
+    if adapter and kind == "lora":
+        draft.put("model.adapter", adapter.split(",")[-1].strip() if isinstance(adapter, str) else adapter[-1],
+                  "adapter_name_or_path")
+        if isinstance(adapter, list) or "," in str(adapter):
+            draft.note("Of several adapters the last one trains there, on a base with the others merged: merge them "
+                       "first, with the command merge.")
+    elif kind != "full":
+        draft.put("model.lora.rank", rank, "lora_rank")
+        draft.put("model.lora.alpha", alpha, "lora_alpha" if "lora_alpha" in draft.content else "twice the rank there")
+        draft.put("model.lora.dropout", float(dropout), "lora_dropout")
+        if target is None or not draft.put_value("lora_target"):
+            draft.put("model.lora.targets", "all-linear", "")
+        if modules := draft.get("additional_target"):
+            draft.put("model.lora.modules_to_save", [name.strip() for name in modules.split(",")], "additional_target")
+    bits, method = draft.get("quantization_bit"), draft.get("quantization_method", "bnb")
+    if bits and method not in ("bnb", "bitsandbytes"):
+        draft.lose("quantization_method", f"no {method}; bitsandbytes at the start of the run takes its place")
+    if bits and kind != "full":
+        draft.put("model.quantize", "int8" if bits == 8 else draft.get("quantization_type", "nf4"), "quantization_bit")
+        if bits != 8:
+            draft.put("model.double_quant", draft.get("double_quantization", True), "double_quantization")
+        if bits not in (4, 8):
+            draft.note(f"quantization_bit {bits}: 4 bits take its place.")
+    recompute = not draft.get("disable_gradient_checkpointing", False)
+    draft.put("model.gradient_checkpointing", recompute, "disable_gradient_checkpointing")
+    pure, bf16, fp16 = (draft.get(key) for key in ("pure_bf16", "bf16", "fp16"))
+    draft.put("trainer.precision", "bf16-true" if pure else "bf16-mixed" if bf16 else "16-mixed" if fp16 else "32-true",
+              "pure_bf16" if pure else "bf16" if bf16 else "fp16")
+    attention = draft.get("flash_attn", "auto")
+    if attention in ("sdpa", "disabled"):
+        draft.put_value("flash_attn")
+    elif attention != "auto":
+        draft.note(f"flash_attn {attention}: left to model.attention: null, which takes the fastest there is; "
+                   "flash_attention_2 insists on that package.")
+
+
+def _take_sources(draft: Draft, folder: Path, is_text: bool) -> None:
+    names, size = _names(draft.get("dataset")), draft.get("max_samples")
+    info = _dataset_info(draft, folder)
+    sources = [_source(draft, name, info, size, is_text) for name in names]
+    if draft.get("interleave_probs") or draft.get("mix_strategy", "concat") != "concat":
+        draft.note("interleave_probs: here data.source.weight says how often each row comes in an epoch, so a "
+                   "probability must be divided by the share of its set.")
+    if not sources:
+        draft.put("data.source", "WRITE HERE WHERE THE ROWS ARE", "")
+        draft.note("No dataset is named: write data.source.")
+    else:
+        draft.put("data.source", sources[0] if len(sources) == 1 else sources, "dataset")
+    if evaluated := _names(draft.get("eval_dataset")):
+        draft.put("data.val_source", [_source(draft, name, info, size, is_text) for name in evaluated], "eval_dataset")
+    elif share := draft.get("val_size", 0):
+        draft.put("data.val_size", share if share < 1 else int(share), "val_size")
+        draft.note("val_size: the rows set aside are drawn here with data.seed, so they are others than there.")
+    if names and not info:
+        draft.note(f"dataset names {', '.join(names)} in dataset_info.json, which was not found: write in data.source "
+                   "the file or the hub id that stands there (or migrate beside it).")
+
+
+def _dataset_info(draft: Draft, folder: Path) -> dict[str, Any]:
+    given = draft.get("dataset_dir", "data")
+    for place in (Path(str(given)), *(above / str(given) for above in (folder, *folder.resolve().parents[:4]))):
+        try:
+            found = json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return {name: {**entry, "_folder": place} for name, entry in found.items() if isinstance(entry, dict)}
+    return {}
+
+
+def _source(draft: Draft, name: str, info: dict[str, Any], size: int | None, is_text: bool) -> Any:
+    """A source, as `dataset_info.json` has it."""
+    entry = info.get(name, {})
+    if info and not entry:
+        draft.note(f"dataset {name} is not in dataset_info.json: write its file or hub id in data.source.")
+    is_preference = draft.settings["model"][0] == "Preference"
+    if entry.get("ranking") and not is_preference:
+        draft.note(f"{name} holds preferences: the chosen answer is read, the other one is named as not used.")
+    file = entry.get("file_name")
+    path = str(entry["_folder"] / file) if file else entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
+    given = entry.get("columns", {})
+    columns = {theirs: COLUMNS.get(part, part) for part, theirs in given.items()
+               if part in (*COLUMNS, "messages", "history", "system", "tools",
+                           *(("chosen", "rejected", "kto_tag") if is_preference else ())) and theirs
+               and theirs not in (COLUMNS.get(part, part), "conversations")}
+    if is_text and given.get("prompt"):
+        columns = {given["prompt"]: "text"} if given["prompt"] != "text" else {}
+    if {"images", "videos", "audios"} & given.keys():
+        draft.lose(f"dataset {name}: images, videos, audios", "text only here")
+    _take_tags(draft, entry.get("tags", {}))
+    options = {key: entry[theirs] for key, theirs in (("name", "subset"), ("split", "split"))
+               if entry.get(theirs) and not file}
+    limit = size or entry.get("num_samples")
+    options |= {**({"columns": columns} if columns else {}), **({"limit": int(limit)} if limit else {})}
+    return {"path": path, **options} if options else path
+
+
+def _take_tags(draft: Draft, tags: dict[str, str]) -> None:
+    fields = {ours: tags[tag] for tag, ours in TAGS.items() if tags.get(tag) and tags[tag] not in USUAL}
+    roles = {tags[tag]: ours for tag, ours in ROLES.items() if tags.get(tag) and tags[tag] not in USUAL}
+    if fields:
+        draft.put("data.turn_fields", fields, "tags of dataset_info.json")
+    if roles:
+        draft.put("data.roles", roles, "tags of dataset_info.json")
+
+
+def _take_rows(draft: Draft, is_text: bool) -> None:
+    draft.put("data.max_length", draft.get("cutoff_len", 2048), "cutoff_len")
+    packs, neat = draft.get("packing"), draft.get("neat_packing")
+    if is_text:
+        draft.put("data.join", packs is not False, "packing" if "packing" in draft.content else "stage")
+    elif (packs or neat) and draft.settings["data"][0] == "SFTData":
+        draft.put("data.packing", True, "neat_packing" if neat else "packing")
+        if not neat:
+            draft.note("packing without neat_packing lets rows see each other there; here they never do.")
+    if draft.get("streaming"):
+        draft.put("data.streaming", True, "streaming")
+    if is_text:
+        return
+    draft.note("Rows over data.max_length: LLaMA-Factory shortens prompt and response in proportion; here "
+               "data.on_overflow says what happens, and the data report counts it.")
+    template = draft.get("template")
+    if template in TEMPLATES:
+        draft.put("data.template", template, "template")
+    elif template:
+        draft.note(f"template {template}: the tokenizer's own chat template is taken (data.template: null); inspect "
+                   "shows the rows.")
+    if str(template).endswith(("_nothink", "_no_think")) and draft.get("enable_thinking") is None:
+        draft.put("data.chat_template_kwargs", {"enable_thinking": False}, "template")
+    elif draft.get("enable_thinking") is not None:
+        draft.put("data.chat_template_kwargs", {"enable_thinking": draft.content["enable_thinking"]}, "enable_thinking")
+    if draft.settings["data"][0] == "SFTData":
+        if draft.get("train_on_prompt"):
+            draft.put("data.train_on", "all", "train_on_prompt")
+        elif draft.get("mask_history"):
+            draft.put("data.train_on", "last", "mask_history")
+    if draft.get("disable_shuffling"):
+        draft.put("data.shuffle", False, "disable_shuffling")
+    for key in ("add_tokens", "add_special_tokens"):
+        if tokens := _names(draft.get(key)):
+            draft.put("data.add_tokens", tokens, key)
+    for key in ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k"):
+        if draft.get(key) is not None:
+            draft.put(f"model.generation.{key}", draft.content[key], key)
+
+
+def _names(value: Any) -> list[str]:
+    """A list, or names with commas between them."""
+    items = value.split(",") if isinstance(value, str) else value or []
+    return [str(item).strip() for item in items if str(item).strip()]

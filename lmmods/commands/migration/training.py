@@ -1,0 +1,250 @@
+"""What the three programs share, as they all train with transformers' Trainer: update rule, length, evaluation, saving.
+
+Their defaults stand in the recipe wherever ours are others.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmmods.commands.migration.draft import Draft
+from lmmods.commands.migration.values import OPTIMIZERS, SCHEDULES
+
+LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}
+SHARDED = ("adamw", "sgd")  # what strategy fsdp takes
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a program calls what all have, and what it takes where nothing is said.
+
+    Args:
+        warmup: What it takes without `warmup_ratio` and `warmup_steps`.
+    """
+
+    epochs: str = "num_train_epochs"
+    batch_size: str = "per_device_train_batch_size"
+    eval_batch_size: str = "per_device_eval_batch_size"
+    optimizer: str = "optim"
+    schedule: str = "lr_scheduler_type"
+    default_epochs: float = 3
+    default_batch_size: int = 8
+    default_lr: float = 5e-5
+    default_schedule: str = "linear"
+    default_warmup: float = 0
+
+
+def take_training(draft: Draft, names: Names) -> None:
+    """All of it; the data come before."""
+    _take_length(draft, names)
+    _take_optimizer(draft, names)
+    _take_schedule(draft, names)
+    _take_evaluation(draft)
+    _take_saving(draft)
+    _take_loggers(draft)
+    _take_strategy(draft)
+    clip = draft.get("max_grad_norm", 1.0)
+    draft.put("trainer.gradient_clip_val", clip or None, "max_grad_norm")
+    draft.put("trainer.log_every_n_steps", max(int(draft.get("logging_steps", 500)), 1), "logging_steps")
+    draft.put("trainer.default_root_dir", draft.get("output_dir", "runs/migrated"), "output_dir")
+    if draft.get("push_to_hub") and draft.get("hub_model_id"):
+        draft.put("publish.repo", draft.content["hub_model_id"], "hub_model_id")
+    elif draft.get("push_to_hub") or draft.get("hub_model_id"):
+        draft.note("Nothing is uploaded: write publish.repo for that.")
+    draft.get("logging_strategy")
+    if draft.get("overwrite_output_dir"):
+        draft.note("An earlier run in the folder is replaced with --overwrite true on the command line only.")
+    if draft.get("trust_remote_code"):
+        draft.lose("trust_remote_code", "on the command line only: --model.trust_remote_code true")
+    if draft.get("resume_from_checkpoint") or draft.get("auto_resume_from_checkpoints"):
+        draft.note("A run resumes with --ckpt_path last on the command line.")
+    if draft.settings["model"][0] != "Preference":
+        draft.note("Losses are summed over a whole step and divided once by its scored tokens, so values may differ "
+                   "from a mean of micro-batch means on rows of unequal length.")
+
+
+def take_quantization(draft: Draft, double: bool) -> None:
+    """`load_in_4bit` and its kin, for adapters only; `double` is the program's default of double quantisation."""
+    four, eight = draft.get("load_in_4bit"), draft.get("load_in_8bit")
+    if not (four or eight):
+        return
+    if not (draft.has("model.lora") or draft.has("model.adapter")):
+        draft.note("The base is quantised there without an adapter; here quantised weights do not train.")
+    elif eight and not four:
+        draft.put("model.quantize", "int8", "load_in_8bit")
+    else:
+        draft.put("model.quantize", draft.get("bnb_4bit_quant_type", "nf4"), "load_in_4bit", "bnb_4bit_quant_type")
+        draft.put("model.double_quant", draft.get("use_bnb_nested_quant", double), "use_bnb_nested_quant")
+
+
+def _take_length(draft: Draft, names: Names) -> None:
+    epochs, steps = draft.get(names.epochs), draft.get("max_steps", -1)
+    if steps > 0:
+        draft.put("trainer.max_steps", int(steps), "max_steps")
+    else:
+        draft.put("trainer.max_epochs", epochs or names.default_epochs, names.epochs)
+    draft.put("data.batch_size", draft.get(names.batch_size, names.default_batch_size), names.batch_size)
+    draft.put("trainer.accumulate_grad_batches", draft.get("gradient_accumulation_steps", 1),
+              "gradient_accumulation_steps")
+    if size := draft.get(names.eval_batch_size):
+        draft.put("data.eval_batch_size", size, names.eval_batch_size)
+    if draft.get("seed"):
+        draft.put("seed_everything", draft.content["seed"], "seed")
+
+
+def _take_optimizer(draft: Draft, names: Names) -> None:
+    name = str(draft.get(names.optimizer, "adamw_torch")).lower()
+    if name not in OPTIMIZERS:
+        draft.lose(names.optimizer, f"there is no {name}; adamw stands in its place, so choose lr anew")
+    elif name == "adamw_torch_8bit":
+        draft.note("adamw_torch_8bit is torchao's; adamw_8bit is bitsandbytes', with other rounding.")
+    draft.put("model.optimizer.name", OPTIMIZERS.get(name, "adamw"), names.optimizer)
+    draft.put("model.optimizer.lr", draft.get("learning_rate", names.default_lr), "learning_rate")
+    if decay := draft.get("weight_decay"):
+        draft.put("model.optimizer.weight_decay", float(decay), "weight_decay")
+    betas = draft.get("adam_beta1", 0.9), draft.get("adam_beta2", 0.999)
+    if betas != (0.9, 0.999):
+        draft.put("model.optimizer.betas", list(betas), "adam_beta1", "adam_beta2")
+    if eps := draft.get("adam_epsilon"):
+        draft.put("model.optimizer.eps", float(eps), "adam_epsilon")
+
+
+def _take_schedule(draft: Draft, names: Names) -> None:
+    name = draft.get(names.schedule, names.default_schedule)
+    if name not in SCHEDULES:
+        draft.lose(names.schedule, f"there is no {name}; cosine stands in its place")
+    draft.put("model.optimizer.schedule", SCHEDULES.get(name, "cosine"), names.schedule)
+    steps, share = draft.get("warmup_steps", 0), draft.get("warmup_ratio", names.default_warmup)
+    if name == "constant" and (steps or share):
+        draft.note("transformers' schedule constant has no warm-up, so the one that is set there does nothing and is "
+                   "left out.")
+    elif steps:
+        draft.put("model.optimizer.warmup", steps if steps < 1 else int(steps), "warmup_steps")
+    elif share:
+        draft.put("model.optimizer.warmup", float(share), "warmup_ratio")
+    options = draft.get("lr_scheduler_kwargs", {})
+    least = draft.get("cosine_min_lr_ratio", options.get("min_lr_rate") if isinstance(options, dict) else None)
+    if least is None and isinstance(options, dict) and "min_lr" in options:
+        least = float(options["min_lr"]) / float(draft.get("learning_rate", names.default_lr))
+    if least is not None:
+        draft.put("model.optimizer.min_lr_ratio", float(least), "cosine_min_lr_ratio", "lr_scheduler_kwargs")
+    elif options:
+        draft.lose("lr_scheduler_kwargs", "see model.optimizer.min_lr_ratio and model.optimizer.decay")
+
+
+def _take_evaluation(draft: Draft) -> None:
+    steps, per_epoch = draft.get("eval_steps"), draft.get("evals_per_epoch")
+    strategy = draft.get("eval_strategy", draft.get("evaluation_strategy"))
+    if not (draft.has("data.val_size") or draft.has("data.val_source")):
+        return
+    if per_epoch:
+        draft.put("trainer.val_check_interval", round(1 / per_epoch, 6), "evals_per_epoch")
+    elif steps and steps >= 1:
+        batches = int(steps) * draft.settings["trainer.accumulate_grad_batches"][0]
+        draft.put("trainer.val_check_interval", batches, "eval_steps")
+    elif steps:
+        epochs = draft.settings.get("trainer.max_epochs", (0, ""))[0]
+        if not 0 < steps * epochs <= 1:
+            draft.lose("eval_steps", "a share of the whole run; trainer.val_check_interval counts in an epoch, so "
+                                     "validation comes once an epoch")
+        else:
+            draft.put("trainer.val_check_interval", float(steps * epochs), "eval_steps")
+    elif strategy in ("no", False):
+        draft.note("The validation rows are set aside and not used there (eval_strategy: no); here they are evaluated "
+                   "once an epoch. trainer.limit_val_batches: 0 leaves that out.")
+
+
+def _take_saving(draft: Draft) -> None:
+    strategy, steps, per_epoch = (draft.get(key) for key in ("save_strategy", "save_steps", "saves_per_epoch"))
+    if per_epoch is not None or strategy in ("epoch", "no", "best", False) or steps is not None and steps < 1:
+        draft.put("checkpoint.every_n_steps", None, "saves_per_epoch", "save_strategy", "save_steps")
+        draft.note("A checkpoint is written after each validation and at the end.")
+    elif steps:
+        draft.put("checkpoint.every_n_steps", int(steps), "save_steps")
+    if limit := draft.get("save_total_limit"):
+        draft.put("checkpoint.keep_last", max(int(limit), 1), "save_total_limit")
+    metric = draft.get("metric_for_best_model")
+    if draft.get("load_best_model_at_end"):
+        draft.note("model/ is the last step's; --ckpt_path best takes the best checkpoint, which is kept.")
+    if metric not in (None, "loss", "eval_loss"):
+        draft.lose("metric_for_best_model", "checkpoint.monitor names a metric of metrics.csv, such as val/loss")
+    if patience := draft.get("early_stopping_patience", draft.get("early_stopping_steps")):
+        draft.put("trainer.callbacks", [{"class_path": "EarlyStopping", "init_args": {
+            "monitor": "val/loss", "patience": int(patience)}}], "early_stopping_patience", "early_stopping_steps")
+
+
+def _take_loggers(draft: Draft) -> None:
+    asked = draft.get("report_to", [])
+    asked = [asked] if isinstance(asked, str) else list(asked)
+    options = {ours: draft.get(theirs) for theirs, ours in (("wandb_project", "project"), ("wandb_name", "name"))}
+    if run_name := draft.get("run_name"):
+        options["name"] = options["name"] or run_name
+    asked += [key for key in ("wandb", "tensorboard", "mlflow", "comet") if draft.get(f"use_{key}")]
+    if options["project"]:
+        asked.append("wandb")
+    loggers = []
+    for name in dict.fromkeys(asked):
+        if name in LOGGERS:
+            given = {key: value for key, value in options.items() if value} if name == "wandb" else {}
+            if name == "tensorboard":
+                given = {"save_dir": str(draft.get("output_dir", "runs/migrated"))}
+            loggers.append({"class_path": LOGGERS[name], **({"init_args": given} if given else {})})
+        elif name not in ("none", "all"):
+            draft.lose("report_to", f"no logger {name}; there are {', '.join(sorted(set(LOGGERS.values())))}")
+    if loggers:
+        draft.put("trainer.logger", loggers, "report_to", "wandb_project")
+
+
+def _take_strategy(draft: Draft) -> None:
+    deepspeed, fsdp, config = (draft.get(key) for key in ("deepspeed", "fsdp", "fsdp_config"))
+    quantized = draft.has("model.quantize")
+    if deepspeed:
+        stage, offload = zero_stage(deepspeed)
+        if stage is None:
+            draft.note("The stage of deepspeed's configuration is not known; 2 stands in the recipe.")
+        if stage == 3 and quantized:
+            draft.note("ZeRO stage 3 cannot shard packed weights: strategy fsdp takes its place.")
+            draft.put("trainer.strategy", "fsdp", "deepspeed")
+        elif stage == 0:
+            draft.put("trainer.strategy", "ddp", "deepspeed")
+        else:
+            stage = 3 if stage == 3 else 2
+            offloads = {"offload_optimizer": True, **({"offload_parameters": True} if stage == 3 else {})}
+            draft.put("trainer.strategy", {"class_path": "lmmods.strategies.DeepSpeed", "init_args": {
+                "stage": stage, **(offloads if offload else {})}}, "deepspeed")
+            draft.note("deepspeed needs its package: pip install -e '.[deepspeed]'; strategy fsdp needs none.")
+    elif fsdp or isinstance(config, dict) and config or int(draft.get("dp_shard_size", 1)) > 1:
+        draft.put("trainer.strategy", "fsdp", "fsdp", "fsdp_config", "dp_shard_size")
+        if isinstance(config, dict) and any(key.endswith("offload_params") and on for key, on in config.items()):
+            draft.lose("fsdp_config.offload_params", "parameters stay on the devices")
+        if isinstance(config, dict) and any("activation_checkpointing" in key and on for key, on in config.items()):
+            draft.put("model.gradient_checkpointing", True, "fsdp_config.activation_checkpointing")
+    strategy = draft.settings.get("trainer.strategy", ("", ""))[0]
+    name = draft.settings["model.optimizer.name"][0]
+    if strategy == "fsdp" and name not in SHARDED:
+        draft.note(f"Strategy fsdp takes no {name}: adamw stands in its place.")
+        draft.put("model.optimizer.name", "adamw", "optimizer", "optim")
+    if strategy == "fsdp" and draft.settings.get("model.quantize", ("", ""))[0] == "int8":
+        draft.note("Strategy fsdp cannot shard int8: nf4 stands in its place.")
+        draft.put("model.quantize", "nf4", "load_in_8bit")
+
+
+def zero_stage(config: Any) -> tuple[int | None, bool]:
+    """Stage of a deepspeed configuration, None if it cannot be told, and whether it keeps anything in host memory.
+
+    Args:
+        config: Its content, or its path: read where there is such a file, otherwise guessed from its name.
+    """
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = re.search(r"z(?:ero)?[_-]?([0-3])", Path(config).name)
+            return int(found[1]) if found else None, "offload" in config
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+    stage = zero.get("stage")
+    offload = any(str(zero.get(key, {}).get("device", "none")) != "none" for key in ("offload_optimizer",
+                  "offload_param") if isinstance(zero.get(key, {}), dict))
+    return (stage if stage in (0, 1, 2, 3) else None), offload

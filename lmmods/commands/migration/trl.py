@@ -1,0 +1,190 @@
+"""TRL's YAML, as `trl sft --config` takes it. Keys and defaults of its SFTConfig, ModelConfig and ScriptArguments."""
+
+from typing import Any
+
+from lmmods.commands.migration import preferences
+from lmmods.commands.migration.draft import Draft
+from lmmods.commands.migration.objectives import refuse_objective
+from lmmods.commands.migration.training import Names, take_quantization, take_training
+from lmmods.core.preference_losses import METHODS, REFUSED
+
+NAMES, PREFERENCE_NAMES = Names(default_lr=2e-5), Names(default_lr=1e-6)
+# Keys that only trainers of rewards have -> what those train with; there is no task for them.
+OBJECTIVES = {"num_generations": "grpo", "reward_funcs": "grpo", "reward_model_name_or_path": "rm",
+              "center_rewards_coefficient": "rm"}
+# Keys that only trainers of preferences have -> the trainer, the more special first.
+PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo",
+               "beta": "dpo", "precompute_ref_log_probs": "dpo", "sync_ref_model": "dpo", "loss_weights": "dpo",
+               "f_divergence_type": "dpo", "label_smoothing": "dpo"}
+
+
+def trl(content: dict[str, Any]) -> Draft:
+    """The recipe of a TRL configuration. Raises UserError for an objective that there is no task for."""
+    draft = Draft("trl", content)
+    refuse_objective(draft, next((OBJECTIVES[key] for key in OBJECTIVES if key in content), None))
+    if draft.get("env"):
+        draft.note("env: set these variables in the shell.")
+    trainer = _preference_trainer(content)
+    if trainer:
+        _take_preferences(draft, trainer)
+        preferences.take_data(draft)
+    else:
+        draft.put("model", "SFT", "")
+        draft.put("data", "SFTData", "")
+    _take_model(draft)
+    _take_sources(draft)
+    _take_rows(draft)
+    if not trainer:
+        _take_scored(draft)
+    draft.content.setdefault("logging_steps", 10)
+    take_training(draft, PREFERENCE_NAMES if trainer else NAMES)
+    draft.finish()
+    return draft
+
+
+def _losses(content: dict[str, Any]) -> list[str]:
+    """The names in `loss_type`: one, or a list."""
+    named = content.get("loss_type") or []
+    return [named] if isinstance(named, str) else list(named)
+
+
+def _preference_trainer(content: dict[str, Any]) -> str | None:
+    """The trainer of preferences that a file is for: dpo, cpo or kto; None where it is for none."""
+    losses = _losses(content)
+    if any(name in METHODS and not METHODS[name].is_paired for name in losses):
+        return "kto"
+    found = next((PREFERENCES[key] for key in PREFERENCES if content.get(key) is not None), None)
+    if found == "dpo" and losses == ["simpo"]:
+        return "cpo"
+    return found or ("dpo" if any(name in METHODS or name in REFUSED for name in losses) else None)
+
+
+def _take_preferences(draft: Draft, trainer: str) -> None:
+    names = _losses({"loss_type": draft.get("loss_type")})
+    weights = draft.get("loss_weights") or [1.0] * len(names)
+    pairs = {name: weight for name, weight in zip(names, weights, strict=False) if name != "sft"}
+    first = next(iter(pairs), "kto" if trainer == "kto" else "sigmoid")
+    is_cpo = trainer == "cpo"
+    loss = preferences.take_loss(draft, "cpo" if is_cpo and first == "sigmoid" else first, "loss_type")
+    if len(pairs) > 1:
+        draft.lose("loss_weights", f"one loss, beside which model.sft_weight may stand; {first} is taken")
+    preferences.take_number(draft, "beta", "beta", 0.1)
+    preferences.take_smoothing(draft, loss, "label_smoothing", ("cpo", "simpo") if is_cpo else ("robust", "exo_pair"))
+    if is_cpo:
+        preferences.take_number(draft, "sft_weight", "cpo_alpha", 1.0)
+    elif "sft" in names:
+        draft.put("model.sft_weight", weights[names.index("sft")] / pairs.get(first, 1.0), "loss_weights")
+    if loss == "simpo":
+        preferences.take_number(draft, "gamma", "simpo_gamma", 0.5)
+    if trainer == "kto":
+        for name in ("desirable_weight", "undesirable_weight"):
+            preferences.take_number(draft, name, name, 1.0)
+    if trainer == "dpo" and not names:
+        draft.note("The keys do not tell `trl dpo` from `trl orpo`: for ORPO set model.loss to orpo.")
+    if draft.get("sync_ref_model"):
+        draft.lose("sync_ref_model", "the reference stays as it was before the first step")
+    if draft.get("f_divergence_type", "reverse_kl") != "reverse_kl":
+        draft.lose("f_divergence_type", "reverse_kl")
+    draft.get("disable_dropout")
+    draft.get("precompute_ref_log_probs")
+    preferences.note_differences(draft)
+
+
+def _take_model(draft: Draft) -> None:
+    draft.put("model.pretrained", draft.get("model_name_or_path"), "model_name_or_path")
+    peft, targets = draft.get("use_peft", False), draft.get("lora_target_modules")
+    options = {key: draft.get(key, default) for key, default in
+               (("lora_r", 16), ("lora_alpha", 32), ("lora_dropout", 0.05))}
+    modules = draft.get("lora_modules_to_save")
+    if peft:
+        for key, ours in (("lora_r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
+            draft.put(f"model.lora.{ours}", options[key], key)
+        if isinstance(targets, list) and len(targets) == 1:
+            draft.content["lora_target_modules"] = targets[0]
+        if targets is None or not draft.put_value("lora_target_modules"):
+            draft.put("model.lora.targets", ["q_proj", "v_proj"], "")
+            draft.note("lora_target_modules is left to PEFT, which adapts q_proj and v_proj in Llama, Qwen, Mistral "
+                       "and Gemma; other architectures call them otherwise. all-linear learns more.")
+        if modules:
+            draft.put("model.lora.modules_to_save", modules, "lora_modules_to_save")
+    take_quantization(draft, False)
+    dtype = str(draft.get("dtype", draft.get("torch_dtype", "float32")))
+    bf16, fp16 = draft.get("bf16"), draft.get("fp16", False)
+    bf16 = not fp16 if bf16 is None else bf16
+    pure = dtype in ("bfloat16", "bf16") and not peft
+    draft.put("trainer.precision", "bf16-true" if pure else "bf16-mixed" if bf16 else "16-mixed" if fp16 else "32-true",
+              "dtype" if pure else "bf16" if bf16 else "fp16")
+    draft.put("model.gradient_checkpointing", bool(draft.get("gradient_checkpointing", True)), "gradient_checkpointing")
+    attention = draft.get("attn_implementation")
+    if attention in ("eager", "sdpa"):
+        draft.put("model.attention", attention, "attn_implementation")
+    elif attention:
+        draft.note(f"attn_implementation {attention}: left to model.attention: null, which takes the fastest there is; "
+                   "flash_attention_2 insists on that package.")
+
+
+def _take_sources(draft: Draft) -> None:
+    name, mixture = draft.get("dataset_name"), draft.get("datasets") or []
+    train, test = draft.get("dataset_train_split", "train"), draft.get("dataset_test_split", "test")
+    config, text = draft.get("dataset_config"), draft.get("dataset_text_field", "text")
+    columns = {"columns": {text: "text"}} if text != "text" else {}
+    sources = [each for row in mixture for each in _of_mixture(draft, row)]
+    if name and not mixture:
+        options = {**({"name": config} if config else {}), **({"split": train} if train != "train" else {}), **columns}
+        sources = [{"path": name, **options}] if options else [name]
+    if not sources:
+        sources = ["WRITE HERE WHERE THE ROWS ARE"]
+        draft.note("No dataset is named: write data.source.")
+    draft.put("data.source", sources[0] if len(sources) == 1 else sources, "dataset_name", "datasets",
+              "dataset_config", "dataset_train_split")
+    if share := draft.get("test_split_size"):
+        draft.put("data.val_size", share, "test_split_size")
+    elif name and draft.get("eval_strategy", "no") != "no":
+        draft.put("data.val_source", {"path": name, **({"name": config} if config else {}), "split": test, **columns},
+                  "dataset_test_split", "eval_strategy")
+    if draft.get("dataset_streaming"):
+        draft.put("data.streaming", True, "dataset_streaming")
+
+
+def _of_mixture(draft: Draft, row: dict[str, Any]) -> list[Any]:
+    files = row.get("data_files") or []
+    files = [files] if isinstance(files, str) else list(files)
+    local = row.get("path") in ("json", "csv", "parquet", "text", "arrow")
+    paths = [file if local or "://" in file else f"hf://datasets/{row['path']}/{file}" for file in files]
+    for key in ("columns", "data_dir"):
+        if row.get(key):
+            draft.lose(f"datasets[].{key}", "every column that a layout needs is read")
+    options = {key: row[key] for key in ("name", "split") if row.get(key) and not files}
+    if fraction := row.get("fraction"):
+        options["weight"] = fraction
+    return [{"path": path, **options} if options else path for path in paths or [row.get("path")]]
+
+
+def _take_rows(draft: Draft) -> None:
+    length = draft.get("max_length", draft.get("max_seq_length", 1024))
+    draft.put("data.max_length", length, "max_length", "max_seq_length")
+    draft.get("truncation_mode")
+    draft.put("data.on_overflow", "truncate", "truncation_mode")
+    packs, free, strategy = draft.get("packing"), draft.get("padding_free"), draft.get("packing_strategy", "bfd")
+    if draft.settings["data"][0] == "PreferenceData":  # which has none
+        packs = free = False
+    if packs or free:
+        draft.put("data.packing", True, "packing" if packs else "padding_free")
+    if packs and strategy == "wrapped":
+        draft.note("packing_strategy wrapped cuts rows anywhere; here whole rows are packed. Task CLM joins texts.")
+    for key in ("eos_token", "pad_token"):
+        if draft.get(key):
+            draft.put(f"data.{key}", draft.content[key], key)
+
+
+def _take_scored(draft: Draft) -> None:
+    completion, assistant = draft.get("completion_only_loss"), draft.get("assistant_only_loss")
+    if completion is False or completion is None and not assistant:
+        draft.put("data.train_on", "all" if completion is False else "responses", "completion_only_loss")
+        if completion is None:
+            draft.note("Without assistant_only_loss and completion_only_loss TRL scores responses of prompt-completion "
+                       "rows, but all turns of conversations; here data.train_on is one choice: responses, or all.")
+    else:
+        draft.put("data.train_on", "responses", "assistant_only_loss" if assistant else "completion_only_loss")
+    if draft.get("loss_type", "nll") not in ("nll",):
+        draft.lose("loss_type", "nll: plain cross-entropy")

@@ -1,0 +1,188 @@
+"""How other programs take a model folder: command lines, and the Modelfile of Ollama with the prompts of training.
+
+Ollama writes prompts by templates of Go's text/template, over `.System` (all system turns) and `.Messages`. A chat
+template of Jinja is translated by what it writes: if all conversations are made of the same pieces around the turns,
+these are the Go template; if not, none is written, as a prompt that only resembles the trained one would mislead.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmmods.core.errors import UserError
+from lmmods.core.generation_config import GENERATION_CONFIG
+from lmmods.data.encode.chat_template import ChatTemplate
+from lmmods.data.sources.conversation import RowProblem
+
+MODELFILE = "Modelfile"
+Render = Callable[[list[dict[str, str]]], str]
+
+# Architectures that `ollama create` converts by itself, that llama.cpp's converter takes beside them, and vLLM beside.
+OLLAMA = {"LlamaForCausalLM", "MixtralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+          "Phi3ForCausalLM", "Qwen2ForCausalLM"}
+LLAMA_CPP = OLLAMA | {"MistralForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM",
+                      "FalconForCausalLM", "Olmo2ForCausalLM", "PhiForCausalLM", "StableLmForCausalLM"}
+VLLM = LLAMA_CPP | {"OPTForCausalLM", "GPTJForCausalLM"}
+
+
+@dataclass
+class Layout:
+    """Pieces of text around the turns of every prompt.
+
+    Args:
+        start: Before the first user turn where there is no system turn.
+        before_system: Before the system turn; None where the template refuses one.
+        after_system: Between the system turn and the first user turn.
+        answer: Between a user turn and its answer.
+        next_turn: Between an answer and the next user turn.
+    """
+
+    start: str
+    before_system: str | None
+    after_system: str
+    answer: str
+    next_turn: str
+
+    def prompt(self, messages: list[dict[str, str]]) -> str:
+        """The conversation up to where the assistant is to answer."""
+        text = self.start
+        if messages[0]["role"] == "system":
+            text = f"{self.before_system}{messages[0]['content']}{self.after_system}"
+        for message in messages:
+            if message["role"] != "system":
+                text += message["content"] + (self.answer if message["role"] == "user" else self.next_turn)
+        return text
+
+    def go_template(self) -> str:
+        """The same in Go's template language."""
+        start, answer, next_turn = map(_literal, (self.start, self.answer, self.next_turn))
+        if self.before_system is not None:
+            start = (f"{{{{ if .System }}}}{_literal(self.before_system)}{{{{ .System }}}}{_literal(self.after_system)}"
+                     f"{{{{ else }}}}{start}{{{{ end }}}}")
+        return (f'{start}{{{{ range $i, $turn := .Messages }}}}{{{{ if eq $turn.Role "user" }}}}{{{{ $turn.Content }}}}'
+                f'{answer}{{{{ else if eq $turn.Role "assistant" }}}}{{{{ $turn.Content }}}}'
+                f"{{{{ if gt (len (slice $.Messages $i)) 1 }}}}{next_turn}{{{{ end }}}}{{{{ end }}}}{{{{ end }}}}")
+
+
+def find_layout(render: Render) -> Layout | None:
+    """The pieces of which a chat template makes all prompts of user, assistant and system turns; None if it does not.
+
+    Args:
+        render: A conversation to its prompt. Raises RowProblem or ValueError where there is none.
+    """
+    system, ask, say, again = "(A system turn.)", "(A question?)", "(An answer.)", "(Another question?)"
+
+    def turns(*texts: str, begins: str | None = None) -> list[dict[str, str]]:
+        roles = ("user", "assistant")
+        said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+        return [{"role": "system", "content": begins}, *said] if begins else said
+
+    try:
+        start, answer = render(turns(ask)).split(ask)
+        next_turn, _ = render(turns(ask, say, again)).partition(say)[2].split(again)
+    except (RowProblem, ValueError):  # a turn is refused, left out or written twice
+        return None
+    before_system = after_system = None
+    try:
+        before_system, rest = render(turns(ask, begins=system)).split(system)
+        after_system = rest.split(ask)[0]
+    except (RowProblem, ValueError):
+        before_system = None
+    layout = Layout(start, before_system, after_system or "", answer, next_turn)
+    probes = [turns(ask), turns(ask, say, again), turns("a\nb", "c\n\nd", "e", say, ask), turns(*"1234567")]
+    if before_system is not None:
+        probes += [turns(*(message["content"] for message in probe), begins="x\ny") for probe in probes]
+    try:
+        return layout if all(render(probe) == layout.prompt(probe) for probe in probes) else None
+    except (RowProblem, ValueError):
+        return None
+
+
+def _literal(text: str) -> str:
+    return text.replace("{{", '{{ "{{" }}')
+
+
+def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs: dict[str, Any] | None) -> str | None:
+    """Ollama's Modelfile for a model folder; None where neither Ollama nor llama.cpp takes the architecture.
+
+    Args:
+        system: The system turn that all rows were trained with.
+        template_kwargs: Variables of the chat template that they were trained with.
+    """
+    architecture = _architecture(folder)
+    if architecture not in LLAMA_CPP:
+        return None
+    lines = ["FROM ." if architecture in OLLAMA else "FROM ./model.gguf"]
+    if tokenizer.chat_template is None:
+        lines.append("# This model goes on with texts: it has no chat template.")
+    elif layout := _layout(folder, tokenizer, template_kwargs or {}):
+        lines += ["# The chat template takes no system turn."] if layout.before_system is None else []
+        lines.append(f'TEMPLATE """{layout.go_template()}"""')
+    else:
+        lines.append("# The chat template (chat_template.jinja) has no equal in Ollama's templates: write TEMPLATE "
+                     "yourself.")
+    if system is not None:
+        lines.append(f"SYSTEM {_quoted(system)}" if _can_be_quoted(system) else
+                     "# The system turn of training has characters that a Modelfile cannot hold.")
+    return "\n".join([*lines, *(f"PARAMETER stop {_quoted(token)}" for token in _end_tokens(folder, tokenizer))]) + "\n"
+
+
+def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> Layout | None:
+    """The pieces of the prompts; None where Ollama's templates have no equal, or its Modelfile cannot hold it."""
+    bos = tokenizer.bos_token
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    adds_bos = bool(bos and settings.get("add_bos_token"))  # Ollama goes by this
+
+    def render(messages: list[dict[str, str]]) -> str:
+        text = template.render(messages, True, **template_kwargs)
+        if adds_bos and not text.startswith(bos):
+            raise ValueError("Ollama would begin it with a token that the template does not write")
+        return text.removeprefix(bos) if adds_bos else text
+
+    try:
+        template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+        layout = None if "strftime_now" in template.names else find_layout(render)  # the date is another one tomorrow
+    except UserError:  # a template that cannot be run, or does not end
+        return None
+    return layout if layout and _can_be_quoted(layout.go_template()) else None
+
+
+def _architecture(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+
+
+def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
+    path = folder / GENERATION_CONFIG
+    ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return [token for token in tokenizer.convert_ids_to_tokens(ends) if token]
+
+
+def _can_be_quoted(text: str) -> bool:
+    """Whether a Modelfile can hold it: triple quotes end a text, and characters that do not print are lost."""
+    return '"""' not in text and not text.endswith('"') and all(char.isprintable() or char in "\n\t" for char in text)
+
+
+def _quoted(text: str) -> str:
+    return f'"""{text}"""' if '"' in text or "\n" in text else f'"{text}"'
+
+
+def serving_lines(folder: Path) -> str:
+    """Command lines that talk to a merged model, serve it and convert it, of those programs that take it."""
+    architecture, path = _architecture(folder), shlex.quote(str(folder))
+    name = re.sub(r"[^a-z0-9._-]+", "-", folder.resolve().name.lower()).strip("-._") or "model"
+    gguf, file = shlex.quote(str(folder / "model.gguf")), shlex.quote(str(folder / MODELFILE))
+    lines = [("chat", f"python train.py chat --model {path}"), ("transformers", f"transformers serve {path}")]
+    if architecture in VLLM:
+        lines.append(("vLLM", f"vllm serve {path}"))
+    if architecture in LLAMA_CPP:
+        lines += [("llama.cpp", f"python convert_hf_to_gguf.py {path} --outfile {gguf}"),
+                  ("", f"llama-server -m {gguf}")]
+    if (folder / MODELFILE).is_file():
+        first = "" if architecture in OLLAMA else "   (after llama.cpp's converter)"
+        lines.append(("Ollama", f"ollama create {name} -f {file}{first}"))
+    return "\n".join(f"  {program:<13} {line}" for program, line in lines)

@@ -1,0 +1,176 @@
+"""`sweep`: train one recipe with many settings."""
+
+import hashlib
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lmmods.commands.early_check import check_early
+from lmmods.commands.report.page import render
+from lmmods.commands.report.reading import read_runs
+from lmmods.commands.report.tables import TrialRow, TrialTable
+from lmmods.commands.sweep.space import Parameter, as_words, grid, read_space
+from lmmods.commands.sweep.study import Study
+from lmmods.commands.sweep.trials import Worker, trial_folder
+from lmmods.commands.sweep.wandb_file import sweep_file
+from lmmods.core.engines import peek_engine
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import CONFIG_OPTIONS, config_argument, option_values, read_recipe
+from lmmods.core.redaction import redact
+from lmmods.core.settings import require
+from lmmods.runs.atomic import write_text
+from lmmods.runs.folder import RunFolder, as_yaml
+
+OF_THE_SWEEP = ("--trainer.default_root_dir", "--ckpt_path", "--overwrite")
+TRIALS = 20
+MOST_DRAWN = 30  # runs whose curves the report has; its table has all trials
+
+
+def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = None,  # noqa: B006
+          backend: Literal["optuna", "wandb"] = "optuna", folder: str | None = None, trials: int | None = None,
+          sampler: Literal["tpe", "random", "grid"] = "tpe", pruner: Literal["median", "none"] | None = None,
+          seed: int = 0, metric: str = "val/loss", mode: Literal["min", "max"] = "min") -> None:
+    """Train a recipe with many settings, each in a run folder of its own, and compare them on one page.
+
+    All other options are those of fit: `--config`, `--engine`, `--trainer.max_steps` and so on.
+
+    Args:
+        recipe: Arguments of fit.
+        parameters: What varies: KEY=LOW..HIGH, with ,log or ,step=S behind it, or KEY=A,B,C.
+        space: The same in a YAML file: keys with a list of values, or with low, high and log: true or step.
+        backend: `optuna` runs the trials here; `wandb` writes the file for W&B, whose agents run them.
+        folder: Of the sweep; null is sweeps/ and the name of the recipe. A sweep that is there goes on.
+        trials: How many; null is 20, or the whole grid.
+        sampler: `tpe` learns from the trials before (W&B: bayes), `random` does not, `grid` takes every combination.
+        pruner: `median` stops a trial whose metric is worse than that of half the others at this step; `none` stops
+            none. Null is median on this machine; W&B has no such rule.
+        seed: Of what is tried.
+        metric: By which trials are compared.
+        mode: Whether the smaller or the larger value is better.
+
+    Raises:
+        UserError: The recipe with these settings is wrong, the folder holds another sweep, or Optuna is missing.
+    """
+    found = read_space(parameters, space)
+    require(trials is None or trials >= 1, "--trials", trials, "1 or more")
+    require(seed >= 0, "--seed", seed, "0 or more")
+    if sampler == "grid":
+        grid(found)
+    check(recipe, found)
+    place = Path(folder or Path("sweeps") / _name(recipe))
+    if backend == "wandb":
+        if pruner or trials:
+            raise UserError(f"{'--pruner' if pruner else '--trials'} is for --backend optuna: W&B counts and stops "
+                            "runs itself (wandb agent --count N, and early_terminate in the file that this writes).")
+        path = place / "sweep.yaml"
+        text = sweep_file(place, recipe, found, sampler, metric, mode)
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path} is there and differs. Delete it, or choose another --folder.")
+        write_text(path, text)
+        print(f"Wrote {path}. Register it with: wandb sweep {path}\n"
+              "and start the agent that it names where train.py is, on as many machines as you like.")
+        return
+    asked = {"space": [{name: value for name, value in vars(each).items()} for each in found], "sampler": sampler,
+             "pruner": pruner or "median", "seed": seed, "metric": metric, "mode": mode,
+             "recipe": redact(" ".join(recipe)), "files": _digest(recipe)}
+    settle(place, asked)
+    study = Study(place, found, sampler, pruner or "median", seed, mode)
+    try:
+        Worker(study, place, recipe, metric).work(trials or (None if sampler == "grid" else TRIALS))
+    finally:
+        ended = conclude(place, study, [each.key for each in found], metric, mode)
+    if problem := next((trial.user_attrs["problem"] for trial in ended if "problem" in trial.user_attrs), None):
+        if all(trial.state.name == "FAIL" for trial in ended):
+            raise UserError(f"sweep: every trial has failed, the first with: {problem}")
+
+
+def check(recipe: list[str], space: list[Parameter]) -> None:
+    """Refuse what fit would, for the ends of every range and every value of a list.
+
+    Raises:
+        UserError: A key is the sweep's own, or given twice.
+        SystemExit: The parser has spoken.
+    """
+    given = {word.partition("=")[0] for word in recipe}
+    for key in [*OF_THE_SWEEP, *(f"--{parameter.key}" for parameter in space)]:
+        if key in given:
+            raise UserError(f"sweep: {key} is set by the sweep, for each trial anew. Take it out.")
+        if key in OF_THE_SWEEP and key[2:] in {parameter.key for parameter in space}:
+            raise UserError(f"sweep: {key[2:]} cannot vary: each trial has a folder of its own.")
+    engine = peek_engine(recipe)
+    first = {parameter.key: parameter.extremes()[0] for parameter in space}
+    check_early(["fit", *recipe, *as_words(first)], engine)
+    for parameter in space:
+        for value in parameter.extremes()[1:]:
+            check_early(["fit", *recipe, *as_words(first | {parameter.key: value})], engine)
+
+
+def settle(folder: Path, asked: dict[str, Any]) -> None:
+    """Note what a sweep asks for, or compare with what the one in the folder does.
+
+    Raises:
+        UserError: The folder holds another sweep, or something else.
+    """
+    path, asked = folder / "study.yaml", yaml.safe_load(as_yaml(_plain(asked)))
+    if path.exists():
+        known = read_recipe(path)
+        if changed := [key for key in asked if known.get(key) != asked[key]]:
+            shown = "; ".join(f"{key} was {known.get(key)}, is {asked[key]}" for key in changed)
+            raise UserError(f"{folder} holds a sweep that differs: {shown}. Restore that, or choose another --folder.")
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} is there and holds no sweep of this kind. Choose another --folder.")
+    write_text(path, as_yaml(asked))
+
+
+def conclude(folder: Path, study: Study, keys: list[str], metric: str, mode: str) -> list[Any]:
+    """Print the trials, best first, and write them and the curves of the best to report.html. Returns them."""
+    trials = study.trials()
+    if not trials:
+        return []
+    sign, states = (1 if mode == "min" else -1), ("COMPLETE", "PRUNED", "RUNNING", "FAIL")
+
+    def rank(trial: Any) -> tuple[int, float, int]:
+        value = value_of(trial)
+        return states.index(trial.state.name), sign * value if value is not None else 0.0, trial.number
+
+    ranked = sorted(trials, key=rank)
+    table = TrialTable(keys, metric, [TrialRow(
+        trial.number, trial.state.name.lower(), value_of(trial), [trial.params.get(key) for key in keys],
+        trial.user_attrs.get("problem", "")) for trial in ranked])
+    print("\n" + table.as_text(), flush=True)
+    drawn = [str(place) for trial in ranked if trial.state.name != "FAIL"
+             for place in [trial_folder(folder, trial.number)] if RunFolder(place).holds_run()][:MOST_DRAWN]
+    if drawn:
+        write_text(folder / "report.html", render(read_runs(drawn), datetime.now().astimezone(), table))
+        best = trial_folder(folder, ranked[0].number) if ranked[0].state.name == "COMPLETE" else "none is complete yet"
+        print(f"Wrote {folder / 'report.html'}. Best: {best}", flush=True)
+    return ranked
+
+
+def value_of(trial: Any) -> float | None:
+    """What a trial has measured last."""
+    if trial.state.name == "COMPLETE":
+        return trial.value
+    return trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
+
+
+def _name(recipe: list[str]) -> str:
+    """Of the first recipe file."""
+    paths = [Path(value) for value in option_values(recipe, *CONFIG_OPTIONS) if value.endswith((".yaml", ".yml"))]
+    return paths[0].stem if paths else "sweep"
+
+
+def _digest(recipe: list[str]) -> str:
+    """Of what the recipe's files hold: trials of one sweep differ in its parameters alone."""
+    contents = [config_argument(value) for value in option_values(recipe, *CONFIG_OPTIONS)]
+    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for YAML."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

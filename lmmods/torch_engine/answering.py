@@ -1,0 +1,122 @@
+"""A causal network that answers one prompt at a time, on torch."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from lmmods.core.errors import UserError
+from lmmods.core.sampling import draws
+from lmmods.core.settings import Generation
+from lmmods.core.task_fields import CausalFields
+from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.identity import check_parameters
+from lmmods.torch_engine import precision as precisions
+from lmmods.torch_engine.checkpoint_io import TORCH
+from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.decoding import generate
+from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
+from lmmods.torch_engine.tasks.causal_task import generation_config
+
+PREFIX = "model."  # of a network's parameters in a checkpoint: it is this attribute of a LightningModule
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of a name, or for `auto` a GPU where there is one. Raises UserError: there is no such device."""
+    try:
+        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device}: torch has no such device here. Leave it out, or take cpu, cuda or cuda:1."
+                        ) from error
+    return chosen
+
+
+def choose_precision(device: torch.device) -> str:
+    """What `auto` means for a model that no run has chosen a precision for."""
+    return precisions.choose_precision(device.type)[0].replace("mixed", "true") if device.type != "cpu" else "32-true"
+
+
+class TextModel:
+    """A causal network that answers.
+
+    Args:
+        fields: What it is made of.
+        data: The data module, for its tokenizer.
+        precision: Lightning's name.
+        seed: Of all weights that no file holds.
+        checkpoint: Of the run, whose parameters take the place of the first ones.
+        frozen: As in `build_network`.
+
+    Raises:
+        UserError: The model cannot be found, read or made, or the checkpoint does not fit it.
+    """
+
+    def __init__(self, fields: CausalFields, data: Any, *, precision: str, device: torch.device, seed: int,
+                 checkpoint: Path | None = None, frozen: bool = False):
+        if precision not in COMPUTE_DTYPES:
+            raise UserError(f"--precision {precision}: engine torch takes {', '.join(COMPUTE_DTYPES)}.")
+        network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision, device=device,
+                                seed=seed, frozen=frozen)
+        if checkpoint:
+            _load(network, read_checkpoint(checkpoint, TORCH)["state_dict"])
+        if fields.max_memory is None:
+            nn.Module.to(network, device)  # transformers' own refuses quantised ones
+        self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,
+                                                                         data.tokenizer)
+
+    @torch.no_grad()
+    def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
+               on_token: Callable[[int], bool]) -> bool:
+        """Answer a prompt; returns whether an end token came, which is not handed over.
+
+        Beams are searched to their end before the first token is handed over.
+
+        Args:
+            row: Number of the prompt, by which it draws.
+            on_token: Given a token of the answer as soon as it is chosen, says whether to go on.
+        """
+        ids = torch.tensor([prompt], device=self._device)
+        watch = _Watch(on_token, set(stop_token_ids)) if settings.num_beams == 1 else None
+        torch.manual_seed(seed)  # for beams, which draw from torch's generator
+        numbers = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
+        with self._autocast():
+            found = generate(self._network, ids, torch.ones_like(ids),
+                             generation_config(settings, self._tokenizer, stop_token_ids), draws=numbers,
+                             **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
+        answer = found[0, len(prompt):].tolist()
+        ended = bool(answer) and answer[-1] in stop_token_ids
+        if watch is None:
+            all(map(on_token, answer[:len(answer) - ended]))
+        return ended
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        """What Lightning computes in under this precision."""
+        if not self._precision.endswith("mixed"):
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, COMPUTE_DTYPES[self._precision])
+
+
+class _Watch(StoppingCriteria):
+    """Sees each token, and stops where it is told to."""
+
+    def __init__(self, on_token: Callable[[int], bool], ends: set[int]):
+        self._on_token, self._ends = on_token, ends
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        token = int(input_ids[0, -1])
+        stops = token not in self._ends and not self._on_token(token)
+        return torch.full((len(input_ids),), stops, device=input_ids.device)
+
+
+@torch.no_grad()
+def _load(network: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Parameters of a checkpoint instead of the first ones. Raises UserError: it is of another model."""
+    trained = {PREFIX + name: param for name, param in network.named_parameters() if param.requires_grad}
+    check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (saved, trained)))
+    for name, param in trained.items():
+        param.copy_(saved[name])

@@ -1,0 +1,104 @@
+"""What torch finds on this machine, for `doctor`: `python -m lmmods.torch_engine.probe` prints it as JSON.
+
+A process of its own, so that a driver that hangs or kernels that crash take nothing with them.
+"""
+
+import json
+import multiprocessing
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lmmods.torch_engine.precision import choose_precision
+
+SECONDS = 10  # for two processes to meet
+
+
+def probe() -> dict[str, Any]:
+    """Devices, precision, kernels and the meeting of two processes."""
+    met = processes_meet()  # first: a process may fork while it has no device and no threads
+    devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
+    return {
+        "version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
+        "nccl": dist.is_available() and dist.is_nccl_available(), "met": met,
+        "gpus": [_gpu(device) for device in devices[1:]], "precision": choose_precision("auto"),
+        "kernels": {str(device): kernels(device) for device in devices}}
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(device)
+    return {"name": torch.cuda.get_device_name(device), "free": free, "total": total}
+
+
+def kernels(device: torch.device) -> dict[str, str]:
+    """What is wrong with each quantisation of bitsandbytes on a device; empty for those that work."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except Exception as error:  # a library of CUDA that does not load, as a rule
+        return dict.fromkeys(("nf4", "fp4", "int8"), f"bitsandbytes cannot be imported: {error}")
+    return {name: _wrong_with(name, device) for name in ("nf4", "fp4", "int8")}
+
+
+def _wrong_with(name: str, device: torch.device) -> str:
+    """Multiply by a quantised matrix, and compare with the product by the matrix that it stands for."""
+    import bitsandbytes as bnb
+
+    random = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(96, 128, generator=random), torch.randn(8, 128, generator=random)
+    try:
+        if name == "int8":
+            layer = bnb.nn.Linear8bitLt(128, 96, bias=False, has_fp16_weights=False)
+            layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            layer, allowed = layer.to(device).eval(), 0.03  # inputs are rounded to 8 bits too
+            plain = layer.weight.CB.float() * layer.weight.SCB.float().unsqueeze(1) / 127
+        else:
+            packed, state = bnb.functional.quantize_4bit(weight.to(device), quant_type=name)
+            layer, allowed = (lambda x: bnb.matmul_4bit(x, packed.t(), quant_state=state)), 1e-4
+            plain = bnb.functional.dequantize_4bit(packed, state)
+        found, wanted = layer(inputs.to(device)).float(), inputs.to(device) @ plain.float().t()
+        lost = (plain.cpu() - weight).abs().mean() / weight.abs().mean()
+        off = ((found - wanted).abs().max() / wanted.abs().max()).item()
+    except Exception as error:  # whatever a kernel raises is what is wrong with it
+        return f"{type(error).__name__}: {error}"
+    if lost > 0.2:
+        return f"quantised weights are {lost:.0%} off"
+    return "" if off < allowed else f"a product is {off:.2g} of its scale off"
+
+
+def processes_meet() -> str:
+    """What keeps two processes of this machine from summing a number over a port; empty where nothing does."""
+    if sys.platform != "linux" or not dist.is_available():
+        return ""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    ranks = [context.Process(target=_meet, args=(rank, port, said), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(SECONDS + 5)
+    if not all(process.exitcode == 0 for process in ranks):
+        return said.get() if not said.empty() else f"they have not met within {SECONDS} seconds"
+    return ""
+
+
+def _meet(rank: int, port: int, said: Any) -> None:
+    try:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=SECONDS), 2, rank)
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        if number.item() != 2:
+            raise ValueError(f"1 + 1 is {number.item()}")
+    except Exception as error:
+        said.put(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

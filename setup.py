@@ -1,0 +1,8 @@
+"""What pyproject.toml cannot say: the recipes of `configs/` are part of the package when it is installed."""
+
+from setuptools import find_packages, setup
+
+setup(packages=[*find_packages(include=["lmmods*", "jax_engine*"]), "lmmods.configs"],
+      package_dir={"lmmods.configs": "configs"},
+      package_data={"lmmods.configs": ["*.yaml", "recipes/*.yaml"], "lmmods.commands.report": ["page.*"],
+                    "lmmods.commands.migration": ["foreign_keys.txt"]})

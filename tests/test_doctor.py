@@ -1,0 +1,122 @@
+"""`doctor`: findings on made-up machines, wrong kernels, engines that hang, and the page of this machine."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmmods.cli import main
+from lmmods.commands import doctor
+from lmmods.commands.findings import Findings
+from lmmods.core.versions import Dependency, Project
+from lmmods.torch_engine import probe
+
+TORCH = {"version": "2.13.0", "cuda": None, "threads": 4, "nccl": False, "met": "", "gpus": [],
+         "precision": ["32-true", "so"], "kernels": {"cpu": {"nf4": "", "fp4": "", "int8": ""}}}
+JAX = {"version": "0.10", "flax": "0.12", "platform": "cpu", "devices": ["cpu"] * 2, "precision": ["32-true", "so"],
+       "products": {"cpu:0": ""}}
+
+
+def found(check, *args) -> tuple[list[str], Findings]:
+    findings = Findings(width=10_000)
+    check(*args, findings)
+    return findings.problems, findings
+
+
+def test_versions_that_were_tried_and_others(capsys):
+    present = Dependency("torch", ">=2", None)
+    problems, _ = found(doctor.check_versions, Project("1", ">=3.11", (
+        present, Dependency("numpy", "<1", None), Dependency("no-such-library", ">=1", None),
+        Dependency("no-such-extra", "", "eval"), Dependency("pytest", "<1", "dev"))))
+    assert problems == ["no-such-library is not installed"]
+    said = capsys.readouterr().out
+    assert "pip install 'numpy<1'" in said and "1 of 3 libraries" in said and f"torch {present.installed}" in said
+    assert "extras not installed: eval" in said and "pytest" not in said
+    problems, _ = found(doctor.check_versions, Project("1", ">=4", (present,)))
+    assert len(problems) == 1 and problems[0].startswith("Python 3.")
+
+
+@pytest.mark.parametrize(("check", "answer", "wanted"), [
+    (doctor.check_torch, TORCH, []), (doctor.check_jax, JAX, []),
+    (doctor.check_torch, "it hangs", ["engine torch: it hangs"]), (doctor.check_jax, "no", ["engine jax: no"]),
+    (doctor.check_torch, {**TORCH, "met": "refused"},
+     ["two processes of this machine cannot meet over a port: refused"]),
+    (doctor.check_torch, {**TORCH, "kernels": {"cpu": {"nf4": "", "fp4": "", "int8": ""},
+                                               "cuda:0": {"nf4": "no kernel", "fp4": "", "int8": ""}}},
+     ["bitsandbytes on cuda:0: nf4 does not work: no kernel"]),
+    (doctor.check_jax, {**JAX, "products": {"cuda:0": "off"}}, ["jax on cuda:0: off"])])
+def test_what_engines_have_found(check, answer, wanted, capsys):
+    assert found(check, answer)[0] == wanted
+    said = capsys.readouterr().out
+    assert ("-> " in said) == bool(wanted) and ("2 x cpu" in said) == (answer is JAX or "products" in answer)
+
+
+def test_a_gpu_that_the_libraries_cannot_use(monkeypatch, capsys):
+    monkeypatch.setattr(doctor.Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    assert found(doctor.check_torch, TORCH)[0] == ["there is an NVIDIA GPU, but this torch is built for CPUs"]
+    assert "CUDA 13" in found(doctor.check_torch, {**TORCH, "cuda": "13"})[0][0]
+    assert not found(doctor.check_jax, JAX)[0] and "JAX does not use" in capsys.readouterr().out
+
+
+def test_kernels_that_multiply_wrongly_are_found(monkeypatch):
+    import bitsandbytes as bnb
+
+    cpu = torch.device("cpu")
+    assert probe.kernels(cpu) == {"nf4": "", "fp4": "", "int8": ""}
+    exact = bnb.matmul_4bit
+    monkeypatch.setattr(bnb, "matmul_4bit", lambda *args, **options: exact(*args, **options) * 1.01)
+    assert "a product is 0.01 of its scale off" in probe.kernels(cpu)["nf4"]
+
+    def broken(*_, **__):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(bnb, "matmul_4bit", broken)
+    assert probe.kernels(cpu) == {"nf4": "RuntimeError: no kernel image", "fp4": "RuntimeError: no kernel image",
+                                  "int8": ""}
+
+
+def test_an_engine_that_hangs_or_crashes_is_told(monkeypatch, tmp_path):
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "crashes.py").write_text("import os, sys; print('why', file=sys.stderr, flush=True); os.abort()")
+    (tmp_path / "works.py").write_text("print('noise'); print('{\"a\": 1}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    probes = [doctor._Probe(name) for name in ("crashes", "works", "no_such_module", "hangs")]
+    assert probes[0].answer() == "why (status -6)"
+    assert probes[1].answer() == {"a": 1} and "No module named no_such_module" in probes[2].answer()
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.1)
+    assert probes[3].answer() == "it has not answered within 0.1 seconds"
+
+
+def test_no_wait_for_a_network_that_is_silent(monkeypatch):
+    assert doctor._within(0.05, lambda: time.sleep(1) or "") == "does not answer within 0.05 seconds"
+    assert doctor._within(5, lambda: doctor._ask("http://127.0.0.1:9")).startswith("does not answer: ")
+
+
+@pytest.mark.slow
+def test_the_page_of_this_machine(monkeypatch, tmp_path, capsys):
+    secret = "planted-" + "s3cret"
+    for name in ("HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, secret)
+    cache = tmp_path / "cache"
+    (cache / "sftdata-1").mkdir(parents=True)
+    (cache / "sftdata-1" / "manifest.json").write_text("x" * 5000)
+    monkeypatch.setenv("LMMODS_CACHE", str(cache))
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr()
+    text = " ".join(said.out.split())
+    for part in ("HF_TOKEN is set", "an API key is set", "1 tokenised sources (5 KiB)", f"rm -r {cache}/sftdata-*",
+                 "bitsandbytes on cpu: nf4, fp4, int8 multiply", "two processes of this machine meet", "jax 0.",
+                 "MASTER_ADDR=elsewhere"):
+        assert part in text, (part, said.out)
+    assert secret not in said.out + said.err and len(said.out.splitlines()) < 60
+    monkeypatch.setattr(doctor, "PROBES", {"torch": "no_such_module", "jax": "no_such_module"})
+    assert main(["doctor"]) == 2 and "error: 2 problems, see above." in capsys.readouterr().err
+
+
+def test_the_size_of_a_cache(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"x" * 3000)
+    assert doctor._size_of([tmp_path, Path("/no/such/folder")]) == "3 KiB"
+    assert doctor._size(5 * 2**30) == "5.0 GiB" and doctor._size(2000 * 2**30) == "2,000.0 GiB"

@@ -1,0 +1,211 @@
+"""What a merged model is handed over with: Ollama's Modelfile, read here as Ollama reads it, and command lines."""
+
+import json
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from lmmods.cli import main
+from lmmods.commands.serving import find_layout, modelfile, serving_lines
+from lmmods.data.encode.chat_template import ChatTemplate
+from lmmods.data.encode.template_jinja import template_jinja
+from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
+from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from tests.data.conftest import CHAT_TEMPLATE
+
+CHATS = [["Hello?"], ["Hello?", "Hi!", "How\nare {{ you }}?"], ["1", "2", "3", "4", "5", "6", '"7"']]
+SYSTEMS = [None, "Be brief.\n\nAnd kind."]
+
+
+def conversation(system: str | None, texts: list[str]) -> list[dict[str, str]]:
+    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    return turns if system is None else [{"role": "system", "content": system}, *turns]
+
+
+def go(template: str, messages: list[dict[str, str]]) -> str:
+    """What Go's text/template writes, as far as it is used here: if, else, else if, range, eq, gt, len, slice."""
+    tokens = [token for token in re.split(r"(\{\{.*?\}\})", template) if token]
+    scope = {".System": "\n\n".join(m["content"] for m in messages if m["role"] == "system")}
+    words = re.compile(r'"(?:[^"]*)"|[()]|[^\s()]+')
+
+    def value(expression: list[str]):
+        if expression[0] == "(":
+            depth, parts = 0, [[]]
+            for word in expression:
+                depth += (word == "(") - (word == ")")
+                parts[-1].append(word)
+            return value(parts[0][1:-1])
+        arguments, at = [], 1
+        while at < len(expression):
+            end, depth = at, 0
+            while True:
+                depth += (expression[end] == "(") - (expression[end] == ")")
+                end += 1
+                if not depth:
+                    break
+            arguments.append(value(expression[at:end]))
+            at = end
+        word = expression[0]
+        functions = {"eq": lambda a, b: a == b, "gt": lambda a, b: a > b, "len": len, "slice": lambda a, i: a[i:]}
+        if word in functions:
+            return functions[word](*arguments)
+        if word.startswith('"'):
+            return word[1:-1]
+        if word.startswith("$turn."):
+            return scope["$turn"][word.removeprefix("$turn.").lower()]
+        known = {"$.Messages": messages, ".Messages": messages}
+        return known[word] if word in known else scope[word] if word in scope else int(word)
+
+    def run(at: int, writes: bool) -> tuple[str, int]:
+        """Text up to the `else` or `end` of this block, and where that stands."""
+        text = ""
+        while at < len(tokens):
+            token = tokens[at]
+            if not token.startswith("{{"):
+                text, at = text + token * writes, at + 1
+                continue
+            action = words.findall(token[2:-2])
+            if action[0] in ("else", "end"):
+                return text, at
+            if action[0] == "if":
+                part, at = branch(action[1:], at, writes)
+                text += part
+            elif action[0] == "range":
+                start = at + 1
+                for number, turn in enumerate(messages if writes else messages[:1]):
+                    scope.update({"$i": number, "$turn": turn})
+                    part, at = run(start, writes)
+                    text += part
+                at += 1
+            else:
+                text, at = text + (str(value(action)) if writes else ""), at + 1
+        return text, at
+
+    def branch(condition: list[str], at: int, writes: bool) -> tuple[str, int]:
+        holds = bool(value(condition)) if writes else False
+        text, at = run(at + 1, writes and holds)
+        action = words.findall(tokens[at][2:-2])
+        if action == ["end"]:
+            return text, at + 1
+        if action[:2] == ["else", "if"]:
+            part, at = branch(action[2:], at, writes and not holds)
+            return text + part, at
+        part, at = run(at + 1, writes and not holds)
+        return text + part, at + 1
+
+    return run(0, True)[0]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ollama_writes_the_prompts_of_named_templates(name, llama_folder):
+    tokenizer = load_tokenizer(TokenizerOptions(str(llama_folder), add_tokens=["<|im_end|>", "<|eot_id|>"])).tokenizer
+    renderer = TemplateRenderer(name, TextEncoder(tokenizer), tokenizer.eos_token, tokenizer.bos_token)
+    template = ChatTemplate(template_jinja(renderer), tokenizer.special_tokens_map)
+    translated = find_layout(lambda messages: template.render(messages, True)).go_template()
+    for system in SYSTEMS:
+        for texts in CHATS:
+            messages = conversation(system, texts)
+            assert go(translated, messages) == template.render(messages, True)
+
+
+JINJA = {
+    "trims": (CHAT_TEMPLATE, True),
+    "default system": ("{% if messages[0]['role'] != 'system' %}<|s|>You help.{{ '{{' }}<|e|>{% endif %}"
+                       "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|e|>{% endfor %}<assistant>", True),
+    "refuses system": ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+                       "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>", True),
+    "counts turns": ("{% for m in messages %}[{{ loop.index }}]{{ m['content'] }}{% endfor %}", False),
+    "shows the last only": ("{{ messages[-1]['content'] }}", False),
+    "system at the end": ("{% for m in messages if m['role'] != 'system' %}{{ m['content'] }};{% endfor %}"
+                          "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}", False),
+    "first turn apart": ("{% for m in messages %}{{ m['content'] }}{{ ';' if loop.length == 1 else ',' }}{% endfor %}",
+                         False),
+}
+
+
+@pytest.mark.parametrize("name", JINJA)
+def test_other_templates_are_translated_where_they_can_be(name):
+    source, can_be = JINJA[name]
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    layout = find_layout(lambda messages: template.render(messages, True))
+    assert (layout is not None) == can_be
+    for system in SYSTEMS if can_be and layout.before_system is not None else SYSTEMS[:can_be]:
+        for texts in CHATS:
+            messages = conversation(system, texts)
+            assert go(layout.go_template(), messages) == template.render(messages, True)
+
+
+def test_an_answer_that_ollama_lets_go_on_is_left_open():
+    template = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
+    translated = find_layout(lambda messages: template.render(messages, True)).go_template()
+    assert go(translated, conversation(None, ["Count.", "1, 2,"])).endswith("<|im_start|>assistant\n1, 2,")
+
+
+def folder_of(path, tokenizer, architecture="LlamaForCausalLM", **settings):
+    tokenizer.save_pretrained(path)
+    saved = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(saved | settings))
+    (path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    return path
+
+
+def test_the_modelfile(tmp_path, tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    start, *lines = modelfile(folder_of(tmp_path, tokenizer), tokenizer, 'Say "yes".\nOr no.', None).split("TEMPLATE ")
+    assert start == "FROM .\n"
+    template, rest = re.fullmatch(r'"""(.*)"""\n(SYSTEM .*)', lines[0], re.DOTALL).groups()
+    assert template.startswith("{{ if .System }}<s><|im_start|>system\n")
+    assert rest == 'SYSTEM """Say "yes".\nOr no."""\nPARAMETER stop "</s>"\nPARAMETER stop "<unk>"\n'
+    # Where the tokenizer adds the begin token, Ollama does.
+    added = modelfile(folder_of(tmp_path, tokenizer, add_bos_token=True), tokenizer, None, None)
+    assert "<s>" not in added and "<|im_start|>" in added
+    mistral = modelfile(folder_of(tmp_path, tokenizer, "MistralForCausalLM"), tokenizer, None, None)
+    assert mistral.startswith("FROM ./model.gguf\n")
+    assert modelfile(folder_of(tmp_path, tokenizer, "BertForMaskedLM"), tokenizer, None, None) is None
+
+
+@pytest.mark.parametrize(("template", "comment"), [
+    ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m['content'] }};{% endfor %}", "has no equal"),
+    ("{% for m in messages %}{% for n in range(99999999) %}{{ n }}{% endfor %}{% endfor %}", "has no equal"),
+    ('{% for m in messages %}""" {{ m["content"] }}{% endfor %}', "has no equal"),
+    ("{% for", "has no equal"), (None, "goes on with texts")])
+def test_a_template_without_equal_is_left_to_the_user(template, comment, tmp_path, tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.chat_template = template
+    text = modelfile(folder_of(tmp_path, tokenizer), tokenizer, None, None)
+    assert comment in text and "\nTEMPLATE" not in text and text.endswith('PARAMETER stop "<unk>"\n')
+
+
+def test_command_lines_name_programs_that_take_the_model(tmp_path):
+    folder = tmp_path / "My model"
+    folder.mkdir()
+    wanted = {"LlamaForCausalLM": ["chat", "transformers", "vLLM", "llama.cpp", "Ollama"],
+              "OPTForCausalLM": ["chat", "transformers", "vLLM", "Ollama"],
+              "CTRLLMHeadModel": ["chat", "transformers", "Ollama"]}
+    (folder / "Modelfile").touch()
+    for architecture, programs in wanted.items():
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        lines = serving_lines(folder)
+        assert re.findall(r"^  (\S+)", lines, re.M) == programs
+    assert f"ollama create my-model -f '{folder}/Modelfile'" in lines
+
+
+@pytest.mark.slow
+def test_merge_hands_over(finished, tmp_path, capsys):
+    """The Modelfile of a real merge writes what transformers writes with the folder."""
+    run = finished(model__init_args__quantize=None, model__init_args__lora={"rank": 4})
+    assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "out")]) == 0
+    assert f"vllm serve {tmp_path}/out" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
+    for texts in CHATS:
+        messages = conversation(None, texts)
+        assert go(template, messages) == tokenizer.apply_chat_template(messages, tokenize=False,
+                                                                       add_generation_prompt=True)
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert re.findall(r'PARAMETER stop "(.*)"', text) == tokenizer.convert_ids_to_tokens(ends)

@@ -1,0 +1,226 @@
+"""`sweep`: the search space, W&B's file and what its agents make of it, and trials on this machine."""
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lmmods.cli import main
+from lmmods.commands import registry
+from lmmods.commands.sweep import trials as trials_module
+from lmmods.commands.sweep.space import Parameter, grid, read_space
+from lmmods.commands.sweep.study import Study
+from lmmods.core.errors import UserError
+from lmmods.runs.folder import RunFolder
+
+LR = "model.optimizer.lr"
+
+
+# The space ----------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_read_from_words_and_files(tmp_path):
+    words = [f"{LR}=1e-4..1e-2,log", "data.batch_size=4,8", "trainer.max_steps=10..30,step=10",
+             "model.optimizer.name=sgd,1e-3"]
+    (tmp_path / "space.yaml").write_text("model.lora: [null, {rank: 8}]\nm.eps: {low: 1, high: 2.5, log: true}\n")
+    assert read_space(words, str(tmp_path / "space.yaml")) == [
+        Parameter(LR, (), 1e-4, 1e-2, None, True), Parameter("data.batch_size", (4, 8)),
+        Parameter("trainer.max_steps", (), 10, 30, 10), Parameter("model.optimizer.name", ("sgd", 1e-3)),
+        Parameter("model.lora", ("null", '{"rank": 8}')), Parameter("m.eps", (), 1, 2.5, None, True)]
+
+
+@pytest.mark.parametrize("words", [
+    [], ["lr"], ["=3"], [f"{LR}=2..1"], [f"{LR}=0..1,log"], [f"{LR}=1..2,log,step=1"], [f"{LR}=1..2,step=5"],
+    [f"{LR}=1,1"], [f"{LR}=1", f"{LR}=2"], [f"{LR}=1..2..3"], [f"{LR}=[1"], [f"{LR}=1..2,logg"]])
+def test_what_is_no_space_is_refused(words):
+    with pytest.raises(UserError, match="sweep: "):
+        read_space(words, None)
+
+
+def test_a_grid_is_every_combination():
+    space = read_space(["a=1..3", "b=0.1..0.3,step=0.1", "c=x"], None)
+    assert [tuple(each.values()) for each in grid(space)] == [(a, b, "x") for a in (1, 2, 3) for b in (0.1, 0.2, 0.3)]
+    with pytest.raises(UserError, match="a range without step"):
+        grid(read_space(["a=0.5..1.0"], None))
+    with pytest.raises(UserError, match="more than 10,000 combinations"):
+        grid(read_space(["a=1..1000", "b=1..1000"], None))
+
+
+# The command line ---------------------------------------------------------------------------------------------------
+
+
+def test_its_own_options_and_those_of_fit_may_stand_in_any_order():
+    words = f"--config a.yaml {LR}=1,2 --trials 3 --trainer.max_steps 5 data.batch_size=1,2 --engine=jax --seed=4"
+    (recipe,), own = registry.parse_command("sweep", words.split())
+    assert recipe == ["--config", "a.yaml", "--trainer.max_steps", "5", "--engine=jax"]
+    assert own["parameters"] == [f"{LR}=1,2", "data.batch_size=1,2"] and (own["trials"], own["seed"]) == (3, 4)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["model.optimizer.lrr=1,2"], "Did you mean lr?"), (["data.batch_size=4,0"], "data.batch_size is 0"),
+    ([f"{LR}=1e-3,fast"], "fast"), ([f"{LR}=1,2", "--model.optimizer.lr", "3"], "is set by the sweep"),
+    ([f"{LR}=1,2", "--trainer.default_root_dir", "x"], "is set by the sweep"),
+    (["trainer.default_root_dir=a,b"], "cannot vary"), ([f"{LR}=1,2", "--trials", "0"], "--trials is 0"),
+    ([f"{LR}=1.0..2", "--sampler", "grid"], "range without step"),
+    ([f"{LR}=1,2", "--backend", "wandb", "--trials", "3"], "is for --backend optuna"),
+    ([f"{LR}=1,2", "--backend", "wandb"], "logs nothing to W&B")])
+def test_what_fit_would_refuse_is_refused_before_anything_runs(recipe, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", *recipe(), *words, "--folder", "made"]) == 2
+    assert message in capsys.readouterr().err
+
+
+# W&B ----------------------------------------------------------------------------------------------------------------
+
+
+def test_agents_start_fit_in_a_folder_of_the_run(recipe, tmp_path, monkeypatch):
+    """The command that W&B's agent makes of the file, with the values of a trial, run with a `python` that tells."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    monkeypatch.chdir(tmp_path)
+    words = [f"{LR}=1e-4..1e-2,log", "data.batch_size=4,8", "model.lora=null,{rank: 4}",
+             "trainer.max_steps=2..6,step=2"]
+    arguments = recipe(trainer__logger=[{"class_path": "WandbLogger", "init_args": {"project": "mine"}}],
+                       model__init_args__quantize=None)
+    assert main(["sweep", *arguments, *words, "--backend", "wandb", "--folder", "my sweep", "--mode", "max"]) == 0
+    content = yaml.safe_load((tmp_path / "my sweep" / "sweep.yaml").read_text())
+    assert (content["method"], content["project"], content["metric"]) == (
+        "bayes", "mine", {"name": "val/loss", "goal": "maximize"})
+    assert content["parameters"] == {
+        LR: {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}, "data.batch_size": {"values": [4, 8]},
+        "model.lora": {"values": ["null", '{"rank": 4}']}, "trainer.max_steps": {"values": [2, 4, 6]}}
+    values = create_sweep_command_args({"args": {LR: {"value": 0.003}, "model.lora": {"value": '{"rank": 4}'}}})
+    chunks = create_sweep_command(content["command"])
+    command = [word for chunk in chunks for word in (values["args"] if chunk == "${args}" else [chunk])]
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env={
+        "PATH": f"{python.parent}:{os.environ['PATH']}", "WANDB_RUN_ID": "abc123"}).stdout.splitlines()
+    assert said == ["train.py", "fit", *arguments, "--trainer.default_root_dir", "my sweep/abc123", f"--{LR}=0.003",
+                    '--model.lora={"rank": 4}']
+
+
+def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path):
+    from jsonargparse import Namespace
+
+    from lmmods.runs.wandb import settle_wandb
+
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")
+    options = Namespace(save_dir=".", project=None, name=None, id=None, version=None)
+    settle_wandb(options, RunFolder(tmp_path), goes_on=False)
+    assert options.id == "abc123"
+
+
+def test_passwords_do_not_go_to_wandb(recipe, tmp_path, capsys):
+    arguments = [*recipe(trainer__logger=[{"class_path": "WandbLogger"}]), "--data.source", "https://a:b@host/x.jsonl"]
+    assert main(["sweep", *arguments, f"{LR}=1,2", "--backend", "wandb", "--folder", str(tmp_path / "s")]) == 2
+    assert "holds a password or token" in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+# The study ----------------------------------------------------------------------------------------------------------
+
+
+SPACE = ["x=0.0..1.0", "kind=a,b"]
+
+
+def study(folder: Path, sampler: str = "tpe", pruner: str = "median") -> Study:
+    folder.mkdir(exist_ok=True)
+    return Study(folder, read_space(SPACE, None), sampler, pruner, 3, "min")
+
+
+def answered(made: Study, most: int, until: int = 99) -> list[dict]:
+    """What is tried where the metric is (x - 0.3)², known in three parts."""
+    tried = []
+    while len(tried) < until and (asked := made.ask(most)) is not None:
+        trial, held = asked
+        tried.append(trial.params)
+        value = (trial.params["x"] - 0.3) ** 2
+        if made.judge(trial, [(step, value + 1 / step) for step in (1, 2, 3)]):
+            made.finish(trial, "pruned")
+        else:
+            made.finish(trial, "complete", value)
+        os.close(held)
+    return tried
+
+
+def test_a_study_that_is_taken_up_again_tries_what_it_would_have_tried(tmp_path):
+    whole, first = study(tmp_path / "whole"), study(tmp_path / "parts")
+    tried, begun = answered(whole, 12), answered(first, 12, until=6)
+    with open(tmp_path / "parts" / "study.journal", "ab") as journal:
+        journal.write(b'{"op_code": 4')  # the process was killed while it wrote
+    second = study(tmp_path / "parts")
+    assert begun + answered(second, 12) == tried and len(tried) == 12
+    states = [[trial.state.name for trial in made.trials()] for made in (whole, second)]
+    assert states[0] == states[1] and {"PRUNED", "COMPLETE"} == set(states[0])
+
+
+def test_a_trial_whose_process_died_is_taken_over_and_one_at_work_is_not(tmp_path):
+    first, second = study(tmp_path / "s"), study(tmp_path / "s")
+    trial, held = first.ask(2)
+    assert first.judge(trial, [(1, 0.5)]) is False
+    other, _ = second.ask(2)
+    assert other.number == 1 and second.ask(2) is None
+    os.close(held)  # as the end of its process does
+    taken, _ = second.ask(2)
+    assert (taken.number, taken.params) == (0, trial.params)
+    second.judge(taken, [(1, 0.7), (2, 0.4)])  # what it knows of step 1 stays
+    assert second.trials()[0].intermediate_values == {1: 0.5, 2: 0.4}
+
+
+def test_a_grid_ends_when_all_of_it_was_tried(tmp_path):
+    made = Study(tmp_path, read_space(["x=1,2", "kind=a,b"], None), "grid", "none", 0, "min")
+    tried = []
+    while asked := made.ask(None):
+        tried.append(tuple(asked[0].params.values()))
+        made.finish(asked[0], "complete", 1.0)
+    assert tried == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+
+
+# Trials -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_process(monkeypatch, capfd):
+    """Trials run in this process, one after the other; `fails` says what is done instead of the n-th."""
+    calls, fails = [], {}
+
+    @contextlib.contextmanager
+    def started(arguments, log, keeps):
+        with pytest.raises(BlockingIOError), open(f"/dev/fd/{keeps[0]}") as held:  # a lock that the child would share
+            fcntl.flock(os.open(os.readlink(held.name), os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        calls.append(arguments)
+        status = fails[len(calls)]() if len(calls) in fails else main(arguments)
+        log.write_text(capfd.readouterr().err)
+        yield SimpleNamespace(poll=lambda: status, returncode=status, terminate=lambda: None)
+
+    monkeypatch.setattr(trials_module, "started", started)
+    return calls, fails
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_and_counts_what_fails(recipe, tmp_path, monkeypatch, in_process, stop_at, capfd):
+    """The first trial is interrupted in its third step, the second one's loss is soon not a number."""
+    monkeypatch.chdir(tmp_path)
+    calls, fails = in_process
+    fails[1] = lambda: (stop_at(3), main(calls[-1]))[1]
+    sweep = ["sweep", *recipe(trainer__max_steps=4, trainer__val_check_interval=2), "model.optimizer.lr=0.01,1.0e+30",
+             "--sampler", "grid", "--folder", "all"]
+    assert main(sweep) == 130 and "The same command goes on with it" in capfd.readouterr().err
+    assert main(sweep) == 0
+    said = capfd.readouterr().out
+    assert calls[1][-2:] == ["--ckpt_path", "last"] and "--model.optimizer.lr=1e+30" in calls[2] and len(calls) == 3
+    runs = [RunFolder(tmp_path / "all" / f"trial={number}") for number in range(2)]
+    assert [run.completed.exists() for run in runs] == [True, False] and "Best: all/trial=0" in said
+    assert "trial 1: failed: Step " in said and json.loads(runs[0].metrics_json.read_text())["trainer/global_step"] == 4
+    page = (tmp_path / "all" / "report.html").read_text()
+    assert "<h2>Trials</h2>" in page and "model.<wbr>optimizer.<wbr>lr" in page and "loss is nan" in page
+    assert main([*sweep, "--seed", "1"]) == 2 and "seed was 0, is 1" in capfd.readouterr().err
