@@ -1,6 +1,6 @@
 """Parameters, optimiser state and accumulated gradients as the torch engine names and numbers them, and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -81,23 +81,28 @@ def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, 
     return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
 
 
-def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch) -> AccumulatedGradients:
-    """What a step under way has summed over all devices.
+def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, metric_names: Sequence[str] = ()
+                      ) -> AccumulatedGradients:
+    """What a step under way has summed over all devices, but for its statistics, which are found again from its rows.
 
     Args:
         accumulation: On the host (`Parallel.fetch_sums`).
         num_batches: Micro-batches of each rank in it.
+        metric_names: Of the task, in the order in which a checkpoint has their sums.
     """
     gradients = {PREFIX + name: gradient for name, gradient in to_torch(accumulation["gradients"]).items()}
-    return {"sums": np.array([accumulation["sums"][name] for name in SUMS], np.float64), "num_batches": num_batches,
-            "divisor": 1.0, "gradients": gradients}
+    sums = np.concatenate([np.ravel(accumulation["sums"][name]).astype(np.float64) for name in (*SUMS, *metric_names)])
+    return {"sums": sums, "num_batches": num_batches, "divisor": 1.0, "gradients": gradients}
 
 
-def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch) -> Tree:
+def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
     """Undo `pack_accumulation`, for `Parallel.put_sums`."""
     gradients = {name.removeprefix(PREFIX): gradient.astype(np.float32) * np.float32(saved["divisor"])
                  for name, gradient in saved["gradients"].items()}
-    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), saved["sums"], strict=True)}
+    numbers = np.asarray(saved["sums"])
+    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), numbers)}
+    pairs = numbers[len(SUMS):].reshape(-1, 2).astype(np.float32)
+    sums |= dict(zip(metric_names, pairs, strict=True))
     return {"gradients": from_torch(gradients), "sums": sums}
 
 

@@ -36,7 +36,7 @@ class Checkpointer:
         run.replace_state(parallel.put_state(host))
         if content["window"]:
             run.num_accumulated = content["window"]["num_batches"]
-            accumulation = unpack_accumulation(content["window"], network.from_torch)
+            accumulation = unpack_accumulation(content["window"], network.from_torch, run.task.metric_names)
             run.metrics.laps.leave_out(int(accumulation["sums"]["num_tokens"]))
             run.accumulation = parallel.put_sums(accumulation)
         run.metrics.load_state_dict(content["callbacks"]["Metrics"])
@@ -95,7 +95,7 @@ class Checkpointer:
         state, accumulation = run.parallel.fetch_state(run.state), {}
         if run.num_accumulated:
             sums = run.parallel.fetch_sums(run.accumulation)
-            accumulation = pack_accumulation(sums, run.num_accumulated, network.to_torch)
+            accumulation = pack_accumulation(sums, run.num_accumulated, network.to_torch, run.task.metric_names)
         return {
             "engine": "jax",
             "epoch": progress.epoch,

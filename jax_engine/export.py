@@ -7,6 +7,7 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.run import Training
 from lmmods.core.console import say
 from lmmods.runs.hub_upload import Publisher
+from lmmods.runs.manifest import end_manifest
 from lmmods.runs.model_files import complete_model
 from lmmods.runs.wandb import log_checkpoint
 
@@ -39,6 +40,7 @@ class Exporter:
             self._write(trainable, exported)
             folder.put_model(exported)
             log_checkpoint(run.loggers, folder.find("last"), ends=True)
+            end_manifest(folder, step)
             folder.complete()
             say(f"Wrote {folder.model}.")
         for logger in run.loggers[1:]:

@@ -12,13 +12,13 @@ from jax_engine.distributed.steps import Steps, fetch_figures
 from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
 from jax_engine.optim import step_scalars
-from jax_engine.schedule import Schedule, limited
 from jax_engine.tasks.base import Task
-from lmmods.core.progress_bar import Bar, describe
+from lmmods.core.progress_bar import Bar
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.progress import Progress
+from lmmods.runs.schedule import Schedule, limited
 from lmmods.runs.step_metrics import StepMetrics
 
 
@@ -29,6 +29,7 @@ class Run:
     Args:
         data: The DataModule, set up.
         description: Of the network, in a line.
+        needed: Rough bytes of a training step on each device.
         flops_per_token: Arithmetic of one training token.
         weights: Parameters on the devices, as they are now.
         limits: `trainer.limit_<role>_batches` by role: train, val, test, predict.
@@ -41,6 +42,7 @@ class Run:
     data: Any
     task: Task
     description: str
+    needed: int
     flops_per_token: int
     parallel: Parallel
     steps: Steps
@@ -100,18 +102,24 @@ class Training(Run):
 
     def __post_init__(self) -> None:
         self.metrics.report = self._report
+        self.metrics.show = lambda step: self.bar.update(step, self.metrics.shown())
 
     def _report(self, metrics: dict[str, float], step: int) -> None:
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
-        self.bar.update(step, describe(metrics))
 
     def note_step(self, figures: dict[str, jax.Array]) -> None:
         """Note the figures of the step just taken, from `Steps`, for `metrics`."""
         progress, schedule = self.progress, self.schedule
         lr = self.task.optimizer.lr_at(progress.step - 1, schedule.num_steps)
-        self.metrics.add(progress.step, progress.epoch + progress.batches / schedule.batches_per_epoch,
-                         lambda: {**fetch_figures(figures), "lr": lr}, figures["total"].is_ready)
+
+        def fetch() -> dict[str, float]:
+            fetched = fetch_figures(figures)
+            names = ("weight", "grad_norm", "num_tokens", "num_rows", *self.task.metric_names)
+            return {"loss": fetched["loss"], "lr": lr, **{name: fetched[name] for name in names if name in fetched}}
+
+        self.metrics.add(progress.step, progress.epoch + progress.batches / schedule.batches_per_epoch, fetch,
+                         figures["total"].is_ready)
         self.bar.update(progress.step)
 
     def replace_state(self, state: Tree) -> None:

@@ -1,5 +1,6 @@
 """A run on JAX: fit, validate, test, predict and inspect, with Lightning's keys and this project's run folder."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import jax
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.checkpointing import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
+from jax_engine.distributed.compile_clock import compile_clock
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
@@ -20,8 +22,8 @@ from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter
 from jax_engine.loop import Loop
 from jax_engine.optim import build
+from jax_engine.rehearsal import rehearse
 from jax_engine.run import Run, Training
-from jax_engine.schedule import Schedule
 from jax_engine.tasks.base import Task
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -35,12 +37,14 @@ from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
+from lmmods.runs.end import RunEnd
 from lmmods.runs.events import Events
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.inspect import show_data
-from lmmods.runs.start import RunStart, say_precision
+from lmmods.runs.inspect import show_data, show_recipe
+from lmmods.runs.schedule import Schedule
+from lmmods.runs.start import Outlook, RunStart, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
 from lmmods.runs.wandb import log_predictions
 
@@ -69,6 +73,7 @@ class Trainer(JaxTrainerFields):
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
         self.interruption = Interruption(saves=self.enable_checkpointing)
+        self._precision_reason: str | None = None
         # What the data modules ask of a trainer: every process reads all micro-batches, see `Prefetcher`.
         self.global_rank, self.world_size = 0, 1
         self.state = SimpleNamespace(fn=None)
@@ -76,15 +81,17 @@ class Trainer(JaxTrainerFields):
     # Commands --------------------------------------------------------------------------------------------------------
 
     def fit(self, model: Task, train_dataloaders=None, val_dataloaders=None, datamodule=None,
-            ckpt_path: str | None = None, overwrite: bool = False) -> None:
+            ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
         """Train."""
-        with self._in_run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
+        self.interruption.stop_at = stop_at
+        with self._in_run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
             self._fit(model, datamodule, self.run_folder.resolve(ckpt_path) if ckpt_path else None)
 
     def _fit(self, model: Task, datamodule: Any, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
             raise UserError(problem)
         run, loader = self._training_run(model, datamodule, resumed)
+        model.begin(run)
         evaluation = Evaluation(run, self.samples, self.mmlu)
         checkpointer = Checkpointer(run, self.checkpoint, self.callbacks, self.identity)
         events = Events(self.checkpoint if self.enable_checkpointing else None, self.samples, self.mmlu, self.publish,
@@ -101,12 +108,16 @@ class Trainer(JaxTrainerFields):
         if not resumed and self.num_sanity_val_steps:
             evaluation.evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(run, checkpointer, resumed)
+        first_step, began = run.progress.step, time.perf_counter()
         try:
             loop.train(loader, resumed is not None)
             loop.finish()
         finally:
             run.bar.close()
             checkpointer.wait()
+        if run.is_first:
+            RunEnd(run.folder, model, datamodule, run.metrics, events.checkpoint, first_step, run.progress.step,
+                   time.perf_counter() - began, run.loggers).say()
 
     def validate(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Evaluate on the validation set."""
@@ -152,16 +163,40 @@ class Trainer(JaxTrainerFields):
             log_predictions(self.run_loggers, found.rows)
 
     def inspect(self, model: Task = None, datamodule=None, rows: int = 4,
-                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
+                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
+                recipe: bool = False) -> None:
         """Show what would be trained on and what a step needs, and train nothing."""
         self._connect()
+        self._say_engine()
         run, loader = self._training_run(model, datamodule, None)
-        show_data(self.recipe, datamodule, rows, which)
-        print(f"\n{run.description}")
+        show_data(datamodule, rows, which)
+        print()
+        self._outlook(run).say(datamodule)
         group = next(iter(run.batches(loader, datamodule.batch_size, 1)))
         memory = run.steps.memory(run.state, run.weights.frozen, group.batch, run.scalars())
         parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
         print(f"Memory of a compiled step on each device, for the first batch: {parts}.")
+        if recipe:
+            show_recipe(self.recipe, datamodule)
+
+    def rehearse(self, model: Task, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
+        """Train as fit does until `watch`, given the figures of each step, says that it was the last one.
+
+        Nothing is written: no run folder is taken or made.
+
+        Returns:
+            Peak bytes in use on the first device, None if it does not report them.
+        """
+        self._connect()
+        run, loader = self._training_run(model, datamodule, None)
+        model.begin(run)
+        rehearse(run, loader, self.accumulate_grad_batches, watch)
+        return machines.peak_memory()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process speaks and writes."""
+        return jax.process_index() == 0
 
     # Start -----------------------------------------------------------------------------------------------------------
 
@@ -169,11 +204,21 @@ class Trainer(JaxTrainerFields):
         """Devices and the other processes."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
                                                 self.detect_anomaly)
+        if self.precision == "auto":
+            self.precision, self._precision_reason = machines.choose_precision()
+            if self.recipe:
+                self.recipe["trainer"]["precision"] = self.precision
+
+    def _say_engine(self) -> None:
+        device = jax.local_devices()[0]
+        kind = "CPU" if device.platform == "cpu" else device.device_kind
+        say_engine("jax", self.parallel.num_devices, kind, self.precision, self._precision_reason)
 
     @contextmanager
     def _in_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """The run folder is this command's alone. The first process takes it; where it may not, all end alike."""
         self._connect()
+        self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
         with folder.taken(command, check, jax.process_index() == 0, tells_later=several):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
@@ -184,6 +229,7 @@ class Trainer(JaxTrainerFields):
         """A run that trains nothing, with the parameters of a checkpoint or the first ones."""
         checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
         run = self._prepare(command, model, datamodule, checkpoint)
+        model.begin(run)
         if checkpoint:
             load_weights(run, checkpoint)
         return run
@@ -205,11 +251,6 @@ class Trainer(JaxTrainerFields):
 
     def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None) -> Run:
         """Data, network, first parameters on the devices; `checkpoint` must fit them, and shapes them."""
-        if self.precision == "auto":
-            self.precision, reason = machines.choose_precision()
-            say_precision(self.precision, reason)
-            if self.recipe:
-                self.recipe["trainer"]["precision"] = self.precision
         self.state.fn = SimpleNamespace(value=command)
         datamodule.trainer = self
         if checkpoint:
@@ -224,13 +265,15 @@ class Trainer(JaxTrainerFields):
         trainable, frozen = model.build(self.precision, datamodule, datamodule.run_seed)
         optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
+        needed = model.memory_estimate(trainable, frozen, self.precision, datamodule)
+        bar = Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory, compile_clock())
         return Run(
             folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),
-            flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
-            steps=Steps(self.parallel, model.loss, optimizer, clipping, model.predict),
+            needed=needed, flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
+            steps=Steps(self.parallel, model.batch_loss, optimizer, clipping, model.predict, model.metric_names,
+                        model.survey, model.statistic_names),
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
-            limits=self.limits, bar=Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory),
-            stopwatch=Stopwatch())
+            limits=self.limits, bar=bar, stopwatch=Stopwatch(compile_clock()))
 
     def _prepare_data(self, data: Any, checkpoint: Path | None) -> dict[str, Any]:
         """Compare with the checkpoint, then build what the cache lacks; returns what the sources hold."""
@@ -244,7 +287,8 @@ class Trainer(JaxTrainerFields):
         """Make the run folder ready and say what will happen."""
         self.interruption.listen()
         step = run.progress.step
-        start = RunStart(run.folder, self.identity, self.recipe, run.data.report, resumed, step)
+        start = RunStart(run.folder, self.identity, self.recipe, run.data, machines.describe(self.parallel), resumed,
+                         step)
         if run.is_first:
             start.make_folder_ready()
             self.samples.begin(self.run_folder, step if resumed else None)
@@ -253,6 +297,10 @@ class Trainer(JaxTrainerFields):
         machines.barrier("run folder")
         run.loggers = self.run_loggers if run.is_first else []
         start.begin_logging(run.loggers)
-        say(run.data.report_table())
-        say(run.description)
-        start.say_resumed()
+        if run.is_first:
+            start.say(self._outlook(run))
+
+    def _outlook(self, run: Training) -> Outlook:
+        """What is known of a run before its first step."""
+        return Outlook(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
+                       machines.available_memory())

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 from jax.experimental import multihost_utils
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
 from lmmods.core.errors import UserError
+from lmmods.core.machine import COMPILED, cache_folder
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -99,9 +101,23 @@ def choose_precision() -> tuple[str, str]:
     return "bf16-mixed", f"this {device.platform.upper()} multiplies bfloat16"
 
 
+def describe(parallel: Parallel) -> dict[str, Any]:
+    """What manifest.json says of the devices and of the settings that change numbers; keys as on torch."""
+    device = jax.devices()[0]
+    return {"accelerator": device.platform, "device": device.device_kind, "num_devices": parallel.num_devices,
+            "num_processes": jax.process_count(), "strategy": type(parallel).__name__,
+            "settings": {"driver": device.client.platform_version, "x64": jax.config.jax_enable_x64,
+                         "matmul_precision": jax.config.jax_default_matmul_precision}}
+
+
 def peak_memory() -> int | None:
     """Peak bytes in use on the first device; None if it does not report them, as on CPUs."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def available_memory() -> int:
+    """Bytes of the first device that a run could use."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().total
 
 
 def _join(num_nodes: int) -> None:
@@ -122,8 +138,7 @@ def _join(num_nodes: int) -> None:
 def _keep_compiled() -> None:
     """Keep compiled programs on disk, beside the data cache."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        root = os.environ.get("LMMODS_CACHE", os.path.expanduser("~/.cache/lmmods"))
-        jax.config.update("jax_compilation_cache_dir", os.path.join(root, "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / COMPILED))
 
 
 def barrier(name: str) -> None:

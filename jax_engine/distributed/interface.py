@@ -61,7 +61,7 @@ class Parallel(ABC):
 
     @abstractmethod
     def put_state(self, tree: Tree) -> Tree:
-        """Host arrays, the same in all processes, as state."""
+        """Host arrays, the same in all processes, as state. Of what has still to be drawn, a process draws its part."""
 
     @abstractmethod
     def put_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:

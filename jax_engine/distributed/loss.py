@@ -1,7 +1,9 @@
 """Losses as sums over labelled positions, from hidden states, without ever holding the logits of all positions.
 
 Most positions of a fine-tuning batch carry no label, and the output head is the widest layer of a small model. So the
-head is applied to labelled positions only, a chunk at a time, and its gradient is computed in the forward pass.
+head is applied to labelled positions only, a chunk at a time. Its gradient is computed in the forward pass where the
+loss is a sum over positions, and in the backward pass, from logits made again, where it is a function of their
+log-probabilities.
 """
 
 from collections.abc import Callable
@@ -30,11 +32,13 @@ class LossSums(NamedTuple):
         total: Summed loss, scalar float32, differentiable.
         weight: Number of scored positions, each counted by its weight, scalar float32.
         correct: Those of them that the argmax gets right, counted likewise, scalar float32; None unless asked for.
+        metrics: Of the task, by name: sum and weight, [2] float32; None where it has none.
     """
 
     total: Array
     weight: Array
     correct: Array | None = None
+    metrics: dict[str, Array] | None = None
 
 
 def shift_labels(labels: Array) -> Array:
@@ -49,7 +53,10 @@ def shift_weights(weights: Array | None) -> Array | None:
 
 def scored_rows(batch: dict[str, Array]) -> Array:
     """[B] bool: which rows carry a label. Rows without one even out batches and count nothing."""
-    return (batch["labels"] != IGNORED).any(1) if "labels" in batch else batch["start_positions"] != IGNORED
+    if "labels" not in batch:
+        return batch["start_positions"] != IGNORED
+    labels = batch["labels"]
+    return (labels != IGNORED).any(tuple(range(1, labels.ndim)))
 
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
@@ -72,20 +79,25 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
                                         targets.reshape(-1), weights.reshape(-1))
         return LossSums(total, weights.sum(), correct if count_correct else None)
-    # Rows stay on their rank, their positions in one line [ranks, positions], the labelled ones first.
-    hidden = _split_over_ranks(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
-    targets, weights = (_split_over_ranks(x.reshape(num_visible_ranks(), -1)) for x in (targets, weights))
-    order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
-    chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
-    chunk = min(max(chunk_bytes // (4 * vocab_size), 1), targets.shape[1])
-    pad = ((0, 0), (0, -targets.shape[1] % chunk))
-    sorted_targets = jnp.pad(jnp.take_along_axis(targets, order, axis=1), pad, constant_values=IGNORED)
-    sorted_weights = jnp.pad(jnp.take_along_axis(weights, order, axis=1), pad)
-    num_chunks = -(-(targets != IGNORED).sum(1).max() // chunk)
-    pure_head, params = jax.closure_convert(head, hidden[0, :chunk])
-    total, correct = _chunked_cross_entropy(pure_head, chunk, count_correct, hidden, params, sorted_targets,
-                                            sorted_weights, jnp.pad(order, pad), num_chunks)
+    lines = _lines(hidden, targets, weights, vocab_size)
+    pure_head, params = jax.closure_convert(head, lines.hidden[0, :lines.chunk])
+    total, correct = _chunked_cross_entropy(pure_head, lines.chunk, count_correct, lines.hidden, params, lines.targets,
+                                            lines.weights, lines.order, lines.num_chunks)
     return LossSums(total, weights.sum(), correct if count_correct else None)
+
+
+def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
+                    plain: bool = False) -> Array:
+    """Log-probabilities [B, T] in float32 of `targets` under `head(hidden)`, 0 where these are IGNORED.
+
+    Logits are made a chunk at a time, and once more in the backward pass, where the factor of each is known. Arguments
+    as of `token_loss`.
+    """
+    if plain:
+        return -_losses(head, hidden.reshape(-1, hidden.shape[-1]), (), targets.reshape(-1)).reshape(targets.shape)
+    chunk = _chunk_length(targets, vocab_size)
+    pure_head, params = jax.closure_convert(head, hidden.reshape(-1, hidden.shape[-1])[:chunk])
+    return _chunked_log_probs(pure_head, vocab_size, hidden, params, targets)
 
 
 def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
@@ -102,6 +114,42 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
     picked = jnp.take_along_axis(log_probs, jnp.maximum(positions, 0)[:, None], axis=1)[:, 0]
     total = -jnp.where(positions == IGNORED, 0.0, picked).sum() / 2
     return LossSums(total, (batch["start_positions"] != IGNORED).sum().astype(jnp.float32))
+
+
+class _Lines(NamedTuple):
+    """Positions of R ranks, each rank's in one line; the line of M is continued to M', a multiple of the chunk.
+
+    Args:
+        hidden: [R, M, D], in the order of the batch.
+        targets: [R, M'], the labelled ones first; `weights` likewise.
+        order: [R, M'] places in `hidden` of the targets.
+        num_chunks: How many chunks hold labels.
+    """
+
+    hidden: Array
+    targets: Array
+    weights: Array
+    order: Array
+    chunk: int
+    num_chunks: Array
+
+
+def _lines(hidden: Array, targets: Array, weights: Array, vocab_size: int) -> _Lines:
+    """Of rows [B, T]; they stay on their rank."""
+    hidden = _split_over_ranks(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
+    targets, weights = (_split_over_ranks(x.reshape(num_visible_ranks(), -1)) for x in (targets, weights))
+    order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
+    chunk = _chunk_length(targets, vocab_size)
+    pad = ((0, 0), (0, -targets.shape[1] % chunk))
+    return _Lines(hidden, jnp.pad(jnp.take_along_axis(targets, order, axis=1), pad, constant_values=IGNORED),
+                  jnp.pad(jnp.take_along_axis(weights, order, axis=1), pad), jnp.pad(order, pad), chunk,
+                  -(-(targets != IGNORED).sum(1).max() // chunk))
+
+
+def _chunk_length(targets: Array, vocab_size: int) -> int:
+    """Positions whose logits are made at once, of each rank; `targets` are those of all visible ranks."""
+    chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
+    return min(max(chunk_bytes // (4 * vocab_size), 1), targets.size // num_visible_ranks())
 
 
 def _split_over_ranks(x: Array) -> Array:
@@ -151,8 +199,7 @@ def _forward(head, chunk, count_correct, hidden, params, targets, weights, order
              # a sum for each rank, so that devices communicate once, after the loop, and not in each iteration
              [_split_over_ranks(jnp.zeros((ranks, *params[i].shape), jnp.float32)) for i in trained])
     total, correct, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
-    place = jnp.argsort(order[:, : hidden.shape[1]], axis=1)
-    g_hidden = jnp.take_along_axis(by_position, place[..., None], axis=1)
+    g_hidden = jnp.take_along_axis(by_position, _places(order, hidden)[..., None], axis=1)
     g_params: list[Array | None] = [None] * len(params)
     for i, summed in zip(trained, by_param, strict=True):
         g_params[i] = summed.sum(0).astype(params[i].dtype)
@@ -170,13 +217,65 @@ def _backward(head, chunk, count_correct, gradients, cotangents):
 _chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunked_log_probs(head, vocab_size, hidden, params, targets):
+    """[B, T] of hidden states [B, T, D] and targets [B, T]."""
+    lines, params = _lines(hidden, targets, (targets != IGNORED).astype(jnp.float32), vocab_size), _gathered(params)
+
+    def step(number, losses):
+        start = number * lines.chunk
+        new = jax.vmap(lambda h, t: _losses(head, h, params, t))(
+            _take(lines.hidden, lines.order, start, lines.chunk), *_chunk_of(start, lines.chunk, lines.targets))
+        return jax.lax.dynamic_update_slice_in_dim(losses, new, start, 1)
+
+    losses = jax.lax.fori_loop(0, lines.num_chunks, step, _split_over_ranks(jnp.zeros(lines.targets.shape)))
+    return -jnp.take_along_axis(losses, _places(lines.order, lines.hidden), axis=1).reshape(targets.shape)
+
+
+def _log_probs_forward(head, vocab_size, hidden, params, targets):
+    values = [p.value for p in params]
+    trained = {i: p.value for i, p in enumerate(params) if p.perturbed}
+    log_probs = _chunked_log_probs(head, vocab_size, hidden.value, values, targets.value)
+    return log_probs, (hidden.value, values, trained, targets.value)
+
+
+def _log_probs_backward(head, vocab_size, kept, cotangent):
+    """The gradient of a cross-entropy in which positions weigh what they weigh in the loss."""
+    hidden, params, trained, targets = kept
+    if isinstance(cotangent, SymbolicZero):
+        return None, None, None
+
+    def total(hidden, trained):
+        mixed = [trained.get(i, p) for i, p in enumerate(params)]
+        return token_loss(hidden, targets, lambda h: head(h, *mixed), vocab_size, weights=-cotangent).total
+
+    g_hidden, g_trained = jax.grad(total, argnums=(0, 1))(hidden, trained)
+    return g_hidden, [g_trained.get(i) for i in range(len(params))], None
+
+
+_chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
+
+
 def _cross_entropy(head, count_correct, hidden, params, targets, weights):
     """Summed loss and argmax hits of positions [C, D] with targets and weights [C], 0 where nothing is scored."""
     logits = head(hidden, *params)
-    picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-    losses = jax.nn.logsumexp(logits, axis=1) - picked
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
-    return jnp.where(weights > 0, losses * weights, 0.0).sum(), hits
+    return jnp.where(weights != 0, _losses_of(logits, targets) * weights, 0.0).sum(), hits
+
+
+def _losses(head, hidden, params, targets):
+    """[C], 0 where nothing is scored."""
+    return jnp.where(targets == IGNORED, 0.0, _losses_of(head(hidden, *params), targets))
+
+
+def _losses_of(logits: Array, targets: Array) -> Array:
+    picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=1) - picked
+
+
+def _places(order: Array, hidden: Array) -> Array:
+    """[R, M]: where in its line each position of `hidden` [R, M, D] stands."""
+    return jnp.argsort(order[:, : hidden.shape[1]], axis=1)
 
 
 def _take(hidden: Array, order: Array, start: Array, chunk: int) -> Array:

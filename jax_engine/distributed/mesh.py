@@ -108,7 +108,7 @@ class ShardedMesh(Parallel):
         return Compiled(step, lower, self.mesh.size)
 
     def put_state(self, tree):
-        return jax.tree.map(_place, tree, self.shardings(jax.tree.map(np.asarray, tree)))
+        return jax.tree.map(_place, tree, self.shardings(tree))
 
     def put_batch(self, batch):
         return {name: self._place_rows(x) for name, x in batch.items()}
@@ -137,7 +137,8 @@ class ShardedMesh(Parallel):
 
 
 def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
-    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+    host = np.asarray(x) if isinstance(x, Array) else x  # not what has still to be drawn
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
 
 
 def _whole(x: Array) -> np.ndarray:

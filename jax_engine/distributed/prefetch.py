@@ -25,7 +25,7 @@ class Group:
     """A global micro-batch: one micro-batch of the loader for each data-parallel rank.
 
     Args:
-        batch: On the devices: [ranks, B, ...] int32 (weights float32).
+        batch: On the devices: [ranks, B, ...] int32 (numbers with a point float32).
         host: The part of this process's ranks, in host memory.
         num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
         position: `state_dict()` of the loader after these micro-batches; None where it has none.
@@ -118,20 +118,22 @@ class Prefetcher:
 
     def _stack(self, group: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Arrays [own ranks, B, ...]."""
-        length = max(batch["input_ids"].shape[1] for batch in group)
+        axis = group[0]["input_ids"].ndim - 1  # along which tokens lie
+        length = max(batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
         own = self._parallel.local_ranks
-        return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length)
+        return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
                                 for rank in own]) for name, x in group[0].items()}
 
-    def _filled(self, name: str, x: np.ndarray, length: int) -> np.ndarray:
-        """A micro-batch's array with rows up to the batch size and columns up to `length`, int32 or float32."""
-        shape = (self._batch_size, length, *x.shape[2:]) if x.ndim > 1 else (self._batch_size,)
+    def _filled(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
+        """A micro-batch's array with rows up to the batch size and `axis` up to `length`, int32 or float32."""
+        tokens = (length,) if x.ndim > axis else ()
+        shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + 1:])
         full = np.full(shape, self._fill.get(name, 0), np.float32 if x.dtype.kind == "f" else np.int32)
         full[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):
-            full[len(x) :, 0] = 1  # so that no softmax is over nothing
+            full[len(x) :, ..., 0] = 1  # so that no softmax is over nothing
         return full
 
 

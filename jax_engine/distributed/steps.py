@@ -1,10 +1,11 @@
 """The compiled steps of a run: gradients are summed over micro-batches, divided once by the weight, and applied.
 
 With gradient accumulation a step is `new_accumulation`, `accumulate` for each micro-batch, and `update`; without, it is
-`full_step`. The calls are separate because micro-batches may differ in length. None of them waits for a device.
+`full_step`. The calls are separate because micro-batches may differ in length. None of them waits for a device. Where a
+loss depends on all rows of a step, each micro-batch goes through `survey` before the first of them is accumulated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ from jax_engine.distributed.loss import LossSums, scored_rows
 from jax_engine.distributed.tree import Tree, merge, new_accumulation, new_state
 
 Batch = dict[str, Array]
-# (parameters, rows, with dropout, count argmax hits) -> sums
-Loss = Callable[[Tree, Batch, bool, bool], LossSums]
+# (parameters, rows, with dropout, count argmax hits) -> sums; after a survey also gets the statistics of the step
+Loss = Callable[..., LossSums]
+# (parameters, rows) -> statistics by name: sum and weight, [2] float32
+Survey = Callable[[Tree, Batch], dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,23 @@ class Steps:
     Args:
         loss: The task's loss of rows [N, T].
         predict: (parameters, rows) -> tree of arrays [N, ...].
+        metric_names: Of the metrics that `loss` gives.
+        survey: What `loss` must know of all rows of a step; None: nothing.
+        statistic_names: Of what it gives.
     """
 
     def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs,
-                 clipping: Clipping = Clipping(), predict: Callable[[Tree, Batch], Any] | None = None):
+                 clipping: Clipping = Clipping(), predict: Callable[[Tree, Batch], Any] | None = None,
+                 metric_names: Sequence[str] = (), survey: Survey | None = None, statistic_names: Sequence[str] = ()):
         self._parallel, self._loss, self._optimizer = parallel, loss, optimizer
-        self._clipping, self._predict = clipping, predict
+        self._clipping, self._predict, self._survey_rows = clipping, predict, survey
+        self.surveys = survey is not None
         compile = parallel.compile
         self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
                                   donate=(0,))
-        self._new_accumulation = compile(lambda trainable: (new_accumulation(trainable),), ("state",), ("state",))
+        self._new_accumulation = compile(
+            lambda trainable: (new_accumulation(trainable, metric_names, statistic_names),), ("state",), ("state",))
+        self._survey = compile(self._survey_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
         self._accumulate = compile(self._accumulate_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
         self._update = compile(self._update_step, ("state", "state", "scalar"), ("state", "scalar"), donate=(0,))
         self._full = compile(self._full_step, ("state", "state", "batch", "scalar"), ("state", "scalar"), donate=(0,))
@@ -64,6 +74,10 @@ class Steps:
         """Sums of no micro-batch."""
         return self._new_accumulation(state["trainable"])[0]
 
+    def survey(self, state: Tree, frozen: Tree, accumulation: Tree, batch: Batch) -> Tree:
+        """The sums with the statistics of one more micro-batch of each rank added. Consumes the old ones."""
+        return self._survey(state, frozen, accumulation, batch)[0]
+
     def accumulate(self, state: Tree, frozen: Tree, accumulation: Tree, batch: Batch) -> Tree:
         """The sums with one more micro-batch of each rank added. Consumes the old ones."""
         return self._accumulate(state, frozen, accumulation, batch)[0]
@@ -72,7 +86,7 @@ class Steps:
         """The state after an optimiser step with the accumulated gradients, and its figures. Consumes the state.
 
         Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and `grad_norm`, that of the
-        averaged gradient before clipping.
+        averaged gradient before clipping; the task's metrics are pairs [2], sum and weight.
 
         Args:
             scalars: `optim.step_scalars` of this step, from `Parallel.put_scalars`.
@@ -92,6 +106,11 @@ class Steps:
         """What the task predicts, [ranks, B, ...]; `Parallel.fetch_rows` brings it to the host."""
         return self._rows(trainable, frozen, batch)[0]
 
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks that `fetch_rows` gives the rows of."""
+        return self._parallel.local_ranks
+
     def fetch_rows(self, rows: Any) -> Any:
         """What `predict_step` returned, of this process's ranks, on the host."""
         return self._parallel.fetch_rows(rows)
@@ -103,13 +122,20 @@ class Steps:
 
     # What is compiled ------------------------------------------------------------------------------------------------
 
+    def _survey_step(self, state, frozen, accumulation, batch):
+        found = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
+        return ({**accumulation, "statistics": jax.tree.map(jnp.add, accumulation["statistics"], found)},)
+
     def _accumulate_step(self, state, frozen, accumulation, batch):
-        gradients, sums = self._differentiate(state, frozen, batch)
+        gradients, sums = self._differentiate(state, frozen, batch, accumulation.get("statistics"))
         added = jax.tree.map(lambda old, new: old + new.astype(old.dtype), accumulation["gradients"], gradients)
-        return ({"gradients": added, "sums": jax.tree.map(jnp.add, accumulation["sums"], sums)},)
+        return ({**accumulation, "gradients": added, "sums": jax.tree.map(jnp.add, accumulation["sums"], sums)},)
 
     def _full_step(self, state, frozen, batch, scalars):
-        gradients, sums = self._differentiate(state, frozen, batch)
+        statistics = None
+        if self.surveys:
+            statistics = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
+        gradients, sums = self._differentiate(state, frozen, batch, statistics)
         return self._apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums, scalars)
 
     def _update_step(self, state, accumulation, scalars):
@@ -123,18 +149,20 @@ class Steps:
         predicted = self._predict(merge(trainable, frozen), _rows_of(batch))
         return (jax.tree.map(lambda x: x.reshape(num_visible_ranks(), -1, *x.shape[1:]), predicted),)
 
-    def _differentiate(self, state, frozen, batch):
+    def _differentiate(self, state, frozen, batch, statistics):
         """Gradient of the summed loss, and the sums, of the micro-batches of the visible ranks."""
         rows = _rows_of(batch)
+        known = () if statistics is None else (self._parallel.sum(statistics),)
 
         def summed(trainable):
-            sums = self._loss(merge(trainable, frozen), rows, True, False)
-            return sums.total, sums.weight
+            sums = self._loss(merge(trainable, frozen), rows, True, False, *known)
+            return sums.total, (sums.weight, sums.metrics or {})
 
-        (total, weight), gradients = jax.value_and_grad(summed, has_aux=True)(state["trainable"])
+        (total, (weight, metrics)), gradients = jax.value_and_grad(summed, has_aux=True)(state["trainable"])
         scored = scored_rows(rows)
-        num_tokens = (rows["attention_mask"] * scored[:, None]).sum()
-        return gradients, {"total": total, "weight": weight, "num_tokens": num_tokens, "num_rows": scored.sum()}
+        num_tokens = (rows["attention_mask"].reshape(len(scored), -1) * scored[:, None]).sum()
+        return gradients, {"total": total, "weight": weight, "num_tokens": num_tokens, "num_rows": scored.sum(),
+                           **metrics}
 
     def _apply(self, state, gradients, sums, scalars):
         """Divide by the weight of all devices, clip, update."""
@@ -148,9 +176,14 @@ class Steps:
 
 
 def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
-    """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device."""
-    plain = {name: value.item() for name, value in jax.device_get(figures).items()}
-    return {**plain, "loss": plain["total"] / (plain["weight"] or 1)}
+    """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device.
+
+    Among them are the means of the task's metrics; one that nothing counts for is left out.
+    """
+    fetched = jax.device_get(figures)
+    plain = {name: value.item() for name, value in fetched.items() if value.ndim == 0}
+    metrics = {name: (value[0] / value[1]).item() for name, value in fetched.items() if value.ndim and value[1]}
+    return {**plain, "loss": plain["total"] / (plain["weight"] or 1), **metrics}
 
 
 def _rows_of(batch: Batch) -> Batch:

@@ -4,10 +4,13 @@
     frozen = params                                                          of the same network; never donated
     accumulation = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    since the last optimiser step
 
+Among the sums a metric of the task is a pair, [2] float32: sum and weight. Where a loss depends on all rows of a step,
+an accumulation also has `statistics`, such pairs by name, complete before the first gradient.
+
 Slots are called as in torch's optimisers (`exp_avg`, ...), and a slot holds only the leaves that need it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +58,16 @@ def new_state(trainable: Tree, init_optimizer: Callable[[Tree], Tree]) -> Tree:
     return {"trainable": trainable, "optimizer": init_optimizer(trainable)}
 
 
-def new_accumulation(trainable: Tree) -> Tree:
-    """Sums of no micro-batch."""
+def new_accumulation(trainable: Tree, metric_names: Sequence[str] = (), statistic_names: Sequence[str] = ()
+                     ) -> Tree:
+    """Sums of no micro-batch.
+
+    Args:
+        metric_names: Of the task's metrics.
+        statistic_names: Of what a loss must know of all rows of a step.
+    """
+    sums = {name: jnp.zeros((), dtype) for name, dtype in SUMS.items()}
+    pairs = {name: jnp.zeros(2, jnp.float32) for name in (*metric_names, *statistic_names)}
     return {"gradients": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable),
-            "sums": {name: jnp.zeros((), dtype) for name, dtype in SUMS.items()}}
+            "sums": sums | {name: pairs[name] for name in metric_names},
+            **({"statistics": {name: pairs[name] for name in statistic_names}} if statistic_names else {})}

@@ -56,7 +56,7 @@ class SampleWriter:
         """Use this run folder; drop the rows after `resumed_step`, which a resumed run will write again."""
         self._path = folder.samples
         if self.prompts is not None:
-            folder.manifest.claim(self._path.name)
+            folder.files.claim(self._path.name)
         if resumed_step is None:
             return
         rows = [row for row in mended_samples(self._path) if row["step"] <= resumed_step]

@@ -10,7 +10,8 @@ class AccumulatedGradients(TypedDict):
     """Micro-batches of an optimiser step that is not complete; in a checkpoint under the key `window`.
 
     Args:
-        sums: [4] float64: summed loss, weight, real tokens and rows, over all processes and devices.
+        sums: [4 + 2 M] float64: summed loss, weight, real tokens and rows, over all processes and devices, and of each
+            of the task's M metrics its summed values and their weight.
         num_batches: Micro-batches of each data-parallel rank.
         divisor: What the gradients have been divided by so far.
         gradients: Summed over all ranks, by the names of `state_dict`.

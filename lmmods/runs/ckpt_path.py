@@ -44,7 +44,8 @@ def check_places(root: Path, checkpoints: Path) -> None:
     Raises:
         UserError: A folder for a file, a file for a checkpoint, a copy of one for the link to it.
     """
-    for name in ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "completed"):
+    for name in ("config.yaml", "data_report.json", "manifest.json", "metrics.csv", "metrics.json", "samples.jsonl",
+                 "completed"):
         _refuse(root / name, (root / name).is_file(), "a file")
     for alias in ("last", "best"):
         link = checkpoints / alias

@@ -20,10 +20,10 @@ from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
 from lmmods.runs.inputs import check_inputs
 from lmmods.runs.lock import FolderLock
-from lmmods.runs.manifest import ANSWERS, NAMES, Manifest
 from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.repair import mended_numbers
-from lmmods.runs.start_checks import check_names, check_writable, refuse_other_run
+from lmmods.runs.run_files import ANSWERS, NAMES, RunFiles
+from lmmods.runs.start_checks import check_names, check_stop, check_writable, refuse_other_run
 
 CHECKPOINT_PREFIX = "step="
 
@@ -35,6 +35,7 @@ class RunFolder:
         self.root = Path(root)
         self.config = self.root / "config.yaml"
         self.data_report = self.root / "data_report.json"
+        self.manifest = self.root / "manifest.json"
         self.metrics_csv = self.root / "metrics.csv"
         self.metrics_json = self.root / "metrics.json"
         self.predictions = self.root / "predictions.jsonl"
@@ -44,7 +45,7 @@ class RunFolder:
         self.checkpoints = self.root / "checkpoints"
         self.model = self.root / "model"
         self.completed = self.root / "completed"
-        self.manifest, self._lock = Manifest(self.root), FolderLock(self.root)
+        self.files, self._lock = RunFiles(self.root), FolderLock(self.root)
         self.problem: UserError | None = None  # of the first process, to be raised on all
 
     # Whose it is -----------------------------------------------------------------------------------------------------
@@ -75,10 +76,14 @@ class RunFolder:
         finally:
             self._lock.release()
 
-    def check_fit(self, ckpt_path: str | None, overwrite: bool, recipe: dict[str, Any]) -> None:
-        """UserError if training would overwrite another run or files that no run wrote."""
+    def check_fit(self, ckpt_path: str | None, overwrite: bool, recipe: dict[str, Any], stop_at: int | None = None
+                  ) -> None:
+        """UserError if training would overwrite another run or files that no run wrote, or end before it begins."""
         check_inputs(self.root, NAMES, recipe)
         checkpoint = self.resolve(ckpt_path) if ckpt_path else None
+        if stop_at is not None:
+            known = checkpoint is not None and CHECKPOINT_NAME.fullmatch(checkpoint.name)
+            check_stop(stop_at, checkpoint_position(checkpoint.name)[0] if known else 0)
         if checkpoint:
             self.check_can_resume(checkpoint, overwrite)
         else:
@@ -93,9 +98,9 @@ class RunFolder:
     def check_can_start(self, overwrite: bool) -> None:
         """UserError if a new run would overwrite another one or files that no run wrote. Writes nothing that stays."""
         check_writable(self.root)
-        if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.manifest.entries():
+        if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.files.entries():
             refuse_other_run(self.root, self.find("last"), self.completed.exists())
-        check_names(self.root, self.manifest)
+        check_names(self.root, self.files)
 
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
         """UserError if a resumed run would overwrite another one, or its own later checkpoints without `overwrite`."""
@@ -103,7 +108,7 @@ class RunFolder:
             return self.check_can_start(overwrite)
         check_writable(self.root)
         check_places(self.root, self.checkpoints)
-        check_names(self.root, self.manifest)
+        check_names(self.root, self.files)
         later = self._later_than(checkpoint)
         if later and not overwrite:
             raise UserError(f"{self.root} holds later checkpoints than {checkpoint.name} ({later[-1].name}). Resume "
@@ -117,9 +122,9 @@ class RunFolder:
             for folder in self._later_than(checkpoint):
                 remove_checkpoint(folder)
             remove_unfinished(self.checkpoints)
-        elif left := self.manifest.delete():
+        elif left := self.files.delete():
             print(f"Left where they are, as no run wrote them: {', '.join(map(str, left))}.", flush=True)
-        self.manifest.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
+        self.files.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
 
     def holds_run(self) -> bool:
         return any((self.root / name).exists() for name in ("config.yaml", "checkpoints", "metrics.csv"))
@@ -179,7 +184,7 @@ class RunFolder:
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
         """Write what a run is made of: its whole recipe and what its data turned out to be."""
         if recipe:
-            self.manifest.claim(*wandb_paths(recipe, self.root))
+            self.files.claim(*wandb_paths(recipe, self.root))
             write_text(self.config, as_yaml(recipe))
         write_json(self.data_report, report)
 
@@ -187,7 +192,7 @@ class RunFolder:
 
     def room_for_model(self) -> Path:
         """A new folder to export into; `put_model` makes it model/."""
-        self.manifest.claim("model")
+        self.files.claim("model")
         stays = self.model.is_symlink() or self.model.is_mount()
         return self._new_folder("model/.new" if stays else ".model")
 
@@ -196,7 +201,7 @@ class RunFolder:
         return self._new_folder(".publish")
 
     def _new_folder(self, name: str) -> Path:
-        self.manifest.claim(name)
+        self.files.claim(name)
         shutil.rmtree(self.root / name, ignore_errors=True)
         (self.root / name).mkdir(parents=True)
         return self.root / name
@@ -207,19 +212,19 @@ class RunFolder:
         Raises:
             UserError: A file that no run wrote has the name of an exported one.
         """
-        old, new = self.manifest.inside("model"), files_in(exported)
-        self.manifest.claim(*(f"model/{name}" for name in new))
+        old, new = self.files.inside("model"), files_in(exported)
+        self.files.claim(*(f"model/{name}" for name in new))
         if exported.parent == self.model or files_in(self.model) - old:
             commit_files(exported, self.model)
             for name in old - new:
                 (self.model / name).unlink(missing_ok=True)
         else:
             commit_folder(exported, self.model)
-        self.manifest.forget(*(f"model/{name}" for name in old - new))
+        self.files.forget(*(f"model/{name}" for name in old - new))
 
     def complete(self) -> None:
         """Show the curves that lie beside the model where one looks for them, and mark the run completed."""
-        self.manifest.claim("loss.png", "completed")
+        self.files.claim("loss.png", "completed")
         if (self.model / "loss.png").exists():
             shutil.copyfile(self.model / "loss.png", self.loss_png)
         self.completed.touch()
@@ -243,19 +248,19 @@ class RunFolder:
 
     def write_files(self, files: dict[str, Any]) -> None:
         """Write results under their names as JSON."""
-        self.manifest.claim(*files)
+        self.files.claim(*files)
         for name, content in files.items():
             write_json(self.root / name, content)
 
     def merge_metrics(self, metrics: dict[str, float]) -> None:
         """Add final numbers to metrics.json."""
-        self.manifest.claim("metrics.json")
+        self.files.claim("metrics.json")
         write_json(self.metrics_json, {**mended_numbers(self.metrics_json), **metrics})
 
     def write_predictions(self, found: Any) -> str:
         """Write `rows`, `files` and `scores` of predict; returns what to say of it."""
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
-        self.manifest.claim("predictions.jsonl")
+        self.files.claim("predictions.jsonl")
         write_text(self.predictions, "".join(lines))
         self.write_files(found.files)
         scores = {f"predict/{name}": value for name, value in found.scores.items()}

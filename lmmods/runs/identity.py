@@ -134,7 +134,7 @@ class RunIdentity:
 
     def note_resume(self, folder: RunFolder, checkpoint: Path, step: int) -> None:
         """Add a line to resumes.jsonl: when the run went on, from where, and what had changed."""
-        folder.manifest.claim(folder.resumes.name)
+        folder.files.claim(folder.resumes.name)
         append_json(folder.resumes, {
             "step": step, "checkpoint": checkpoint.name, "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "changed": {_spelt(change.key): [change.was, change.now] for change in self._reported}})

@@ -29,7 +29,8 @@ _ROWS = """class_path source columns val_size tokenizer pad_token bos_token eos_
     source_max_length target_max_length on_overflow text_column documents join mlm_probability whole_word_masking stride
     question_max_length"""
 _NETWORK = """class_path pretrained config config_overrides revision quantize double_quant lora adapter optimizer.name
-    optimizer.betas optimizer.eps optimizer.momentum"""
+    optimizer.betas optimizer.eps optimizer.momentum loss beta label_smoothing gamma sft_weight desirable_weight
+    undesirable_weight reference"""
 
 REFUSED = {
     "seed_everything",

@@ -1,33 +1,56 @@
 """`inspect`: what a recipe would train on, without training."""
 
 import sys
+from dataclasses import fields
 from typing import Any
 
+from lmmods.core.console import printable, say
 from lmmods.core.labels import IGNORED
+from lmmods.core.terminal import shows_colour
+from lmmods.core.trainer_fields import TrainerFields
 from lmmods.runs.folder import as_yaml
 
-SCORED, PLAIN = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+# What null means of keys that are a trainer's alone; see TrainerFields.
+TRAINER_MEANS = {"log_every_n_steps": 50, "num_sanity_val_steps": 2}
 
 
-def show_data(recipe: dict[str, Any], datamodule: Any, rows: int, which: str | list[int]) -> None:
-    """Print the resolved recipe, the data report and rows with their loss mask.
+def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
+    """Print the data report and rows with their loss mask, in colour on a terminal that shows colours.
 
     Args:
         datamodule: Set up for `fit`.
         which: `first`, `longest`, `most_cut`, `most_unknown` or numbers of rows.
     """
-    print(as_yaml(recipe))
-    print(datamodule.report_table())
-    print(f"\n{histogram(datamodule.report['splits']['train']['length_histogram'])}")
-    print(f"\nRows as the model sees them; scored tokens are {'green' if SCORED[0] == chr(27) else '[[marked]]'}.")
+    marks = ("\033[32m", "\033[0m") if shows_colour(sys.stdout) else ("[[", "]]")
+    say(datamodule.report_table())
+    if train := datamodule.report["splits"].get("train"):
+        say(f"\n{histogram(train['length_histogram'])}")
+    say(f"\nRows as the model sees them; scored tokens are {'green' if marks[0] != '[[' else '[[marked]]'}.")
     for row in datamodule.rows_for_inspection(rows, which):
         scored = sum(label != IGNORED for label in row["labels"])
         weights = row.get("weights", [1.0])
         counted = "" if weights == [1.0] else f", weight {', '.join(f'{weight:g}' for weight in weights)}"
-        print(f"\n--- row {row['index']} ({row['location']}): {len(row['input_ids'])} tokens, {scored} scored{counted}")
-        print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"]))
+        name = f", {row['name']}" if "name" in row else ""
+        say(f"\n--- row {row['index']} ({row['location']}){name}: {len(row['input_ids'])} tokens, {scored} scored"
+            f"{counted}")
+        print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"], marks))
         if prompts := datamodule.inference_prompts(row["index"]) if "prompt_length" in row else []:
-            print(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
+            say(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
+
+
+def show_recipe(recipe: dict[str, Any], datamodule: Any) -> None:
+    """Print the recipe as the run takes it: what it leaves to a default, the model or the engine is filled in."""
+    recipe = {key: value for key, value in recipe.items() if key not in ("rows", "which", "recipe")}
+    defaults = {field.name: field.default for field in fields(TrainerFields)}
+    trainer = defaults | recipe["trainer"]
+    trainer |= {key: value for key, value in TRAINER_MEANS.items() if trainer[key] is None}
+    data = dict(recipe["data"]["init_args"])
+    for key in [key for key, value in data.items() if value is None and key != "tokenizer"]:
+        known = getattr(datamodule, key, None)
+        data[key] = known if isinstance(known, str | int | float) else None
+    data["tokenizer"] = data["tokenizer"] or datamodule.tokenizer.name_or_path
+    say("\n" + as_yaml({"engine": recipe["engine"], **recipe, "trainer": trainer,
+                        "data": {**recipe["data"], "init_args": data}}))
 
 
 def compared_prompt(tokenizer: Any, prompt: list[int], at_inference: list[list[int]]) -> str:
@@ -54,12 +77,12 @@ def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
     return "\n".join(["training rows by length in tokens", *lines])
 
 
-def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int]) -> str:
-    """The decoded tokens, with what is scored marked; a run of equal marking is decoded as a whole."""
+def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int], marks: tuple[str, str]) -> str:
+    """The decoded tokens, with what is scored between `marks`; a run of equal marking is decoded as a whole."""
     text, start = "", 0
     for i in range(1, len(input_ids) + 1):
         if i == len(input_ids) or (labels[i] == IGNORED) != (labels[start] == IGNORED):
-            piece = tokenizer.decode(input_ids[start:i])
-            text += piece if labels[start] == IGNORED else f"{SCORED}{piece}{PLAIN}"
+            piece = printable(tokenizer.decode(input_ids[start:i]))
+            text += piece if labels[start] == IGNORED else piece.join(marks)
             start = i
     return text

@@ -1,118 +1,125 @@
-"""The list, kept in a run folder, of what runs wrote there: nothing else is ever deleted or overwritten."""
+"""manifest.json of a run: what it was made of, and what it left, so that both can be checked.
+
+    starts      one entry a start of the run, the first and each resume
+      time, step, checkpoint      when, and from where it went on
+      engine, recipe              the recipe as config.yaml had it
+      code                        version, fingerprint of the sources, git commit, files changed since
+      python, platform, packages  versions of the libraries that training may use
+      machine                     processor, devices, processes, settings of the engine that change numbers
+      variables                   of the environment, those that change numbers
+      inputs                      files of data, base, adapter and tokenizer with size and hash; commits of the hub
+    end         of a finished run: time, step, and the files it left with size and SHA-256
+"""
 
 import json
-import os
-import shutil
-import threading
-from collections.abc import Iterable
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from lmmods.core import fingerprints
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
+from lmmods.core.machine import processor, variables
+from lmmods.core.redaction import redacted
+from lmmods.core.versions import code_version, installed_packages, python_version
 from lmmods.runs.atomic import write_json
-from lmmods.runs.checkpoint_files import remove_checkpoints
-from lmmods.runs.recognition import ANSWERS, FILES, recognised
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.model_facts import described_model
 
-LIST = ".run-files.json"
-# All that commands write at the top of a run folder. Of model and wandb the list also holds what is inside.
-NAMES = (*FILES, *ANSWERS, "checkpoints", "model", "wandb", ".model", ".publish")
-FOLDERS = ("checkpoints", "model", "wandb")
-UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, which hold nothing of the user's
+LEFT = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # beside model/, not written to afterwards
+READERS = 4  # threads: one hashes about 1 GB in a second
 
 
+@dataclass
 class Manifest:
-    """The list of one run folder: paths relative to it, each noted before it is created.
+    """What manifest.json holds."""
 
-    A folder of an earlier version has no list; its run's files are recognised by its recipe and checkpoints.
-    """
+    starts: list[dict[str, Any]]
+    end: dict[str, Any] | None = None
 
-    def __init__(self, root: Path):
-        self.root, self.path = root, root / LIST
-        self._turn = threading.Lock()  # the thread that writes checkpoints notes paths too
-
-    def entries(self) -> set[str]:
-        """All paths that runs wrote. Raises UserError where the list is damaged."""
-        if not self.path.exists():
-            return recognised(self.root)
+    @classmethod
+    def read(cls, path: Path) -> "Manifest":
+        """Undo `write`. Raises UserError where there is no such file, or it is damaged."""
         try:
-            paths = {str(path) for path in json.loads(self.path.read_text(encoding="utf-8"))["paths"]}
-            if any(Path(path).is_absolute() or ".." in Path(path).parts for path in paths):
-                raise ValueError("a path leads out of the folder")
-            return paths
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{self.path} is damaged, so what runs wrote into this folder is not known. Delete it; the "
-                            "run is then recognised by its config.yaml and checkpoints.") from error
+            told = json.loads(path.read_text(encoding="utf-8"))
+            starts, end = told["starts"], told["end"]
+            whole = starts and all(isinstance(start["step"], int) and isinstance(start["recipe"], dict)
+                                   and isinstance(start["inputs"], dict) for start in starts)
+            if not whole or not (end is None or isinstance(end["files"], dict)):
+                raise ValueError("it is not what a run writes")
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: there is no such file: this is no run folder, or its run is of a version that "
+                            "wrote none.") from error
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path} is damaged ({error}), so what the run was made of is not known.") from error
+        return cls(starts, end)
 
-    def claim(self, *paths: str) -> None:
-        """Note paths that are about to be written. Raises UserError: something that no run wrote has one of them."""
-        with self._turn:
-            known = self.entries()
-            for path in paths:
-                if path not in known and _is_taken(self.root / path):
-                    raise UserError(f"{self.root / path} was written by no run, so no run may write over it. Move it, "
-                                    "or choose another trainer.default_root_dir.")
-            self._write(known | set(paths))
-
-    def foreign_names(self) -> list[str]:
-        """Names that runs need and that are taken by files of others."""
-        known = self.entries()
-        return [name for name in NAMES if name not in known and _is_taken(self.root / name)]
-
-    def inside(self, folder: str) -> set[str]:
-        """Listed paths in a folder, relative to it."""
-        return {path.removeprefix(f"{folder}/") for path in self.entries() if path.startswith(f"{folder}/")}
-
-    def forget(self, *paths: str) -> None:
-        """Take paths off the list."""
-        with self._turn:
-            self._write(self.entries() - set(paths))
-
-    def delete(self) -> list[Path]:
-        """Delete all that is listed. Returns what lies in the run's folders without being the run's; it stays."""
-        known = self.entries()
-        self._write(known)
-        for path in sorted(known, key=lambda path: (-path.count("/"), path)):
-            self._delete(path)
-        left = {path for path in known if path in FOLDERS and (self.root / path).is_dir()}
-        self._write(left)
-        return [each for path in sorted(left) for each in sorted((self.root / path).iterdir())]
-
-    def _delete(self, path: str) -> None:
-        target = self.root / path
-        if path in UNDER_WAY and not target.is_symlink():
-            shutil.rmtree(target, ignore_errors=True)
-        elif path.startswith("wandb/"):
-            # What `*` stands for goes first, and a link that then leads nowhere is nothing to Path.glob.
-            _delete_whole(self.root.glob(path) if "*" in path else [target])
-        elif path == "checkpoints":
-            remove_checkpoints(target)
-            _delete_if_empty(target)
-        elif target.is_dir():
-            _delete_if_empty(target)
-        elif target.is_symlink():  # of the user's: what the run wrote through it goes, the link itself stays
-            target.resolve().unlink(missing_ok=True)
-        else:
-            target.unlink(missing_ok=True)
-
-    def _write(self, paths: set[str]) -> None:
-        if not paths:
-            self.path.unlink(missing_ok=True)
-        elif not self.path.exists() or paths != self.entries():
-            write_json(self.path, {"paths": sorted(paths)})
+    def write(self, folder: RunFolder) -> None:
+        folder.files.claim(folder.manifest.name)
+        write_json(folder.manifest, redacted(vars(self)))
 
 
-def _is_taken(path: Path) -> bool:
-    """Whether anything that could be lost is there; an empty folder, or a link to one, may be written into."""
-    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str, list[dict[str, Any]]],
+                   machine: dict[str, Any], checkpoint: Path | None, step: int) -> None:
+    """Note a start of a run, behind those before it.
+
+    Args:
+        recipe: As config.yaml has it.
+        sources: What the data module says of its sources, by key.
+        machine: What the engine says of its devices and settings.
+        checkpoint: From which the run goes on.
+        step: Where it stands.
+
+    Raises:
+        UserError: An input cannot be read.
+    """
+    earlier: list[dict[str, Any]] = []
+    if folder.manifest.exists():
+        try:
+            earlier = Manifest.read(folder.manifest).starts
+        except UserError as error:
+            warn(f"{error} It begins anew with this start.")
+    start = {
+        "time": _now(), "step": step, "checkpoint": str(checkpoint) if checkpoint else None,
+        "engine": recipe.get("engine"), "recipe": recipe, **surroundings(), "machine": machine,
+        "inputs": {**{f"data.{key}": found for key, found in sources.items() if found}, **_models(recipe)},
+    }
+    Manifest([*earlier, start]).write(folder)
 
 
-def _delete_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not folder.is_symlink() and not os.path.ismount(folder) and not any(folder.iterdir()):
-        folder.rmdir()
+def surroundings() -> dict[str, Any]:
+    """Code, libraries and environment of this process."""
+    return {"code": code_version(), "python": python_version(), "platform": platform.platform(),
+            "processor": processor(), "packages": installed_packages(), "variables": variables()}
 
 
-def _delete_whole(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def end_manifest(folder: RunFolder, step: int) -> None:
+    """Note what a finished run has left. Raises UserError where it cannot be read."""
+    if not folder.manifest.exists():
+        return  # a run of an earlier version
+    manifest = Manifest.read(folder.manifest)
+    names = [name for name in LEFT if (folder.root / name).is_file()]
+    names += sorted(f"model/{name}" for name in folder.files.inside("model") if (folder.model / name).is_file())
+    with ThreadPoolExecutor(READERS) as threads:
+        found = threads.map(lambda name: fingerprints.sha256(folder.root / name), names)
+        manifest.end = {"time": _now(), "step": step, "files": dict(zip(names, found, strict=True))}
+    manifest.write(folder)
+
+
+def _models(recipe: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Models, adapters and tokenizers that a recipe names, by key."""
+    model, data = ((recipe.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
+    revision = model.get("revision")
+    named = [("model.pretrained", model.get("pretrained"), revision, "config.json"),
+             ("model.config", model.get("config"), revision, "config.json"),
+             ("model.adapter", model.get("adapter"), None, "adapter_config.json"),
+             ("data.tokenizer", data.get("tokenizer"), None, "tokenizer_config.json")]
+    return {key: [described_model(name, revision, file)] for key, name, revision, file in named
+            if isinstance(name, str) and (key != "data.tokenizer" or name != model.get("pretrained"))}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

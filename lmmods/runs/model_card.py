@@ -39,7 +39,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---",
         f"# {folder.root.name}",
-        f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{shown_base}`." if base else "Trained from scratch.",
+        _origin(shown_base, is_adapter) + _method(recipe),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
     ]
     if metrics:
@@ -64,10 +64,40 @@ def _header(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter
         header["base_model"] = base
     if datasets := [path for path in _paths(data.get("source")) if hub_id(path)]:
         header["datasets"] = datasets
-    header["tags"] = ["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else [])]
+    header["tags"] = ["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else []),
+                      *_preference_tags(recipe)]
     if results := _results(task, data, metrics):
         header["model-index"] = [{"name": name, "results": results}]
     return header
+
+
+def _origin(base: str | None, is_adapter: bool) -> str:
+    if not base:
+        return "Trained from scratch."
+    return f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{base}`."
+
+
+def _preference(recipe: dict) -> dict | None:
+    """`model.init_args` of a recipe for preference optimisation; None of another."""
+    model = recipe.get("model", {})
+    return model.get("init_args", {}) if str(model.get("class_path", "")).endswith("Preference") else None
+
+
+def _preference_tags(recipe: dict) -> list[str]:
+    """What the hub calls the method."""
+    options = _preference(recipe)
+    if options is None:
+        return []
+    loss = options.get("loss", "sigmoid")
+    return ["preference-optimization", loss if loss in ("orpo", "kto", "cpo", "simpo", "ipo") else "dpo"]
+
+
+def _method(recipe: dict) -> str:
+    options = _preference(recipe)
+    if options is None:
+        return ""
+    return (f" Trained on preferences: loss `{options.get('loss', 'sigmoid')}`, beta {options.get('beta', 0.1)}"
+            + (f", sft_weight {options['sft_weight']}" if options.get("sft_weight") else "") + ".")
 
 
 def _results(task: str, data: dict, metrics: dict) -> list[dict]:

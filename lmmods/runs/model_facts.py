@@ -6,10 +6,14 @@ from typing import Any
 
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
+from lmmods.core.task_fields import TaskFields
 
 # What libraries write about themselves, and how the weights are stored there.
 _BOOKKEEPING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "peft_version",
                 "base_model_name_or_path", "inference_mode"}
+
+
+READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"}  # what loading may read of a folder
 
 
 def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -> dict[str, Any]:
@@ -34,6 +38,51 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
     if (folder / file).is_file():
         facts["config"] = _configuration(folder / file)
     return facts
+
+
+def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, Any]:
+    """All that decides about the network of a task as it stands before its first step, and about its numbers.
+
+    Args:
+        precision: Lightning's name.
+        seed: Of all parameters that no file holds.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    def of(name: str | dict[str, Any] | None, adapter: bool = False) -> Any:
+        if not isinstance(name, str):
+            return name
+        return model_facts(name, None if adapter else fields.revision, adapter, name != fields.config) or name
+
+    return {"pretrained": of(fields.pretrained), "config": of(fields.config), "adapter": of(fields.adapter, True),
+            "overrides": fields.config_overrides, "quantize": fields.quantize, "double_quant": fields.double_quant,
+            "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
+
+
+def described_model(name: str, revision: str | None, file: str) -> dict[str, Any]:
+    """What a manifest says of a model, an adapter or a tokenizer: `path`, and `files` with size and hash.
+
+    Weights are read as little as for `model_facts`. Of a hub model also `commit`; without `files` where nothing of it
+    is on this machine.
+
+    Args:
+        file: One that it has, such as config.json.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    place, told = Path(name).expanduser(), {"path": name}
+    if place.is_file():
+        return {**told, "files": {place.name: fingerprints.described(place)}}
+    if not place.is_dir():
+        found = _from_hub_cache(name, file, revision)
+        if found is None:
+            return {**told, "revision": revision}
+        place = found.parent
+        told |= {"revision": revision, "commit": place.name}
+    paths = sorted(path for path in place.iterdir() if path.suffix in READ and path.is_file())
+    return {**told, "files": {path.name: fingerprints.described(path) for path in paths}}
 
 
 def _configuration(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Files of a run in a folder of an earlier version, which has no manifest: recognised by name and content."""
+"""Files of a run in a folder of an earlier version, which has no list of them: recognised by name and content."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ EXPORTED = re.compile(
 
 
 def recognised(root: Path) -> set[str]:
-    """Paths of a run without a manifest, recognised by its recipe and checkpoints; none if there is no run."""
+    """Paths of a run without that list, recognised by its recipe and checkpoints; none if there is no run."""
     recipe = _recipe(root)
     has_checkpoint = holds_checkpoint(root / "checkpoints")
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:
@@ -30,6 +31,7 @@ def recognised(root: Path) -> set[str]:
     if has_checkpoint:
         found.add("checkpoints")
     found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # half written
+    found |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
     return found | _exported(root) | wandb_paths(recipe, root)
 
 
@@ -50,6 +52,14 @@ def wandb_paths(recipe: dict[str, Any], root: Path) -> set[str]:
     if not logger.get("id") or Path(logger.get("save_dir") or root).resolve() != root.resolve():
         return set()
     return {"wandb", f"wandb/*-{logger['id']}", "wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log"}
+
+
+def _is_manifest(path: Path) -> bool:
+    """Whether a run wrote this file, and not the user one of the same name."""
+    try:
+        return {"starts", "end"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _recipe(root: Path) -> dict[str, Any]:

@@ -5,28 +5,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmmods.core.console import say
+from lmmods.core.console import say, warn
+from lmmods.core.task_fields import TaskFields
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
+from lmmods.runs.manifest import begin_manifest
+from lmmods.runs.schedule import Schedule
 from lmmods.runs.wandb import log_recipe
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is written and said of a run before its first step, or where it goes on from a checkpoint."""
+    """What is written and said of a run before its first step, or where it goes on from a checkpoint.
+
+    Args:
+        data: The data module, set up.
+        machine: What the engine says of its devices and settings, for manifest.json.
+    """
 
     folder: RunFolder
     identity: RunIdentity
     recipe: dict[str, Any]
-    report: dict[str, Any]
+    data: Any
+    machine: dict[str, Any]
     resumed_from: Path | None
     step: int
 
     def make_folder_ready(self) -> None:
         """Called by the first process; the others wait for it."""
         self.folder.begin(self.resumed_from)
-        self.folder.write_start(self.recipe, self.report)
+        self.folder.write_start(self.recipe, self.data.report)
+        begin_manifest(self.folder, self.recipe, self.data.described_sources(), self.machine, self.resumed_from,
+                       self.step)
         if self.resumed_from:
             self.identity.note_resume(self.folder, self.resumed_from, self.step)
 
@@ -34,13 +45,89 @@ class RunStart:
         """Bring the loggers of this process, if any, to where the run stands; the first is metrics.csv's."""
         if self.resumed_from and loggers:
             loggers[0].rewind(self.step)
-        log_recipe(loggers[1:], self.recipe, self.report)
+        log_recipe(loggers[1:], self.recipe, self.data.report)
 
-    def say_resumed(self) -> None:
+    def say(self, outlook: "Outlook") -> None:
+        """What the run is about to do. Called once its loggers stand."""
+        say(f"Run folder: {self.folder.root}.")
+        say(self.data.report_table())
+        outlook.say(self.data)
         if self.resumed_from:
             say(f"Resumed at step {self.step} from {self.resumed_from}.")
 
 
-def say_precision(precision: str, reason: str) -> None:
-    """What `trainer.precision: auto` means on this machine, and why."""
-    say(f"precision {precision}: {reason}. Another one is set with trainer.precision.")
+@dataclass(frozen=True)
+class Outlook:
+    """What of a run is known before its first step.
+
+    Args:
+        task: Its fields.
+        description: Of the network, in a line.
+        schedule: How long it is.
+        ranks: Data-parallel ones: each has a micro-batch of its own.
+        needed: Rough bytes of a step on each device, and `available` ones.
+    """
+
+    task: TaskFields
+    description: str
+    schedule: Schedule
+    ranks: int
+    needed: int
+    available: int
+
+    def say(self, data: Any) -> None:
+        """Sizes, what trains, how long the run is and the memory of a step.
+
+        Args:
+            data: The DataModule, set up.
+        """
+        for line in (self.description, f"Trains: {self.trains()}.", self._step(data), self._length()):
+            say(line)
+        memory = (f"Memory: about {self.needed / 2**30:.2f} GiB for a step, {self.available / 2**30:.1f} GiB on this "
+                  "device.")
+        if self.needed <= self.available:
+            say(memory)
+        else:
+            warn(f"{memory} It will probably not fit: lower data.batch_size or data.max_length, or set "
+                 "model.gradient_checkpointing to true.")
+
+    def trains(self) -> str:
+        """Which weights train, and over what."""
+        task = self.task
+        base = f"{task.pretrained or 'random weights'}" + (f" in {task.quantize}" if task.quantize else "")
+        if task.adapter:
+            return f"the adapter {task.adapter}, over {base}"
+        if task.lora is None:
+            return "all weights, from random ones" if task.pretrained is None else f"all weights of {base}"
+        targets = task.lora.targets
+        fully = f", and in full {', '.join(task.lora.modules_to_save)}" if task.lora.modules_to_save else ""
+        return (f"{'a DoRA' if task.lora.dora else 'a LoRA'} adapter of rank {task.lora.rank} on "
+                f"{targets if isinstance(targets, str) else ', '.join(targets)}{fully}, over {base}")
+
+    def _step(self, data: Any) -> str:
+        micro = self.schedule.batches_per_step
+        rows = data.batch_size * micro * self.ranks
+        factors = [*([f"{micro} micro-batches"] if micro > 1 else []), *([f"{self.ranks} devices"] * (self.ranks > 1))]
+        made_of = f" ({' x '.join([str(data.batch_size), *factors])})" if factors else ""
+        train = data.report["splits"].get("train")  # a stream has not been read
+        tokens = f", about {rows * train['tokens'] / train['rows']:.0f} tokens" if train else ""
+        return f"Step: {rows} rows{made_of}{tokens}."
+
+    def _length(self) -> str:
+        schedule = self.schedule
+        epochs = ("" if schedule.is_endless
+                  else f" ({schedule.num_epochs:.4g} epochs of {schedule.steps_per_epoch} steps)")
+        count = schedule.validations_after(0)
+        return f"Length: {schedule.num_steps} steps{epochs}; {count or 'no'} validation{'s' if count != 1 else ''}."
+
+
+def say_engine(engine: str, num_devices: int, kind: str, precision: str, reason: str | None) -> None:
+    """On what a command runs.
+
+    Args:
+        kind: Of the devices.
+        reason: Why `trainer.precision: auto` means this precision here; None where the recipe names it.
+    """
+    why = "as trainer.precision says" if reason is None else f"{reason}; trainer.precision sets another"
+    say(f"Engine {engine} on {num_devices} device{'s' if num_devices > 1 else ''} ({kind}), precision {precision}: "
+        f"{why}.")

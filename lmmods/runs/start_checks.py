@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from lmmods.core.errors import UserError
-from lmmods.runs.manifest import Manifest
+from lmmods.runs.run_files import RunFiles
 
 
 def check_writable(root: Path) -> None:
@@ -21,9 +21,9 @@ def check_writable(root: Path) -> None:
                         f"({error.strerror}). Choose another folder.") from error
 
 
-def check_names(root: Path, manifest: Manifest) -> None:
+def check_names(root: Path, files: RunFiles) -> None:
     """Raise UserError where something that no run wrote has a name that runs write."""
-    if foreign := manifest.foreign_names():
+    if foreign := files.foreign_names():
         raise UserError(f"{root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
                         f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
                         "trainer.default_root_dir.")
@@ -41,3 +41,10 @@ def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
         raise UserError(f"{root} holds a finished run. Choose another trainer.default_root_dir, or {again}.")
     remedy = f"go on with --ckpt_path last, or {again}" if last else f"it saved no checkpoint yet; {again}"
     raise UserError(f"{root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
+
+
+def check_stop(stop_at: int, step: int) -> None:
+    """Raise UserError where a run that stands at `step` is to stop there or before."""
+    if stop_at <= step:
+        raise UserError(f"--stop_at is {stop_at}, but must be more than {step}"
+                        + (", the step of the checkpoint." if step else "."))

@@ -10,6 +10,12 @@ from lmmods.core.throughput import Laps, Stopwatch
 
 # So many steps are noted at most before they are counted: each holds a few numbers on a device.
 MOST_PENDING = 100
+# Share that the smoothed loss keeps of the steps before at each step: the latest 50 are about two thirds of it.
+SMOOTHING = 0.98
+
+
+class NotFinite(UserError):
+    """A loss or gradient is not a number."""
 
 
 @dataclass
@@ -18,7 +24,8 @@ class PendingStep:
 
     Args:
         epoch: Epochs done with it, a fraction within an epoch.
-        figures: Fetches its `loss`, `lr`, `grad_norm`, `num_tokens` and `num_rows`; waits for the device.
+        figures: Fetches its `loss` and the `weight` that it is the mean over, `lr`, `grad_norm`, `num_tokens`,
+            `num_rows` and metrics of the task by their names; waits for the device.
         is_done: Whether the device has computed them; waits for nothing.
         seconds: What the stopwatch showed when the step was first seen to be done.
     """
@@ -28,6 +35,28 @@ class PendingStep:
     figures: Callable[[], dict[str, float]]
     is_done: Callable[[], bool]
     seconds: float | None = None
+
+
+class SmoothedLoss:
+    """Mean of the steps' losses, exponentially weighted and by scored tokens.
+
+    The ratio of two such sums, so nothing pulls the first values towards zero (the bias correction of Kingma and Ba
+    2015). Where batches hold rows of similar length, one step's own loss says how hard these are, more than how
+    training goes.
+    """
+
+    def __init__(self, total: float = 0.0, weight: float = 0.0):
+        self.total, self.weight = total, weight
+
+    def add(self, loss: float, weight: float) -> None:
+        """Take up a step."""
+        if math.isfinite(loss):  # else a step that 16-mixed skips
+            self.total = SMOOTHING * self.total + (1 - SMOOTHING) * loss * weight
+            self.weight = SMOOTHING * self.weight + (1 - SMOOTHING) * weight
+
+    @property
+    def value(self) -> float:
+        return self.total / (self.weight or 1)
 
 
 class StepMetrics:
@@ -43,19 +72,24 @@ class StepMetrics:
         self.every, self.flops_share = every, flops_share
         # Gives metrics, and the step they belong to, to the loggers; set once there are any.
         self.report: Callable[[dict[str, float], int], None] = lambda metrics, step: None
+        # Shows the row of a step, which `shown` describes; set where there is a progress bar.
+        self.show: Callable[[int], None] = lambda step: None
         self.latest: dict[str, float] = {}
         self.num_tokens = self.num_rows = 0
         self.laps = Laps()
+        self.smoothed = SmoothedLoss()
         # 16-mixed skips a step whose gradient overflows; only what is saved or evaluated must be finite there.
         self.skips_overflows = False
         self._stopwatch = stopwatch
         self._pending: list[PendingStep] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_tokens": self.num_tokens, "num_rows": self.num_rows, "latest": dict(self.latest)}
+        return {"num_tokens": self.num_tokens, "num_rows": self.num_rows, "latest": dict(self.latest),
+                "smoothed": [self.smoothed.total, self.smoothed.weight]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_tokens, self.num_rows, self.latest = state["num_tokens"], state["num_rows"], state["latest"]
+        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # older checkpoints have none: it begins anew
 
     def add(self, step: int, epoch: float, figures: Callable[[], dict[str, float]],
             is_done: Callable[[], bool] = lambda: False) -> None:
@@ -97,19 +131,30 @@ class StepMetrics:
             self.num_tokens += int(figures["num_tokens"])
             self.num_rows += int(figures["num_rows"])
             self.laps.add(int(figures["num_tokens"]), seconds)
+            self.smoothed.add(figures["loss"], figures["weight"])
         if last.step % self.every:
             return {}
         row = self._row(last.epoch, figures)
         self.log(row, last.step)
+        self.show(last.step)
         return row
 
     def _row(self, epoch: float, figures: dict[str, float]) -> dict[str, float]:
         speed = self.laps.tokens_per_second()
-        row = {**{name: figures[name] for name in ("loss", "lr", "grad_norm")}, "epoch": epoch,
-               "tokens": self.num_tokens, "tokens_per_second": speed}
+        counts = ("weight", "num_tokens", "num_rows")
+        row = {**{name: value for name, value in figures.items() if name not in counts},
+               "epoch": epoch, "tokens": self.num_tokens, "tokens_per_second": speed}
         if self.flops_share is not None:
             row["mfu"] = self.flops_share * speed
         return {f"train/{name}": value for name, value in row.items()}
+
+    def shown(self) -> str:
+        """The latest row in short, with the smoothed loss beside the step's own."""
+        row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in ("loss", "lr", "tokens_per_second")
+               if f"train/{name}" in self.latest}
+        if "loss" in row:
+            row["loss"] += f" (smoothed {self.smoothed.value:.4g})"
+        return "  ".join(row.values())
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Report metrics, and keep them for the final numbers."""
@@ -129,12 +174,12 @@ def check_evaluated(metrics: Any) -> None:
 
 
 def check_finite(figures: dict[str, float], step: int, epoch: int) -> None:
-    """Raise UserError when `loss` or `grad_norm` of optimiser step `step` is not a number.
+    """Raise NotFinite when `loss` or `grad_norm` of optimiser step `step` is not a number.
 
     Call it before what comes of the step is saved.
     """
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
-        raise UserError(
+        raise NotFinite(
             f"Step {step} (epoch {epoch}): loss is {figures['loss']}, gradient norm {figures['grad_norm']}. Training "
             "stops and no checkpoint of this step is written. Go on from the last checkpoint with a lower "
             "optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")

@@ -4,13 +4,15 @@ import json
 import netrc
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmmods.core.compat import logged_checkpoints
+from lmmods.core.compat import logged_checkpoints, without_anonymous
+from lmmods.core.console import say
 from lmmods.core.recipes import read_recipe
 from lmmods.core.redaction import redact, redacted
 from lmmods.runs.folder import RunFolder
@@ -38,11 +40,36 @@ def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
     options.name = options.get("name") or folder.root.name
     if not (options.get("id") or options.get("version")):
         options.id = known_wandb_id(folder) if goes_on else None
-        options.id = options.id or secrets.token_hex(4)
-    if "WANDB_MODE" not in os.environ and not options.get("offline") and not has_wandb_key():
+        # W&B's agents name the run that they start, and know it by that name alone.
+        options.id = options.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    if reason := _reason_to_stay_offline(options):
         os.environ["WANDB_MODE"] = "offline"
-        print(f"W&B: no API key is set, so the run is kept offline. Send it later with: wandb sync "
-              f"{folder.root}/wandb/offline-run-*")
+        say(f"W&B: {reason}, so the run is kept offline. Send it later with: wandb sync "
+            f"{options.save_dir}/wandb/offline-run-*")
+
+
+def _reason_to_stay_offline(options: Any) -> str | None:
+    mode = os.environ.get("WANDB_MODE")
+    if mode in ("offline", "dryrun"):
+        return f"WANDB_MODE is {mode}"
+    if mode is None and options.get("offline"):
+        return "the logger's offline is true"
+    return "no API key is set" if mode is None and not has_wandb_key() else None
+
+
+def sync_commands(loggers: Iterable[Any]) -> list[str]:
+    """What uploads the runs that these loggers keep offline; after the first step."""
+    folders = []
+    for logger in loggers:
+        run = logger.experiment if hasattr(logger, "log_table") else None
+        if run is not None and not run.disabled and run.offline:
+            folders.append(Path(run.dir).parent)  # of its `files`
+    return [shlex.join(["wandb", "sync", _shortest(folder)]) for folder in folders]
+
+
+def _shortest(path: Path) -> str:
+    """A path as one would type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def known_wandb_id(folder: RunFolder) -> str | None:
@@ -68,6 +95,7 @@ def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
              for value in (row.get(name) for name in rows[0])] for row in rows[:TABLE_ROWS]]
     for logger in loggers:
         if hasattr(logger, "log_table"):
+            without_anonymous(logger)
             with hidden_arguments():
                 logger.log_table("predictions", columns=list(rows[0]), data=data)
             logger.finalize("success")
@@ -77,6 +105,7 @@ def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str,
     """Log recipe and data report as hyperparameters."""
     with hidden_arguments():
         for logger in loggers:
+            without_anonymous(logger)
             logger.log_hyperparams({"recipe": recipe, "data_report": report})
 
 

@@ -23,19 +23,22 @@ from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.inspect import show_data
-from lmmods.runs.start import say_precision
+from lmmods.runs.inspect import show_data, show_recipe
+from lmmods.runs.schedule import Schedule, limited
+from lmmods.runs.start import Outlook, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.metrics import Metrics
 from lmmods.torch_engine.callbacks.predictions import PredictionWriter
 from lmmods.torch_engine.callbacks.progress import Progress
+from lmmods.torch_engine.callbacks.rehearsal import Rehearsal
 from lmmods.torch_engine.callbacks.run_events import RunEvents
 from lmmods.torch_engine.callbacks.startup_report import StartReport
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import decide_skip, end_after, epoch_ends, validation_follows
 from lmmods.torch_engine.fit_loop import is_skipped
+from lmmods.torch_engine.machine import describe_machine
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.choose import choose_strategy
@@ -53,9 +56,9 @@ class Trainer(L.Trainer):
                  max_epochs: int | float | None = None, max_steps: int = -1, accelerator: str = "auto",
                  devices: list[int] | int | str = "auto",
                  plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None, **kwargs: Any):
+        self._precision_reason: str | None = None
         if precision == "auto":
-            precision, reason = choose_precision(accelerator)
-            say_precision(precision, reason)
+            precision, self._precision_reason = choose_precision(accelerator)
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         check_length(max_epochs, max_steps)
         checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
@@ -64,7 +67,7 @@ class Trainer(L.Trainer):
             callbacks += checkpoints or [Checkpoint()]
         self._metrics = metrics = Metrics()
         callbacks = [StartReport(), metrics, *callbacks, RunEvents(metrics, callbacks), PredictionWriter()]
-        callbacks += [Progress()] if enable_progress_bar else []
+        callbacks += [Progress(metrics.steps)] if enable_progress_bar else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
             # Lightning's requeueing writes a checkpoint of its own, which later starts would load instead of ours.
@@ -90,7 +93,7 @@ class Trainer(L.Trainer):
                 plugins=[*plugins, FolderCheckpointIO()],
                 **kwargs,
             )
-        except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's, of the recipe's values
+        except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:  # of the values
             raise UserError(f"trainer: {error}") from error
         self._epochs = max_epochs
         decide_skip(self, functools.partial(is_skipped, self))
@@ -108,9 +111,10 @@ class Trainer(L.Trainer):
     # Commands --------------------------------------------------------------------------------------------------------
 
     def fit(self, model, train_dataloaders=None, val_dataloaders=None, datamodule=None,
-            ckpt_path: str | None = None, overwrite: bool = False) -> None:
+            ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
         """Train."""
-        with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe)):
+        self.interruption.stop_at = stop_at
+        with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
             self.resumed_from = checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
             if checkpoint:
                 datamodule.go_on_from(read_plain(checkpoint))
@@ -140,8 +144,10 @@ class Trainer(L.Trainer):
                             ckpt_path=self._checkpoint(ckpt_path, datamodule))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
-                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first") -> None:
+                which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
+                recipe: bool = False) -> None:
         """Show what would be trained on, and train nothing."""
+        self._say_engine()
         model.trainer = datamodule.trainer = self
         datamodule.prepare_data()
         datamodule.setup("fit")
@@ -149,10 +155,25 @@ class Trainer(L.Trainer):
         with self.strategy.tensor_init_context():
             self.datamodule = datamodule
             model.configure_model()
-        show_data(self.recipe, datamodule, rows, which)
-        needed, available = model.memory_estimate(), available_bytes(model.device)
-        print(f"\n{model.describe()}")
-        print(f"Memory: about {needed / 2**30:.2f} GiB for a step, {available / 2**30:.1f} GiB on this device.")
+        show_data(datamodule, rows, which)
+        batches = limited(len(datamodule.train_dataloader()), self.overfit_batches or self.limit_train_batches, "train")
+        print()
+        self.outlook(batches).say(datamodule)
+        if recipe:
+            show_recipe(self.recipe, datamodule)
+
+    def rehearse(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
+        """Train as fit does until `watch`, given the figures of each step, says that it was the last one.
+
+        Nothing is written: no run folder is taken or made.
+
+        Returns:
+            Most bytes that torch has held on this process's GPU, None without one.
+        """
+        self.callbacks = [Rehearsal(watch)]
+        super().fit(model, datamodule=datamodule)
+        on_gpu = self.strategy.root_device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self.strategy.root_device) if on_gpu else None
 
     def _checkpoint(self, ckpt_path: str | None, datamodule: Any) -> Path | None:
         if ckpt_path is None:
@@ -165,8 +186,14 @@ class Trainer(L.Trainer):
 
     def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
         """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
+        self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         return self.run_folder.taken(command, check, self.is_global_zero, tells_later=launched)
+
+    def _say_engine(self) -> None:
+        device = self.strategy.root_device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        say_engine("torch", self.world_size, kind, self.precision, self._precision_reason)
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 
@@ -179,8 +206,8 @@ class Trainer(L.Trainer):
     def interrupt_requested(self) -> bool:
         """Whether any process has been asked to stop. All processes must call this at the same place."""
         if self.world_size == 1:
-            return self.interruption.requested
-        asked = torch.tensor(float(self.interruption.requested), device=self.strategy.root_device)
+            return self.interruption.is_due
+        asked = torch.tensor(float(self.interruption.is_due), device=self.strategy.root_device)
         return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
 
     # Length ----------------------------------------------------------------------------------------------------------
@@ -193,6 +220,28 @@ class Trainer(L.Trainer):
             steps = num_steps(self.num_training_batches, self.accumulate_grad_batches, self._epochs, self.max_steps)
             end_after(self, steps)
         return steps
+
+    def schedule(self, batches_per_epoch: int | None = None) -> Schedule:
+        """The same in numbers.
+
+        Args:
+            batches_per_epoch: Micro-batches of an epoch; None asks Lightning, which knows from `on_train_start` on.
+        """
+        return Schedule.from_keys(
+            batches_per_epoch=batches_per_epoch or self.num_training_batches,
+            batches_per_step=self.accumulate_grad_batches, num_val_batches=int(self.validates),
+            max_epochs=self._epochs, max_steps=self.max_steps, val_check_interval=self.val_check_interval,
+            val_epochs=self.check_val_every_n_epoch)
+
+    def outlook(self, batches_per_epoch: int | None = None) -> Outlook:
+        """What is known of the run before its first step; arguments as of `schedule`."""
+        module = self.lightning_module
+        return Outlook(module, module.describe(), self.schedule(batches_per_epoch), self.world_size,
+                       module.memory_estimate(), available_bytes(module.device))
+
+    def machine(self) -> dict[str, Any]:
+        """Devices and settings, for manifest.json."""
+        return describe_machine(self)
 
     # Position --------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import lightning as L
 
 from lmmods.core.console import say
+from lmmods.runs.manifest import end_manifest
 from lmmods.runs.model_files import complete_model
 from lmmods.runs.wandb import log_checkpoint
 
@@ -17,6 +18,7 @@ def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
     if trainer.is_global_zero:
         folder.put_model(exported)
         log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
+        end_manifest(folder, trainer.global_step)
         folder.complete()
         say(f"Wrote {folder.model}.")
     trainer.strategy.barrier("export")

@@ -6,13 +6,19 @@ import lightning as L
 import torch
 
 from lmmods.core.progress_bar import Bar, describe
+from lmmods.runs.step_metrics import StepMetrics
 
 
 class Progress(L.Callback):
-    """Steps, loss, tokens/s, memory and the time left."""
+    """Steps, loss, tokens/s, memory and the time left.
 
-    def __init__(self) -> None:
-        self._bar = Bar()
+    Args:
+        steps: What is measured of the steps.
+    """
+
+    def __init__(self, steps: StepMetrics) -> None:
+        self._steps = steps
+        self._bar = Bar(enabled=False)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         cuda = trainer.strategy.root_device.type == "cuda"
@@ -21,12 +27,13 @@ class Progress(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._bar.open("train", int(trainer.estimated_stepping_batches), trainer.global_step, unit="step")
+        self._steps.show = lambda step: self._bar.update(step, self._steps.shown())
+        schedule = trainer.schedule()
+        self._bar.open("train", schedule.num_steps, trainer.global_step, validations=schedule.validations_after)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         if not module.accumulation.is_open:
-            is_logged = trainer.global_step % trainer.log_every_n_steps == 0
-            self._bar.update(trainer.global_step, describe(trainer.callback_metrics) if is_logged else "")
+            self._bar.update(trainer.global_step)
 
     def on_train_end(self, *_: Any) -> None:
         self._bar.close()
@@ -39,6 +46,8 @@ class Progress(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.state.fn == "validate":
             self._bar.open("validate", sum(trainer.num_val_batches))
+        elif not trainer.sanity_checking:
+            self._bar.pause()
 
     def on_test_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._bar.open("test", sum(trainer.num_test_batches))
@@ -58,6 +67,8 @@ class Progress(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.state.fn == "validate":
             self._bar.close()
+        elif not trainer.sanity_checking:
+            self._bar.go_on()
         if not trainer.sanity_checking:
             self._bar.say(describe(trainer.callback_metrics, "val/"))
 

@@ -1,11 +1,12 @@
 """Lightning's hooks of the run's events: in each, what lmmods/runs/events.py says is due is performed."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
 
-from lmmods.core.signals import stop
+from lmmods.runs.end import RunEnd
 from lmmods.runs.events import Event, Events, Moment
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
@@ -52,11 +53,14 @@ class RunEvents(L.Callback):
     # Hooks -----------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._began = trainer.global_step, time.perf_counter()
         self._perform(self._events.at_start(trainer.resumed_from is not None), trainer, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         if trainer.is_last_batch_of_run():
             trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
+        else:
+            trainer.interruption.note_step(trainer.global_step)
         self._perform(self._events.after_batch(self._moment(trainer, module)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -73,6 +77,10 @@ class RunEvents(L.Callback):
         if self._checkpoint is not None:
             at_end[Event.SAVE] = self._checkpoint.save_at_end
         self._perform(self._events.at_end(self._moment(trainer, module)), trainer, module, self._performers | at_end)
+        if trainer.is_global_zero:
+            first_step, began = self._began
+            RunEnd(trainer.run_folder, module, trainer.datamodule, self._metrics.steps, self._checkpoint, first_step,
+                   trainer.global_step, time.perf_counter() - began, trainer.loggers).say()
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -99,7 +107,8 @@ class RunEvents(L.Callback):
             callback.check(trainer, validated)
 
     def _stop(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        stop(trainer.global_step, None if self._checkpoint is None else self._checkpoint.path(trainer))
+        trainer.interruption.stop(trainer.global_step,
+                                  None if self._checkpoint is None else self._checkpoint.path(trainer))
 
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._metrics.finish(trainer)

@@ -5,6 +5,7 @@ Held by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`, 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -64,3 +65,19 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
             for magnitude in layer.lora_magnitude_vector.values():
                 weight = dequantize_module_weight(layer.get_base_layer())
                 yield magnitude.weight, weight, layer.fan_in_fan_out
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """While this runs the network is the one below its adapters: `_disable_adapters` of each layer and wrapper of PEFT.
+
+    PEFT's `disable_adapter` would also tell the adapters to train no more, and then again to do so.
+    """
+    layers = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -4,11 +4,13 @@ Each use is held by tests/compat/test_transformers.py. The attention functions t
 `sdpa_attention_forward` are documented under "Attention interface".
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers.utils.logging import set_tqdm_hook
 
 
 def attention_of(model: nn.Module) -> str:
@@ -30,6 +32,35 @@ def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[s
     Architectures override it, so there is nothing of one's own to put in its place in a `custom_generate`.
     """
     return model._update_model_kwargs_for_generation(outputs, kwargs)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """from_pretrained shows its bar where it takes seconds, and its table of missing and unexpected weights ("LOAD
+    REPORT") where it raises an error.
+
+    The logger is that of the module; only the level of all of transformers' loggers is public.
+    """
+    logger, reports = logging.getLogger("transformers.modeling_utils"), []
+
+    def other(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in str(record.msg)
+        if is_report:
+            reports.append(record)
+        return not is_report
+
+    logger.addFilter(other)
+    hook = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **kwargs, delay=2, leave=False))
+    try:
+        yield
+    except BaseException:
+        logger.removeFilter(other)
+        for report in reports:
+            logger.handle(report)
+        raise
+    finally:
+        logger.removeFilter(other)
+        set_tqdm_hook(hook)
 
 
 @contextmanager

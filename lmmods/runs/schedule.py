@@ -1,9 +1,13 @@
-"""How long a run is and when it validates, by the rules of Lightning's Trainer."""
+"""How long a run is and when it validates, by the rules of Lightning's Trainer.
 
-from dataclasses import dataclass
+The loop of the JAX engine goes by it; of both engines' runs it says what is to come.
+"""
+
+from dataclasses import dataclass, replace
 
 from lmmods.core.errors import UserError
 from lmmods.core.run_length import num_steps
+from lmmods.data.batches.stream import ENDLESS
 from lmmods.runs.progress import Progress
 
 
@@ -13,6 +17,7 @@ class Schedule:
 
     Args:
         batches_per_epoch: Global micro-batches of an epoch of training.
+        batches_per_step: Global micro-batches of an optimiser step; the last of an epoch may have fewer.
         num_val_batches: Global micro-batches of a validation; 0 where there is nothing to validate on.
         batches_per_validation: Global micro-batches from one validation to the next, counted anew in each epoch or
             over the run.
@@ -21,6 +26,7 @@ class Schedule:
     """
 
     batches_per_epoch: int
+    batches_per_step: int
     num_steps: int
     num_val_batches: int
     batches_per_validation: int
@@ -34,7 +40,6 @@ class Schedule:
         """The schedule that the trainer's keys ask for. Raises UserError: the run has no end.
 
         Args:
-            batches_per_step: Global micro-batches of an optimiser step; the last of an epoch may have fewer.
             max_epochs: Epochs, a fraction allowed; None or -1 leave it to `max_steps`.
             max_steps: Optimiser steps; -1 leaves it to `max_epochs`.
             val_check_interval: Global micro-batches over the whole run, or share of an epoch; None is a whole epoch.
@@ -42,8 +47,51 @@ class Schedule:
         by_share = isinstance(val_check_interval, float)
         interval = max(int(batches_per_epoch * val_check_interval), 1) if by_share else val_check_interval
         steps = num_steps(batches_per_epoch, batches_per_step, max_epochs, max_steps)
-        return cls(batches_per_epoch, steps, num_val_batches, interval or batches_per_epoch,
+        return cls(batches_per_epoch, batches_per_step, steps, num_val_batches, interval or batches_per_epoch,
                    isinstance(val_check_interval, int), val_epochs)
+
+    def without_validation(self) -> "Schedule":
+        """The same length, and no validation."""
+        return replace(self, num_val_batches=0)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the rows come as a stream, in one epoch that never ends."""
+        return self.batches_per_epoch >= ENDLESS
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps of an epoch."""
+        return -(-self.batches_per_epoch // self.batches_per_step)
+
+    @property
+    def num_epochs(self) -> float:
+        """Epochs of the run, with the fraction."""
+        return self._batches(self.num_steps) / self.batches_per_epoch
+
+    def validations_after(self, step: int) -> int:
+        """How many validations are to come after optimiser step `step`, the one with which the run ends included."""
+        if not self.num_val_batches or step >= self.num_steps:
+            return 0
+        batches = self._batches(self.num_steps)
+        at_end = self._validations(batches) == self._validations(batches - 1)  # which no interval asks for
+        return self._validations(batches) - self._validations(self._batches(step)) + at_end
+
+    def _batches(self, step: int) -> int:
+        """Global micro-batches of the first `step` optimiser steps."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        return epochs * self.batches_per_epoch + min(steps * self.batches_per_step, self.batches_per_epoch)
+
+    def _validations(self, batches: int) -> int:
+        """Validations that the interval asks for in so many global micro-batches."""
+        if self.counts_over_run:
+            return batches // self.batches_per_validation
+        if self.val_epochs is None:
+            return 0
+        epochs, batches = divmod(batches, self.batches_per_epoch)
+        each = self.batches_per_epoch // self.batches_per_validation
+        is_due = (epochs + 1) % self.val_epochs == 0
+        return epochs // self.val_epochs * each + (batches // self.batches_per_validation if is_due else 0)
 
     def ends_epoch(self, progress: Progress) -> bool:
         """Whether the last micro-batch done was the last of its epoch."""

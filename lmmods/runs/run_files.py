@@ -1,0 +1,118 @@
+"""The list, kept in a run folder, of what runs wrote there: nothing else is ever deleted or overwritten."""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from lmmods.core.errors import UserError
+from lmmods.runs.atomic import write_json
+from lmmods.runs.checkpoint_files import remove_checkpoints
+from lmmods.runs.recognition import ANSWERS, FILES, recognised
+
+LIST = ".run-files.json"
+# All that commands write at the top of a run folder. Of model and wandb the list also holds what is inside.
+NAMES = (*FILES, *ANSWERS, "manifest.json", "checkpoints", "model", "wandb", ".model", ".publish")
+FOLDERS = ("checkpoints", "model", "wandb")
+UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, which hold nothing of the user's
+
+
+class RunFiles:
+    """The list of one run folder: paths relative to it, each noted before it is created.
+
+    A folder of an earlier version has no list; its run's files are recognised by its recipe and checkpoints.
+    """
+
+    def __init__(self, root: Path):
+        self.root, self.path = root, root / LIST
+        self._turn = threading.Lock()  # the thread that writes checkpoints notes paths too
+
+    def entries(self) -> set[str]:
+        """All paths that runs wrote. Raises UserError where the list is damaged."""
+        if not self.path.exists():
+            return recognised(self.root)
+        try:
+            paths = {str(path) for path in json.loads(self.path.read_text(encoding="utf-8"))["paths"]}
+            if any(Path(path).is_absolute() or ".." in Path(path).parts for path in paths):
+                raise ValueError("a path leads out of the folder")
+            return paths
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{self.path} is damaged, so what runs wrote into this folder is not known. Delete it; the "
+                            "run is then recognised by its config.yaml and checkpoints.") from error
+
+    def claim(self, *paths: str) -> None:
+        """Note paths that are about to be written. Raises UserError: something that no run wrote has one of them."""
+        with self._turn:
+            known = self.entries()
+            for path in paths:
+                if path not in known and _is_taken(self.root / path):
+                    raise UserError(f"{self.root / path} was written by no run, so no run may write over it. Move it, "
+                                    "or choose another trainer.default_root_dir.")
+            self._write(known | set(paths))
+
+    def foreign_names(self) -> list[str]:
+        """Names that runs need and that are taken by files of others."""
+        known = self.entries()
+        return [name for name in NAMES if name not in known and _is_taken(self.root / name)]
+
+    def inside(self, folder: str) -> set[str]:
+        """Listed paths in a folder, relative to it."""
+        return {path.removeprefix(f"{folder}/") for path in self.entries() if path.startswith(f"{folder}/")}
+
+    def forget(self, *paths: str) -> None:
+        """Take paths off the list."""
+        with self._turn:
+            self._write(self.entries() - set(paths))
+
+    def delete(self) -> list[Path]:
+        """Delete all that is listed. Returns what lies in the run's folders without being the run's; it stays."""
+        known = self.entries()
+        self._write(known)
+        for path in sorted(known, key=lambda path: (-path.count("/"), path)):
+            self._delete(path)
+        left = {path for path in known if path in FOLDERS and (self.root / path).is_dir()}
+        self._write(left)
+        return [each for path in sorted(left) for each in sorted((self.root / path).iterdir())]
+
+    def _delete(self, path: str) -> None:
+        target = self.root / path
+        if path in UNDER_WAY and not target.is_symlink():
+            shutil.rmtree(target, ignore_errors=True)
+        elif path.startswith("wandb/"):
+            # What `*` stands for goes first, and a link that then leads nowhere is nothing to Path.glob.
+            _delete_whole(self.root.glob(path) if "*" in path else [target])
+        elif path == "checkpoints":
+            remove_checkpoints(target)
+            _delete_if_empty(target)
+        elif target.is_dir():
+            _delete_if_empty(target)
+        elif target.is_symlink():  # of the user's: what the run wrote through it goes, the link itself stays
+            target.resolve().unlink(missing_ok=True)
+        else:
+            target.unlink(missing_ok=True)
+
+    def _write(self, paths: set[str]) -> None:
+        if not paths:
+            self.path.unlink(missing_ok=True)
+        elif not self.path.exists() or paths != self.entries():
+            write_json(self.path, {"paths": sorted(paths)})
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether anything that could be lost is there; an empty folder, or a link to one, may be written into."""
+    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+
+
+def _delete_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not folder.is_symlink() and not os.path.ismount(folder) and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _delete_whole(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""What a run says at its start and at its end: the same sentences on both engines, and true ones."""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmmods.cli import main
+from lmmods.core.settings import LoRA
+from lmmods.core.task_fields import CausalFields, TaskFields
+from lmmods.core.throughput import Stopwatch
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
+from lmmods.runs.end import RunEnd
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.schedule import Schedule
+from lmmods.runs.start import Outlook, say_engine
+from lmmods.runs.step_metrics import StepMetrics
+
+DATA = SimpleNamespace(batch_size=4, report={"splits": {"train": {"rows": 38, "tokens": 380}}}, predict_source=None,
+                       test_source=None, val_source=None, val_size=0.0)
+
+
+def schedule(**changes) -> Schedule:
+    return Schedule.from_keys(**{"batches_per_epoch": 10, "batches_per_step": 3, "num_val_batches": 2,
+                                 "max_epochs": None, "max_steps": 6, "val_check_interval": None, "val_epochs": 1,
+                                 **changes})
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({}, "all weights of base"),
+    ({"pretrained": None, "config": {"model_type": "llama"}}, "all weights, from random ones"),
+    ({"lora": LoRA(rank=8), "quantize": "nf4"}, "a LoRA adapter of rank 8 on all-linear, over base in nf4"),
+    ({"lora": LoRA(rank=8, dora=True, targets=["q_proj", "v_proj"], modules_to_save=["lm_head"])},
+     "a DoRA adapter of rank 8 on q_proj, v_proj, and in full lm_head, over base"),
+    ({"adapter": "runs/a/model"}, "the adapter runs/a/model, over base"),
+], ids=str)
+def test_what_trains(fields, said):
+    assert Outlook(TaskFields(**{"pretrained": "base", **fields}), "", schedule(), 1, 0, 0).trains() == said
+
+
+def test_the_start(capsys):
+    Outlook(TaskFields(pretrained="base"), "Parameters: 7.", schedule(), 2, 2**30, 2**31).say(DATA)
+    assert capsys.readouterr().out.splitlines() == [
+        "Parameters: 7.", "Trains: all weights of base.", "Step: 24 rows (4 x 3 micro-batches x 2 devices), about 240 "
+        "tokens.", "Length: 6 steps (1.6 epochs of 4 steps); 2 validations.",
+        "Memory: about 1.00 GiB for a step, 2.0 GiB on this device."]
+    stream = schedule(batches_per_epoch=10**12, batches_per_step=1, num_val_batches=0)
+    Outlook(TaskFields(pretrained="base"), "", stream, 1, 2**32, 2**31).say(
+        SimpleNamespace(batch_size=4, report={"splits": {}}))
+    said = capsys.readouterr().out
+    assert "Step: 4 rows.\nLength: 6 steps; no validations.\nwarning: Memory: about 4.00 GiB" in said
+    assert "It will probably not fit: lower data.batch_size" in said
+    say_engine("jax", 2, "CPU", "bf16-mixed", "this CPU multiplies bfloat16")
+    assert capsys.readouterr().out == ("Engine jax on 2 devices (CPU), precision bf16-mixed: this CPU multiplies "
+                                       "bfloat16; trainer.precision sets another.\n")
+
+
+def test_the_end_names_what_can_be_done_next(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["../lmmods/train.py", "fit"])
+    metrics, policy = StepMetrics(Stopwatch()), CheckpointPolicy()
+    metrics.num_tokens, metrics.latest = 12345, {"train/loss": 1.0, "val/loss": 0.5}
+    folder = RunFolder("runs/my run")
+    adapter = CausalFields(pretrained="base", lora=LoRA())
+
+    def said(task=adapter, policy=policy, data=DATA, first=0) -> str:
+        RunEnd(folder, task, data, metrics, policy, first, 50, 3661.0, []).say()
+        return capsys.readouterr().out
+
+    assert said() == ("Done: 50 steps in 1:01:01, 12,345 tokens since the start of the run.\n"
+                      "Held out, at the end: val/loss 0.5\nNext:\n"
+                      "  python ../lmmods/train.py chat --run 'runs/my run'\n"
+                      "  python ../lmmods/train.py merge --run 'runs/my run' --out 'runs/my run-merged'\n")
+    policy.best = [(0.25, "step=40")]
+    data = SimpleNamespace(**{**vars(DATA), "val_size": 4})
+    resumed = said(data=data, first=20)
+    assert "Done: steps 21 to 50 in" in resumed and "Best: val/loss 0.25 at step 40 (--ckpt_path best).\n" in resumed
+    assert "predict --config 'runs/my run/config.yaml' --ckpt_path best\n" in resumed
+    assert "merge" not in said(CausalFields(pretrained="base")) and "predict" not in said(policy=None, data=data)
+    assert "Next" not in said(TaskFields(pretrained="base"))
+
+
+@pytest.mark.slow
+def test_both_engines_say_the_same(recipe, tmp_path, capfd):
+    """In the same order, but for what is the engine's own; and nothing is said by libraries."""
+    said = {}
+    for engine in ("torch", "jax"):
+        arguments = recipe(engine=engine, samples={"prompts": ["Add 1 and 2."], "every_n_steps": 3},
+                           trainer__enable_progress_bar=True, trainer__log_every_n_steps=2,
+                           trainer__default_root_dir=str(tmp_path / "run"), data__init_args__pad_to_multiple_of=192)
+        assert main(["fit", *arguments, "--overwrite", "true"]) == 0
+        output = capfd.readouterr()
+        assert not output.err
+        lines = output.out.splitlines()
+        assert lines[0] == f"Engine {engine} on 1 device (CPU), precision 32-true: as trainer.precision says."
+        assert lines[1] == f"Run folder: {tmp_path / 'run'}."
+        said[engine] = [re.sub(r"about [\d.]+ GiB|memory [\d.]+ GiB|tokens_per_second [\d.e+]+|\d:\d\d:\d\d"
+                               r"|On this CPU a micro-batch.*|-> .*", "…", line).strip(" …") for line in lines[1:]]
+    assert said["torch"] == said["jax"]
+    text = "\n".join(said["jax"])
+    for part in ("Trains: a LoRA adapter of rank 4", "Length: 6 steps", "sample at step 0", "step 2/6  loss ",
+                 " (smoothed ", "val/loss", "Wrote ", "Done: 6 steps in", "Best: val/loss", "Held out, at the end: ",
+                 f"predict --config {tmp_path}/run/config.yaml --ckpt_path best"):
+        assert part in text
+    assert Path(tmp_path / "run" / "config.yaml").exists()
