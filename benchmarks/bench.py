@@ -81,6 +81,7 @@ COMPARISONS = [
     Comparison("qlora-trl", QLORA, "TRL", 3.5, memory=0.45),
     Comparison("qlora-trl-auto", QLORA, "TRL", 5.0, precision="auto"),
     Comparison("qlora-loop", QLORA, "qlora.py-like loop", 2.5),
+    Comparison("dpo-trl", Work("preference", "llama-b", 512, method="qlora"), "TRL", 3.0, memory=0.5, steps=4),
     Comparison("lora-trl", Work("sft", "llama-a", 512, method="lora"), "TRL", 2.5),
     Comparison("clm", CLM, "Trainer", 1.25, steps=4, lengths=BLOCKS),
     Comparison("clm-llama", replace(CLM, model="llama-a"), "Trainer", 1.25, steps=4, lengths=BLOCKS),

@@ -54,6 +54,17 @@ def write_instructions(path: Path, num_rows: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def write_pairs(path: Path, num_rows: int) -> None:
+    """Instructions with two answers each, of lengths like alpaca's."""
+    rng = random.Random(4)
+    vocabulary = make_vocabulary(rng)
+    with path.open("w") as file:
+        for _ in range(num_rows):
+            answers = {name: words(min(int(rng.lognormvariate(3.4, 0.9)) + 1, 400), rng, vocabulary)
+                       for name in ("chosen", "rejected")}
+            file.write(json.dumps({"prompt": words(rng.randint(10, 50), rng, vocabulary), **answers}) + "\n")
+
+
 def best_of(runs: int, *tasks) -> list[float]:  # noqa: ANN002
     """Shortest time of each task, run in turn."""
     times: list[list[float]] = [[] for _ in tasks]

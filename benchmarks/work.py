@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from data import make_vocabulary, words, write_instructions
+from data import make_vocabulary, words, write_instructions, write_pairs
 
 WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -25,8 +25,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 TEMPLATE = ("Below is an instruction that describes a task, paired with an input that provides further context. "
             "Write a response that appropriately completes the request.\n\n### Instruction:\n\n### Input:\n\n"
             "### Response:\n")
-CLASSES = {"sft": "CausalLM", "clm": "CausalLM", "mlm": "MaskedLM", "qa": "QuestionAnswering"}
-TASKS = {"sft": ("SFT", "SFTData"), "clm": ("CLM", "CLMData"), "mlm": ("MLM", "MLMData"), "qa": ("QA", "QAData")}
+CLASSES = {"sft": "CausalLM", "clm": "CausalLM", "mlm": "MaskedLM", "qa": "QuestionAnswering",
+           "preference": "CausalLM"}
+TASKS = {"sft": ("SFT", "SFTData"), "clm": ("CLM", "CLMData"), "mlm": ("MLM", "MLMData"), "qa": ("QA", "QAData"),
+         "preference": ("Preference", "PreferenceData")}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Work:
         num_rows: Rows to generate.
     """
 
-    task: Literal["sft", "clm", "mlm", "qa"]
+    task: Literal["sft", "clm", "mlm", "qa", "preference"]
     model: str
     length: int = 512
     batch_size: int = 8
@@ -65,9 +67,12 @@ class Work:
     def _write_source(self, folder: Path) -> Path:
         if self.task == "sft" and self.rows:
             return Path(self.rows)
-        path = folder / {"sft": "rows.source.jsonl", "qa": "squad.json"}.get(self.task, "corpus.txt")
+        names = {"sft": "rows.source.jsonl", "preference": "pairs.source.jsonl", "qa": "squad.json"}
+        path = folder / names.get(self.task, "corpus.txt")
         if self.task == "sft":
             write_instructions(path, self.num_rows)
+        elif self.task == "preference":
+            write_pairs(path, self.num_rows)
         elif self.task == "qa":
             write_questions(path, self.num_rows)
         else:
@@ -99,7 +104,8 @@ class Work:
         method = {"qlora": {"quantize": "nf4"}}.get(self.method, {})
         lora = {} if self.method == "full" else {"lora": {"rank": 16, "alpha": 32}}
         data = {"sft": {"template": "alpaca", "group_by_length": True}, "clm": {"documents": "line"},
-                "mlm": {"documents": "line"}, "qa": {"stride": 128, "group_by_length": True}}[self.task]
+                "mlm": {"documents": "line"}, "qa": {"stride": 128, "group_by_length": True},
+                "preference": {"template": "alpaca", "group_by_length": True}}[self.task]
         module, data_module = TASKS[self.task]
         return {
             "seed_everything": 1,
@@ -129,12 +135,24 @@ class Work:
         single.setup("fit")
         with (folder / "rows.jsonl").open("w") as file:
             for batch in single.train_dataloader():
+                if self.task == "preference":
+                    file.write(json.dumps(_pair(batch)) + "\n")
+                    continue
                 row = {name: value[0].tolist() for name, value in batch.items()}
                 if self.task == "mlm":  # as it was before masking
                     row["input_ids"] = [token if label == -100 else label
                                         for token, label in zip(row["input_ids"], row["labels"], strict=True)]
                 if len(row["input_ids"]) == self.length or self.task in ("sft", "qa"):  # blocks are full
                     file.write(json.dumps(row) + "\n")
+
+
+def _pair(batch: dict[str, Any]) -> dict[str, list[int]]:
+    """A batch of one pair as TRL has it: the prompt's ids, and those of each answer."""
+    answers = [(ids[mask.bool()].tolist(), (labels >= 0).tolist()) for ids, mask, labels in zip(
+        batch["input_ids"][0], batch["attention_mask"][0], batch["labels"][0], strict=True)]
+    first = answers[0][1].index(True)
+    return {"prompt_ids": answers[0][0][:first], "chosen_ids": answers[0][0][first:],
+            "rejected_ids": answers[1][0][first:]}
 
 
 def write_text(path: Path, tokens: int) -> None:

@@ -17,8 +17,11 @@ def pace_torch(rounds: Rounds, check: dict) -> None:
     def on_train_start(self, trainer, module):  # noqa: ANN001, ANN202
         batch = {name: torch.tensor(value) for name, value in check.items()}
         with trainer.precision_plugin.forward_context():
-            sums = module(module.batch_loss, batch)
-        rounds.start_loss(sums.total.item() / sums.weight.item())
+            sums = module(module.batch_loss, module.complete(batch))
+        total, weight = sums.total, sums.weight
+        if "logps/chosen" in getattr(module, "metric_names", ()):  # the loss itself is log 2 wherever a run begins
+            total, weight = sums.metrics[module.metric_names.index("logps/chosen")]
+        rounds.start_loss(abs(total.item()) / weight.item())
         begin(self, trainer, module)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 MODELS = {"sft": AutoModelForCausalLM, "clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM,
-          "qa": AutoModelForQuestionAnswering}
+          "qa": AutoModelForQuestionAnswering, "preference": AutoModelForCausalLM}
 
 
 def load_model(asked: dict) -> torch.nn.Module:
@@ -36,8 +36,12 @@ def lora(asked: dict):  # noqa: ANN201
 def note_start(rounds: Rounds, model: torch.nn.Module, asked: dict) -> None:
     """Loss of the check batch by the model's own loss, in training mode (dropout is 0)."""
     batch = {name: torch.tensor(value) for name, value in read_check(asked["folder"]).items() if name != "index"}
+    if asked["task"] == "preference":  # whose loss is log 2 wherever a run begins: how unlikely the better answers are
+        batch = {name: batch[name][:, 0] for name in ("input_ids", "attention_mask", "labels")}
+        answers_per_token = len(batch["labels"]) / (batch["labels"][:, 1:] >= 0).sum()
     with torch.autocast("cpu", torch.bfloat16, enabled=asked["bf16"]):
-        rounds.start_loss(model.train()(**batch).loss.item())
+        loss = model.train()(**batch).loss
+        rounds.start_loss(float(loss / answers_per_token if asked["task"] == "preference" else loss))
 
 
 def counting(trainer_class: type) -> type:
@@ -116,6 +120,25 @@ def trl_run(asked: dict, rounds: Rounds) -> None:
     trainer.train()
 
 
+def dpo_run(asked: dict, rounds: Rounds) -> None:
+    """TRL's DPOTrainer on rows that are tokens already; its reference is the base with the adapter off, as ours."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    class Tokenised(counting(DPOTrainer)):
+        def _prepare_dataset(self, dataset, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
+            return dataset
+
+    holder: dict = {}
+    holder["trainer"] = trainer = Tokenised(
+        model=load_model(asked), args=DPOConfig(**arguments(asked)), train_dataset=Dataset.from_list(
+            read_rows(asked["folder"])), peft_config=lora(asked),
+        processing_class=AutoTokenizer.from_pretrained(f"{asked['folder']}/model"),
+        callbacks=[callback(rounds, holder)])
+    note_start(rounds, trainer.model, asked)
+    trainer.train()
+
+
 def batches(asked: dict):  # noqa: ANN201
     """Random batches without end, padded to the longest row."""
     rows = read_rows(asked["folder"])
@@ -157,5 +180,5 @@ def loop_run(asked: dict, rounds: Rounds) -> None:
 
 if __name__ == "__main__":
     asked = settings()
-    {"trainer": trainer_run, "trl": trl_run, "loop": loop_run}[asked["peer"]](
-        asked, Rounds(asked["warm_up"], asked["steps"]))
+    runs = {"trainer": trainer_run, "trl": dpo_run if asked["task"] == "preference" else trl_run, "loop": loop_run}
+    runs[asked["peer"]](asked, Rounds(asked["warm_up"], asked["steps"]))

@@ -24,7 +24,7 @@ def test_a_row_of_the_table():
     assert last == "| clm | Trainer | 1.23 | >= 1.25 | why |"
 
 
-@pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa"])
+@pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa", "preference"])
 def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
     from work import CONFIGS, NO_DROPOUT, Work
 
@@ -36,7 +36,11 @@ def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
     length = 256 if task == "qa" else 64
     Work(task, "small", length, num_rows=40).write(folder)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").open()]
-    assert rows and all(len(row["input_ids"]) <= length for row in rows)
+    if task == "preference":
+        assert rows and all(len(row["prompt_ids"] + row[name]) <= length for row in rows
+                            for name in ("chosen_ids", "rejected_ids"))
+    else:
+        assert rows and all(len(row["input_ids"]) <= length for row in rows)
     if task in ("clm", "mlm"):
         assert {len(row["input_ids"]) for row in rows} == {64}
     if task == "mlm":  # they mask by themselves
