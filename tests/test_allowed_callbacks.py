@@ -93,3 +93,8 @@ def test_one_callback_needs_no_list(recipe, tmp_path, engine):
     [kept] = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
     assert kept["class_path"] == "EarlyStopping"
     assert main(["validate", "--config", str(config), "--ckpt_path", "last", "--engine", engine]) == 0
+
+
+def test_a_profiler_without_its_package_is_the_recipe_s_mistake(recipe, capsys):
+    assert main(["fit", *recipe(trainer__profiler="xla")]) == 2
+    assert "torch_xla" in capsys.readouterr().err

@@ -69,6 +69,13 @@ def test_a_chat_is_shown_as_it_was_trained(run):
     assert "apply_chat_template" not in model_card(folder, None, False, "AutoModelForCausalLM")
 
 
+def test_a_card_says_the_method_of_preferences(run):
+    folder = run(model={"class_path": "Preference", "init_args": {"loss": "orpo", "beta": 0.3, "sft_weight": 0.5}})
+    card = model_card(folder, "some/base", True, "AutoModelForCausalLM")
+    assert "An adapter for `some/base`. Trained on preferences: loss `orpo`, beta 0.3, sft_weight 0.5." in card
+    assert ModelCard(card).data.tags == ["lmmods", "lora", "preference-optimization", "orpo"]
+
+
 def test_a_card_while_training_has_no_metrics_yet(run):
     card = model_card(run(), None, False, "AutoModelForCausalLM")
     told = ModelCard(card).data

@@ -1,6 +1,8 @@
 """The commands as a user types them: what they write, and what they say when something is wrong."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
+from lmmods.commands.registry import COMMANDS, GROUPS
 from lmmods.runs.folder import RunFolder
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_fit_writes_the_whole_run_folder(recipe, tmp_path, llama_folder, monkeyp
     folder = RunFolder(tmp_path / "run")
     assert {p.name for p in folder.root.iterdir()} == {
         "config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
-        "completed", ".run-files.json"}
+        "completed", "manifest.json", ".run-files.json"}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= {
         p.name for p in folder.model.iterdir()}
     metrics = json.loads(folder.metrics_json.read_text())
@@ -164,19 +165,29 @@ def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys)
     assert main(["inspect", *recipe(), "--rows", "2"]) == 0
     said = capsys.readouterr().out
     assert said.count("--- row") == 2 and "[[" in said and "</s>]]" in said
-    assert "Parameters:" in said and "Memory: about" in said and "quantize: nf4" in said
-    assert "training rows by length" in said and not folder.root.exists()
+    places = [said.index(part) for part in ("rows read", "training rows by length", "--- row", "Parameters:",
+                                            "Trains: a LoRA adapter of rank 4 on all-linear, over ", "Memory: about")]
+    assert places == sorted(places) and "quantize: nf4" not in said
+    assert not folder.root.exists()
     assert said.count("prompt: the tokens that apply_chat_template(add_generation_prompt=True) gives") == 2
-    assert main(["inspect", *recipe(), "--which", "[7, 2]"]) == 0
+    assert main(["inspect", *recipe(), "--which", "[7, 2]", "--recipe", "true"]) == 0
     said = capsys.readouterr().out
     assert said.count("--- row") == 2
+    filled = yaml.safe_load(said[said.index("engine: torch"):])
+    assert filled["trainer"]["accumulate_grad_batches"] == 1 and filled["trainer"]["num_sanity_val_steps"] == 0
+    data, model = (filled[block]["init_args"] for block in ("data", "model"))
+    assert data["tokenizer"] == model["pretrained"] and (data["seed"], data["eval_batch_size"]) == (7, 4)
+    assert model["quantize"] == "nf4" and not filled.keys() & {"rows", "which", "recipe"}
     assert main(["inspect", *recipe(), "--which", "[99]"]) == 2
     assert "row 99 does not exist" in capsys.readouterr().err
 
 
 def test_print_config_is_a_recipe(recipe, capsys):
-    assert main(["fit", *recipe(), "--trainer.max_steps", "3", "--print_config"]) == 0
+    logger = ["--trainer.logger", "WandbLogger", "--trainer.logger.project", "mine"]
+    assert main(["fit", *recipe(), "--trainer.max_steps", "3", *logger, "--print_config"]) == 0
     content = yaml.safe_load(capsys.readouterr().out)
+    options = content["trainer"]["logger"]["init_args"]
+    assert options["project"] == "mine" and None not in options.values()
     assert content["trainer"]["max_steps"] == 3 and content["model"]["init_args"]["lora"]["rank"] == 4
 
 
@@ -225,8 +236,6 @@ def test_layers_and_overrides(recipe, tmp_path, capsys):
     ({}, ["--config", "no/such.yaml"], r"no/such\.yaml"),
 ])
 def test_each_mistake_is_one_message(recipe, folder, capsys, changes, extra, message):
-    import re
-
     assert main(["fit", *recipe(**changes), *extra]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "Traceback" not in said
@@ -243,8 +252,6 @@ def test_each_mistake_is_one_message(recipe, folder, capsys, changes, extra, mes
     ("quotes.csv", 'instruction,input,output\na,"b,c\nd,e,f\n', r"quotes\.csv:2"),
 ])
 def test_bad_data_are_reported_with_file_and_line(recipe, folder, tmp_path, capsys, name, content, message):
-    import re
-
     (tmp_path / name).write_text(content)
     assert main(["fit", *recipe(data__init_args__source=str(tmp_path / name), data__init_args__val_size=0)]) == 2
     said = capsys.readouterr().err
@@ -306,11 +313,19 @@ def test_loss_that_is_not_a_number_stops_the_run(recipe, folder, capsys):
     assert not folder.completed.exists()
 
 
-def test_help_lists_every_command():
-    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    for command in ("fit", "validate", "test", "predict", "inspect", "merge"):
-        assert command in done.stdout
+def test_help_lists_every_command_with_its_group(capsys):
+    for words in (["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        for name, command in COMMANDS.items():
+            assert re.search(rf"^{GROUPS[command.group]}:(\n  .*)*\n  {name} +{re.escape(command.line)}$", said, re.M)
+    assert main([]) == 2
+    assert COMMANDS["fit"].line in capsys.readouterr().err
+
+
+def test_a_command_that_is_none(capsys):
+    assert main(["fitt"]) == 2
+    assert "There is no command 'fitt'. Did you mean fit?" in capsys.readouterr().err
 
 
 def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folder, tmp_path, llama_folder):
@@ -341,3 +356,12 @@ def test_packing_changes_no_loss(recipe, folder):
     packed = RunFolder(folder.root.parent / "packed")
     assert main(["fit", *recipe(data__init_args__packing=True, trainer__default_root_dir=str(packed.root))]) == 0
     assert packed.completed.exists()
+
+
+def test_output_that_nobody_reads_ends_the_program_quietly():
+    program = subprocess.Popen([sys.executable, "train.py", "--help"], cwd=Path(__file__).parents[1],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program.stdout.close()
+    assert program.stderr.read() == ""
+    program.stderr.close()
+    assert program.wait() == 128 + signal.SIGPIPE

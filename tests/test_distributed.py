@@ -106,6 +106,32 @@ def test_two_processes_take_the_steps_of_one(task, name, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("loss", "strategy", "reference"), [
+    ("sigmoid", "ddp", "cache"), ("sigmoid", "fsdp", "copy"), ("orpo", "fsdp", None), ("kto", "ddp", "copy"),
+    ("kto", "fsdp", "cache")])
+def test_preferences_of_two_processes_are_those_of_one(task, loss, strategy, reference, tmp_path):
+    """An epoch of seven rows ends in a step of which one process has none. The baseline of KTO is that of both."""
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps(
+        {"prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"It is {2 * n + 1}." * (1 + n % 2),
+         "rejected": "No idea." * (1 + n % 4)}) + "\n" for n in range(7)))
+    changes = {"model__class_path": "Preference", "model__init_args__loss": loss,
+               "model__init_args__reference": reference, "data__class_path": "PreferenceData",
+               "data__init_args__source": str(answers), "data__init_args__val_source": str(answers),
+               "data__init_args__val_size": 0, "data__init_args__eval_batch_size": 2,
+               "model__init_args__optimizer": {"name": "sgd", "lr": 0.01}, "trainer__max_steps": 4,
+               "trainer__val_check_interval": 1.0}
+    one, arguments = task("full", "one", **changes)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("full", "two", 2, strategy, **changes, data__init_args__cache_dir=str(tmp_path / "two"))
+    told = with_two(arguments).count("under the reference")
+    assert told == (reference == "cache")  # once, as the validation rows are the training rows
+    for row, wanted in zip(figures(two), figures(one), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+
+
+@pytest.mark.slow
 def test_layers_that_share_weights_are_sharded_exactly(task):
     one, arguments = task("albert", "one")
     assert main(["fit", *arguments]) == 0

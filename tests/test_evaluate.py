@@ -27,10 +27,11 @@ def task_folder(tmp_path_factory):
     rows.write_text("".join(json.dumps({"question": q, "choices": c, "answer": a}) + "\n" for q, c, a in QUESTIONS))
     folder = top / "tasks"
     folder.mkdir()
-    (folder / "guess.yaml").write_text(yaml.safe_dump({
-        "task": "guess", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
-        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-        "doc_to_target": "answer", "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}]}))
+    for name, file in (("guess", rows), ("lost", top / "lost.jsonl")):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({
+            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+            "doc_to_target": "answer", "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}]}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "TaskManager", functools.cache(tasks.TaskManager))
         yield str(folder)
@@ -74,6 +75,32 @@ def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, ca
     assert json.loads((run.root / "evaluate.json").read_text())["n-samples"]["guess"]["effective"] == len(QUESTIONS)
     assert main(["evaluate", "--run", str(run.root), "--tasks", "gues", "--task_folder", task_folder]) == 2
     assert "--tasks gues: lm-eval knows no such task" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_task_that_fails_takes_no_other_with_it(finished, task_folder, monkeypatch, capsys):
+    """Whose data are missing (one message at the end), or that has a bug (its own error at the end)."""
+    import lm_eval
+
+    asked = ["evaluate", "--tasks", "lost,guess", "--task_folder", task_folder, "--limit", "2"]
+    run = finished("first")
+    assert main([*asked, "--run", str(run.root)]) == 2
+    out, err = capsys.readouterr()
+    assert "guess" in out and "Wrote 1 scores" in out
+    assert "lost failed: " in err and "error: evaluate: 1 of 2 tasks failed (lost: " in err and "are written" in err
+    assert "eval/guess/acc" in json.loads(run.metrics_json.read_text())
+    assert [*json.loads((run.root / "evaluate.json").read_text())["results"]] == ["guess"]
+
+    def evaluate(model, tasks, **options):
+        if tasks == ["lost"]:
+            raise KeyError("column")
+        return {"results": {"guess": {"acc,none": 0.5}}, "versions": {}, "n-shot": {}}
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
+    run = finished("second")
+    with pytest.raises(KeyError):
+        main([*asked, "--run", str(run.root)])
+    assert json.loads(run.metrics_json.read_text())["eval/guess/acc"] == 0.5
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):

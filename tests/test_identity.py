@@ -64,7 +64,7 @@ def compared(was: dict, now: dict, defaults: dict | None = None) -> tuple[list[s
 def test_every_key_is_in_one_list(by_task):  # noqa: F811
     from jax_engine.trainer import Trainer
 
-    keys = {key for keys in by_task.values() for key in keys} - {"ckpt_path", "overwrite"}
+    keys = {key for keys in by_task.values() for key in keys} - {"ckpt_path", "overwrite", "stop_at"}
     keys |= {f"trainer.{name}" for name in inspect.signature(Trainer).parameters}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     for key in leaves:

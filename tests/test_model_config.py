@@ -34,6 +34,47 @@ def test_changed_fields_that_do_not_fit_are_named(overrides, told, llama_folder)
         load_config(str(llama_folder), overrides)
 
 
+@pytest.mark.parametrize(("fields", "rope"), [
+    ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 50.0}},
+     {"rope_theta": 50.0, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}),
+])
+def test_rotary_positions_of_a_recipe(fields, rope, llama_folder):
+    kept = ("rope_theta", *rope)
+    assert {name: load_config({"model_type": "llama", **fields}).rope_parameters[name] for name in kept} == rope
+    changed = load_config(str(llama_folder), fields).rope_parameters
+    limit = {"original_max_position_embeddings": load_config(str(llama_folder)).max_position_embeddings}
+    assert {name: changed[name] for name in kept} == rope | (limit if "yarn" in rope.values() else {})
+
+
+def test_rotary_positions_by_type_of_layer(tmp_path):
+    load_config({"model_type": "gemma3_text", "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    for overrides, full in (({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
+                            ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+                             {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0})):
+        changed = load_config(str(tmp_path), overrides).rope_parameters
+        assert changed["full_attention"] == full
+        assert changed["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    own = {"sliding_attention": {"rope_type": "default", "rope_theta": 3.0}}
+    assert load_config(str(tmp_path), {"rope_parameters": own}).rope_parameters == {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6}, **own}
+
+
+@pytest.mark.parametrize(("fields", "told"), [
+    ({"rope_parameters": {"rope_type": "yarnn", "factor": 2.0}}, "no rope_type 'yarnn'. Known: default, dynamic"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+])
+def test_rotary_positions_that_cannot_be_are_refused(fields, told, llama_folder):
+    for source, overrides in (({"model_type": "llama", **fields}, None), (str(llama_folder), fields)):
+        with pytest.raises(UserError, match=told):
+            load_config(source, overrides)
+    with pytest.raises(UserError, match="rope_scaling: 4.0 is no mapping"):
+        load_config(str(llama_folder), {"rope_scaling": 4.0})
+    with pytest.raises(UserError, match="BertConfig has no field 'rope_theta'"):
+        load_config({"model_type": "bert", "rope_theta": 1.0})
+
+
 @pytest.mark.parametrize("content", ["", "not json", "[]", "{}", '{"model_type": 3}', '{"model_type": "nothing"}',
                                      '{"model_type": "llama", "hidden_size": "x"}'])
 def test_a_damaged_folder_is_named(content, tmp_path):

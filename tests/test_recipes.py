@@ -22,12 +22,15 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glo
 ROWS_PER_STEP = {  # as published, or as the program they follow has it
     "clm_gpt2_wikitext2": 8, "clm_gpt2_scratch": 64, "pretrain_qwen2.5_lora": 64, "pretrain_llama3.2_qlora": 64,
     "mlm_roberta_wikitext2": 8, "qa_bert_squad": 12, "qa_bert_squad_v2": 12, "sft_guanaco_7b": 16,
-    "sft_guanaco_33b": 16, "sft_alpaca_7b": 16}
+    "sft_guanaco_33b": 16, "sft_alpaca_7b": 16,
+    "preference_zephyr_7b": 32, "preference_orpo_mistral_7b": 32, "preference_kto_qwen2.5_7b": 32}
 LINES = [{"text": line} for line in [*CORPUS, ""] * 8]
 QUESTIONS = [{"id": str(n), "title": "sums", "question": "what is the sum?", "context": CONTEXT,
               "answers": {"text": [CONTEXT[:5]], "answer_start": [0]}} for n in range(24)]
 UNANSWERED = {"id": "none", "title": "sums", "question": "who?", "context": CONTEXT,
               "answers": {"text": [], "answer_start": []}}
+ASKED = [[{"role": "user", "content": f"Add {n} and 1."}] for n in range(8)]
+SAID = [[{"role": "assistant", "content": text}] for text in ("The sum.", "No.")]
 HUB = {  # repository -> (configurations, splits, rows)
     "Salesforce/wikitext": ({"wikitext-2-raw-v1", "wikitext-103-raw-v1"}, {"train", "validation", "test"}, LINES),
     "rajpurkar/squad": ({None}, {"train", "validation"}, QUESTIONS),
@@ -37,6 +40,11 @@ HUB = {  # repository -> (configurations, splits, rows)
     "tatsu-lab/alpaca": ({None}, {"train"}, [
         {"instruction": f"Add {n} and 1.", "input": "", "output": str(n + 1), "text": "the whole prompt"}
         for n in range(1100)]),
+    "HuggingFaceH4/ultrafeedback_binarized": ({None}, {"train_prefs", "test_prefs"}, [
+        {"prompt": asked[0]["content"], "messages": asked + SAID[0], "chosen": asked + SAID[0],
+         "rejected": asked + SAID[1], "score_chosen": 8.0, "score_rejected": 3.0} for asked in ASKED]),
+    "trl-lib/kto-mix-14k": ({None}, {"train", "test"}, [
+        {"prompt": asked, "completion": SAID[n % 2], "label": n % 2 == 0} for n, asked in enumerate(ASKED)]),
 }
 
 
@@ -52,7 +60,7 @@ def test_every_recipe_is_listed_here():
 def test_it_says_what_it_needs_and_what_to_expect(name):
     said = " ".join(head(RECIPES[name]).replace("#", " ").split())
     assert f"python train.py fit --config configs/recipes/{name}.yaml" in said
-    assert re.search(r"One GPU with \d+ GB", said) and "(an estimate; not run by us" in said
+    assert re.search(r"Hardware: GPU with \d+ GB", said) and re.search(r"Time: .*\(estimate", said)
     assert "Published" in said or "no figure is published" in said.lower()
 
 
@@ -77,7 +85,9 @@ def models(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
         made[name] = make_folder(root, name, fields, bert_folder, "AutoModelForMaskedLM")
     return {"openai-community/gpt2": made["gpt2"], "Qwen/Qwen2.5-0.5B": made["qwen2"],
             "google-bert/bert-base-uncased": made["bert"], "FacebookAI/roberta-base": made["roberta"],
-            **dict.fromkeys(("meta-llama/Llama-3.2-1B", "huggyllama/llama-7b", "huggyllama/llama-30b"), made["llama"])}
+            "Qwen/Qwen2.5-7B-Instruct": made["qwen2"],
+            **dict.fromkeys(("meta-llama/Llama-3.2-1B", "huggyllama/llama-7b", "huggyllama/llama-30b",
+                             "mistralai/Mistral-7B-v0.1", "alignment-handbook/zephyr-7b-sft-full"), made["llama"])}
 
 
 @pytest.fixture

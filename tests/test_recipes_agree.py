@@ -33,7 +33,7 @@ def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch, instruct
     monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))  # three recipes read the same texts
     recipe = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     task, model = recipe["model"]["class_path"], {}
-    if task in ("CLM", "SFT"):
+    if task in ("CLM", "SFT", "Preference"):
         model["generation"] = {"max_new_tokens": 16}
     changes = {"trainer": {"max_steps": STEPS, "log_every_n_steps": 1, "precision": "32-true", "logger": None,
                            "limit_val_batches": 4, "limit_predict_batches": 1, "num_sanity_val_steps": 0,

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -172,10 +171,9 @@ def test_only_a_report_is_replaced_unasked(tmp_path, capsys):
 
 
 def test_its_parts_are_packaged():
-    declared = tomllib.loads((PACKAGE.parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = declared["package-data"]["lmmods.commands.report"]
+    pattern = re.search(r'"lmmods.commands.report": \["(.*?)"\]', (PACKAGE.parents[2] / "setup.py").read_text())[1]
     parts = [path.name for path in PACKAGE.iterdir() if path.is_file() and path.suffix != ".py"]
-    assert len(parts) == 3 and all(any(fnmatch.fnmatch(part, p) for p in patterns) for part in parts)
+    assert len(parts) == 3 and all(fnmatch.fnmatch(part, pattern) for part in parts)
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------
@@ -388,6 +386,18 @@ def test_settings_that_differ(tmp_path):
         "data_.source.1.path": ["y", "–"], "data_.betas": ["[0.9, 0.99]", "[0.9, 0.95]"], "extra": ["–", "true"]}
     assert ("data_.none", "null") in {(row.name, row.cells[0].text) for row in same}
     assert flatten({"a": {}, "b": [], "c": {"d": "x"}}) == {"a": "{}", "b": "[]", "c.d": "x"}
+
+
+def test_defaults_and_names_are_no_difference(tmp_path):
+    """Each engine writes down its own defaults; folders and ids differ between any two runs."""
+    loggers = [{"class_path": "WandbLogger", "init_args": {"id": name, "name": name, "project": "p"}} for name in "ab"]
+    a = write_run(tmp_path / "a", trainer={"default_root_dir": "a", "logger": [loggers[0]], "max_steps": 5})
+    b = write_run(tmp_path / "b", trainer={"default_root_dir": "b", "logger": [loggers[1]], "max_steps": 5,
+                                           "accumulate_grad_batches": 1, "detect_anomaly": True})
+    differing, same = settings_tables(read_runs([str(a), str(b)]))
+    assert {row.name: [cell.text for cell in row.cells] for row in differing} == {
+        "trainer.detect_anomaly": ["false", "true"]}
+    assert {"trainer.logger.0.init_args.project", "trainer.accumulate_grad_batches"} < {row.name for row in same}
 
 
 def test_samples_newest_first(tmp_path):

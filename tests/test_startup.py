@@ -31,8 +31,11 @@ FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
 RECIPE = "--config configs/sft_qlora.yaml"
 EARLY = {  # what is answered without libraries, and with which status
     "--help": 0, "fit --help": 0, "inspect --engine jax --help": 0, "merge --help": 0, "evaluate --help": 0,
-    "dashboard --help": 0, "report --help": 0, "fit --model.help SFT": 0, "fit --data.help=SFTData": 0,
-    "merge --rum x": 2, "fit --config none.yaml": 2, f"fit {RECIPE} --trainer.max_stepz 3": 2,
+    "dashboard --help": 0, "report --help": 0, "find --help": 0, "sweep --help": 0, "migrate --help": 0,
+    "chat --help": 0, "chat": 2, "chat --run none": 2,
+    "fit --model.help SFT": 0, "fit --data.help=SFTData": 0, f"sweep {RECIPE} model.optimizer.lrr=1,2": 2,
+    "fit --learning_rate 3": 2, "merge --rum x": 2, "fit --config none.yaml": 2,
+    f"fit {RECIPE} --trainer.max_stepz 3": 2,
     f"fit {RECIPE} --model.lora.rank many": 2, f"fit {RECIPE} --trainer.devices 0": 2,
     f"inspect {RECIPE} --engine jax --data.batch_sise 3": 2, f"fit {RECIPE} --model.class_path SFTT": 2,
     f"fit {RECIPE} --trainer.logger WandbLoger": 2, f"fit {RECIPE} --trainer.callbacks Timer": 2,

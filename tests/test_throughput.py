@@ -1,17 +1,19 @@
 """train/tokens_per_second: the tokens of exactly the steps whose time was measured, on both engines; no clock runs."""
 
 import csv
+import json
 import math
 
 import numpy as np
 import pytest
 
+from jax_engine.distributed.compile_clock import MAKING, CompileClock
 from lmmods.cli import main
 from lmmods.core import throughput
 from lmmods.core.errors import UserError
-from lmmods.core.throughput import Laps, Stopwatch
+from lmmods.core.throughput import Laps, Pace, Stopwatch
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.step_metrics import MOST_PENDING, StepMetrics
+from lmmods.runs.step_metrics import MOST_PENDING, SMOOTHING, StepMetrics
 
 TOKENS = [10, 20, 30, 40, 50, 60, 70]
 SECONDS = [1.0, 2.0, 1.0, 3.0, 2.0, 1.0, 4.0]
@@ -39,7 +41,7 @@ class OnDevice:
 
 
 def figures(num_tokens: int = 1, loss: float = 1.0) -> dict[str, float]:
-    return {"loss": loss, "lr": 0.1, "grad_norm": 1.0, "num_tokens": num_tokens, "num_rows": 1}
+    return {"loss": loss, "weight": num_tokens, "lr": 0.1, "grad_norm": 1.0, "num_tokens": num_tokens, "num_rows": 1}
 
 
 def wanted(every: int) -> dict[int, float]:
@@ -95,6 +97,56 @@ def test_steps_that_wait_to_be_counted_do_not_pile_up():
     assert len(fetched) == metrics.num_rows == 2 * MOST_PENDING
 
 
+def test_the_smoothed_loss_is_a_mean_over_tokens_that_forgets():
+    """Against its definition: each step weighted by its scored tokens and by SMOOTHING for each step since."""
+    losses, weights = [3.0, 1.0, 2.0, math.nan, 0.5], [10, 90, 1, 50, 40]
+    metrics = StepMetrics(Stopwatch(Clock()), every=10)
+    metrics.skips_overflows = True
+    for step, (loss, weight) in enumerate(zip(losses, weights, strict=True), 1):
+        metrics.add(step, 0.0, lambda loss=loss, weight=weight: figures(loss=loss) | {"weight": weight})
+    metrics.fetch()
+    shares = np.array([SMOOTHING**(3 - k) for k in range(4)]) * [10, 90, 1, 40]
+    assert metrics.smoothed.value == pytest.approx(np.average([3.0, 1.0, 2.0, 0.5], weights=shares))
+    resumed = StepMetrics(Stopwatch(Clock()))
+    resumed.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
+    assert resumed.smoothed.value == metrics.smoothed.value
+    resumed.load_state_dict({name: value for name, value in metrics.state_dict().items() if name != "smoothed"})
+    assert resumed.smoothed.value == 0  # of a checkpoint that has none
+
+
+def test_the_time_left_counts_neither_the_first_step_nor_validations_twice():
+    """Steps of 2 seconds, the first of 60, a validation of 7 after every third, 12 in all."""
+    clock = Clock()
+    pace = Pace(12, clock)
+    for step in range(1, 13):
+        clock.now += 60.0 if step == 1 else 2.0
+        pace.mark(step)
+        to_come = 4 - (step - 1) // 3
+        if step == 1:
+            assert pace.left(1, to_come) is None
+        elif step <= 3:
+            assert pace.left(step, to_come) == pytest.approx(2.0 * (12 - step))  # what has not run is not known
+        else:
+            assert pace.left(step, to_come) == pytest.approx(2.0 * (12 - step) + 7.0 * to_come)
+        if step % 3 == 0:
+            pace.pause()
+            clock.now += 7.0
+            pace.go_on()
+    assert pace.measured == (11, pytest.approx(22.0))
+
+
+def test_the_clock_stands_while_programs_are_made(monkeypatch):
+    """Tracing of 2 seconds within a compilation of 5, then one of 3, which another event does not move."""
+    clock = Clock()
+    monkeypatch.setattr(throughput.time, "perf_counter", clock)
+    compiling = CompileClock()
+    for seconds, event, counted in ((1, "other", 0), (2, MAKING + "trace", 2), (3, MAKING + "all", 5), (4, "x", 5),
+                                    (3, MAKING + "all", 8)):
+        clock.now += seconds
+        compiling.note(event, 5.0 if counted == 5 else seconds)
+        assert clock.now - compiling() == counted
+
+
 def test_tokens_from_before_a_resume_are_left_out():
     laps = Laps()
     laps.leave_out(60)
@@ -109,6 +161,7 @@ def micro_batches(monkeypatch):
     """A clock that a micro-batch moves by a second, on either engine."""
     from jax import block_until_ready
 
+    from jax_engine import trainer
     from jax_engine.distributed.steps import Steps
     from lmmods.torch_engine.tasks.base import TaskModule
 
@@ -122,6 +175,7 @@ def micro_batches(monkeypatch):
         return counted
 
     monkeypatch.setattr(throughput.time, "perf_counter", clock)
+    monkeypatch.setattr(trainer, "compile_clock", lambda: throughput.now)  # the other leaves real seconds out
     monkeypatch.setattr(Steps, "accumulate", second(Steps.accumulate, block_until_ready))
     monkeypatch.setattr(Steps, "full_step", second(Steps.full_step, block_until_ready))
     monkeypatch.setattr(Steps, "update", lambda self, *args, update=Steps.update: block_until_ready(

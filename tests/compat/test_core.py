@@ -37,3 +37,11 @@ def test_which_checkpoints_a_logger_keeps(value, tmp_path):
     logger = WandbLogger(log_model=value, save_dir=str(tmp_path))
     assert compat.logged_checkpoints(logger) == value, mend("lightning", compat.logged_checkpoints)
     assert compat.logged_checkpoints(CSVLogger(str(tmp_path))) is False
+
+
+def test_the_option_of_wandb_that_does_nothing(tmp_path):
+    logger = WandbLogger(save_dir=str(tmp_path))
+    assert "anonymous" in logger._wandb_init, mend("lightning", compat.without_anonymous)
+    compat.without_anonymous(logger)
+    assert "anonymous" not in logger._wandb_init
+    compat.without_anonymous(CSVLogger(str(tmp_path)))

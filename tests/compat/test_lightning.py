@@ -95,3 +95,14 @@ def test_the_command_line_interface_takes_another_parser():
     for part in ("self._subcommand_parsers[subcommand]", "self._subcommand_method_arguments[subcommand]",
                  "self._parser(self.subcommand).callback_keys", "self.setup_parser(", "self.parse_arguments("):
         assert part in used, mend("lightning", CLI.use_parser)
+
+
+def test_the_command_line_interface_performs_a_command_that_no_trainer_has():
+    assert "self._run_subcommand(self.subcommand)" in inspect.getsource(LightningCLI.__init__)
+    cli = CLI.__new__(CLI)
+    cli.trainer, cli.model, cli.datamodule = object(), "model", "data"
+    cli.config_init, cli._subcommand_method_arguments = {"find": {"what": "lr", "data": 1}}, {"find": ["what"]}
+    called = {}
+    cli.find = called.update
+    cli._run_subcommand("find")
+    assert called == {"what": "lr", "model": "model", "datamodule": "data"}, mend("lightning", CLI._run_subcommand)

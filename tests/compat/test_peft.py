@@ -72,3 +72,18 @@ def test_adapters_start_again(layer, is_conv1d):
     assert weight is layer.weight and found == is_conv1d, mend("peft", compat.magnitudes)
     torch.testing.assert_close(magnitude, weight.norm(dim=0 if is_conv1d else 1))
     assert list(compat.magnitudes(adapted())) == []
+
+
+def test_adapters_are_switched_off_without_ending_their_training():
+    model = get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LoraConfig(
+        r=2, target_modules=["0"], modules_to_save=["1"], init_lora_weights=False))
+    base, x = model.base_model.model, torch.ones(1, 4)
+    with torch.no_grad():
+        base[1].modules_to_save["default"].weight += 1
+    wanted = base[1].original_module(base[0].base_layer(x))
+    adapted_output = model(x)
+    with compat.adapters_off(model):
+        torch.testing.assert_close(model(x), wanted, msg=mend("peft", compat.adapters_off))
+        assert base[0].lora_A["default"].weight.requires_grad
+    torch.testing.assert_close(model(x), adapted_output)
+    assert not torch.allclose(adapted_output, wanted)

@@ -1,5 +1,7 @@
 """What the torch engine needs of transformers beyond its documentation."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from transformers import (
 )
 from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import set_tqdm_hook
 
 from lmmods.torch_engine.compat import transformers as compat
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
@@ -111,3 +114,26 @@ def test_missing_weights_are_drawn_at_one_place(tmp_path):
         "transformers", compat.around_missing_weights)
     Plain.from_pretrained(tmp_path)
     assert len(seen) == 1
+
+
+def test_the_load_report_is_told_with_errors_alone(llama, tmp_path, caplog):
+    """Also the bar of a load of less than two seconds is not there, even where bars are shown."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    llama.model.save_pretrained(tmp_path)  # without a head
+    logger.addHandler(caplog.handler)
+    try:
+        bars = []
+        before = set_tqdm_hook(lambda bar, args, kwargs: bars.append(kwargs) or bar(*args, **kwargs))
+        LlamaForCausalLM.from_pretrained(tmp_path)
+        assert "LOAD REPORT" in caplog.text and bars, mend("transformers", compat.quiet_loading)
+        caplog.clear()
+        with compat.quiet_loading():
+            _, found = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert "LOAD REPORT" not in caplog.text and list(found["missing_keys"]) == ["lm_head.weight"] and len(bars) == 1
+        with pytest.raises(OSError, match="disk"), compat.quiet_loading():
+            LlamaForCausalLM.from_pretrained(tmp_path)
+            raise OSError("disk")
+        assert "LOAD REPORT" in caplog.text
+    finally:
+        set_tqdm_hook(before)
+        logger.removeHandler(caplog.handler)

@@ -175,7 +175,7 @@ def test_what_a_kill_leaves_is_no_store(step, build, store, monkeypatch, capsys)
         elif step == "before manifest":
             patch.setattr(building, "stamps", kill)
         else:
-            patch.setattr(building, "_commit", kill)
+            patch.setattr(building, "commit", kill)
         with pytest.raises(Killed):
             build()
     left = list(store.parent.iterdir())

@@ -41,7 +41,8 @@ def sources(tmp_path_factory) -> dict[str, str]:
     """The demo's data, a few rows of each file."""
     folder = tmp_path_factory.mktemp("few")
     made = {}
-    for name in ("instructions.jsonl", "instructions_heldout.jsonl", "corpus/train.txt", "corpus/val.txt"):
+    for name in ("instructions.jsonl", "instructions_heldout.jsonl", "preferences.jsonl", "preferences_heldout.jsonl",
+                 "corpus/train.txt", "corpus/val.txt"):
         lines = (ROOT / "demo" / name).read_text().splitlines(keepends=True)[:60]
         (folder / Path(name).name).write_text("".join(lines))
         made[f"demo/{name}"] = str(folder / Path(name).name)

@@ -47,6 +47,7 @@ TEXTS = {
     "text": ("fit\n", r"a recipe must be a mapping.*a single value"),
     "list as key": ("[1, 2]: 3\n", r"odd\.yaml: broken YAML.*unhashable"),
     "NUL": ("a: \0\n", r"odd\.yaml: broken YAML"),
+    "names another": ("config: other.yaml\n", r"config is no key of a recipe"),
     "trusts itself": ("trust_recipe_code: true\n", r"counts on the command line only"),
 }
 BYTES = {
@@ -190,7 +191,8 @@ def test_the_command_line(recipe, capsys, extra):
 def test_a_logger_without_its_package_is_named(recipe, capsys):
     if importlib.util.find_spec("comet_ml"):
         pytest.skip("comet_ml is installed")
-    told(capsys, ["fit", *recipe(trainer__logger={"class_path": "CometLogger"})], "CometLogger: .*comet")
+    told(capsys, ["fit", *recipe(trainer__logger={"class_path": "lightning.pytorch.loggers.CometLogger"})],
+         "CometLogger: .*comet")
 
 
 @pytest.mark.parametrize(("changes", "pattern"), [

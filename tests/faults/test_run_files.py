@@ -94,7 +94,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, bro
         content = lines[0] + broken + "\n" + lines[1] + lines[2]
     else:  # half a line, without its end
         content = "".join(lines) + broken
-    folder.manifest.claim(folder.samples.name)
+    folder.files.claim(folder.samples.name)
     write_text(folder.samples, content)
     writer = SampleWriter(["1 + 1"])
     writer.begin(folder, 2)
@@ -109,7 +109,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, bro
 @pytest.mark.parametrize("content", [b"", b"[]", b"7", b'{"val/loss": 1.0', b"\xff\x00", b"null", b"[" * 100_000])
 def test_numbers_that_are_none_are_begun_anew(tmp_path, capsys, content):
     folder = RunFolder(tmp_path)
-    folder.manifest.claim(folder.metrics_json.name)
+    folder.files.claim(folder.metrics_json.name)
     folder.metrics_json.write_bytes(content)
     folder.merge_metrics({"val/loss": 2.0})
     assert json.loads(folder.metrics_json.read_text()) == {"val/loss": 2.0}

@@ -11,8 +11,8 @@ from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json, write_text
-from lmmods.runs.manifest import LIST, NAMES, Manifest
 from lmmods.runs.recognition import wandb_paths
+from lmmods.runs.run_files import LIST, NAMES, RunFiles
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 2,
@@ -118,7 +118,7 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(run, capfd):
 def test_overwrite_deletes_a_run_of_wandb_with_its_links(run):
     run.begin(None)
     recipe = {"trainer": {"logger": [{"class_path": "WandbLogger", "init_args": {"id": "a1"}}]}}
-    run.manifest.claim(*wandb_paths(recipe, run.root))
+    run.files.claim(*wandb_paths(recipe, run.root))
     write_text(run.root / "wandb/offline-run-a1/logs/debug.log", "")
     for name, leads_to in (("latest-run", "offline-run-a1"), ("debug.log", "offline-run-a1/logs/debug.log")):
         (run.root / "wandb" / name).symlink_to(leads_to)
@@ -170,7 +170,7 @@ def test_a_name_is_noted_before_it_is_written(run, monkeypatch):
     monkeypatch.setattr("lmmods.runs.folder.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run.write_files({"predictions.json": {}})
-    assert "predictions.json" in Manifest(run.root).entries()
+    assert "predictions.json" in RunFiles(run.root).entries()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"paths": 3}', '{"paths": ["../x"]}', '{"paths": ["/x"]}'])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmmods.cli import main
@@ -177,6 +177,7 @@ def test_options_of_loggers_and_the_users_own_words():
 WORD = st.text(st.characters(exclude_characters="/\\?#@:&;\"'<>%=[] ", min_codepoint=33, max_codepoint=126), min_size=8)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a machine that does more than this
 @given(name=WORD, word=WORD, key=st.sampled_from(["token", "access_key", "X-Goog-Signature", "sig", "api-key"]),
        around=st.tuples(st.text(), st.text()))
 def test_any_password_is_hidden_once_and_for_all(name, word, key, around):
