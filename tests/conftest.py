@@ -1,4 +1,4 @@
-"""Shared by all tests: offline, one thread, compiled programs kept, and a tiny Llama with its tokenizer in a folder."""
+"""Shared by all tests: offline, one thread, compiled programs kept, a cache, and a tiny Llama with its tokenizer."""
 
 import functools
 import gc
@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
@@ -201,6 +201,14 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(shared) -> Iterator[None]:
+    """What tests tokenise is theirs: all workers share it, and the user's cache keeps nothing but compiled programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LMMODS_CACHE", str(shared("cache", lambda folder: None)))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(shared) -> Path:
     """A byte-level tokenizer of 320 tokens with <s>, </s>, <unk> and no pad token."""
@@ -245,13 +253,12 @@ def instructions(shared) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path, llama_folder, instructions, monkeypatch):
+def recipe(tmp_path, llama_folder, instructions):
     """A function that writes the recipe of a tiny QLoRA run, changed by dotted keys, and returns its arguments."""
     import copy
 
     import yaml
 
-    monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))
     base = {
         "seed_everything": 7,
         "trainer": {"max_steps": 6, "accelerator": "cpu", "devices": 1, "precision": "32-true", "log_every_n_steps": 1,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests import losses_in_turn
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.forks import together
@@ -105,30 +106,53 @@ def test_two_processes_take_the_steps_of_one(task, name, strategy):
     same_weights(two.model / exported.name, exported)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("loss", "strategy", "reference"), [
-    ("sigmoid", "ddp", "cache"), ("sigmoid", "fsdp", "copy"), ("orpo", "fsdp", None), ("kto", "ddp", "copy"),
-    ("kto", "fsdp", "cache")])
-def test_preferences_of_two_processes_are_those_of_one(task, loss, strategy, reference, tmp_path):
-    """An epoch of seven rows ends in a step of which one process has none. The baseline of KTO is that of both."""
+@pytest.fixture
+def preferences(tmp_path):
+    """Seven rows, an epoch of which ends in a step of which one of two processes has none."""
     answers = tmp_path / "answers.jsonl"
     answers.write_text("".join(json.dumps(
         {"prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"It is {2 * n + 1}." * (1 + n % 2),
          "rejected": "No idea." * (1 + n % 4)}) + "\n" for n in range(7)))
-    changes = {"model__class_path": "Preference", "model__init_args__loss": loss,
-               "model__init_args__reference": reference, "data__class_path": "PreferenceData",
-               "data__init_args__source": str(answers), "data__init_args__val_source": str(answers),
-               "data__init_args__val_size": 0, "data__init_args__eval_batch_size": 2,
-               "model__init_args__optimizer": {"name": "sgd", "lr": 0.01}, "trainer__max_steps": 4,
-               "trainer__val_check_interval": 1.0}
-    one, arguments = task("full", "one", **changes)
+    return {"model__class_path": "Preference", "data__class_path": "PreferenceData",
+            "data__init_args__source": str(answers), "data__init_args__val_source": str(answers),
+            "data__init_args__val_size": 0, "data__init_args__eval_batch_size": 2,
+            "model__init_args__optimizer": {"name": "sgd", "lr": 0.01}, "trainer__max_steps": 4,
+            "trainer__val_check_interval": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "loss", "strategy", "reference"), [
+    ("full", "sigmoid", "ddp", "cache"), ("full", "sigmoid", "fsdp", "copy"), ("full", "kto", "ddp", "copy"),
+    ("full", "kto", "fsdp", "cache"), ("full", "apo_zero_unpaired", "ddp", "copy"),
+    ("qlora", "sigmoid", "fsdp", "base"), ("qlora", "kto", "ddp", "base")])
+def test_preferences_of_two_processes_are_those_of_one(task, preferences, name, loss, strategy, reference, tmp_path):
+    """The baseline of KTO is that of both."""
+    changes = {**preferences, "model__init_args__loss": loss, "model__init_args__reference": reference,
+               **({"model__init_args__optimizer": {"name": "sgd", "lr": 1.0}} if name == "qlora" else {})}
+    one, arguments = task(name, "one", **changes)
     assert main(["fit", *arguments]) == 0
-    two, arguments = task("full", "two", 2, strategy, **changes, data__init_args__cache_dir=str(tmp_path / "two"))
+    two, arguments = task(name, "two", 2, strategy, **changes, data__init_args__cache_dir=str(tmp_path / "two"))
     told = with_two(arguments).count("under the reference")
     assert told == (reference == "cache")  # once, as the validation rows are the training rows
     for row, wanted in zip(figures(two), figures(one), strict=True):
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert figures(one)[-1]["train/rewards/chosen"] != 0
     same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_loss_of_pairs_is_the_same_on_two_processes(task, preferences, strategy):
+    """A run that goes through all of them. Gradients, too: each step's norm, and the loss of the next."""
+    changes = {**preferences, "model__class_path": f"{losses_in_turn.__name__}.LossesInTurn",
+               "trainer__limit_val_batches": 0, "trainer__max_steps": len(losses_in_turn.LOSSES)}
+    one, arguments = task("full", "one", **changes)
+    assert main(["fit", *arguments, "--trust_recipe_code", "true"]) == 0
+    two, arguments = task("full", "two", 2, strategy, **changes)
+    with_two([*arguments, "--trust_recipe_code", "true"])
+    assert len(figures(one)) == len(losses_in_turn.LOSSES)
+    for row, wanted in zip(figures(two), figures(one), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.slow

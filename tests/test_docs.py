@@ -292,12 +292,11 @@ def tiny(arguments: list[str], steps: int) -> list[str]:
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch, instructions) -> Path:
+def tree(tmp_path, monkeypatch) -> Path:
     """An empty folder with the demo assets and the recipes in it."""
     for name in ("demo", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))
     return tmp_path
 
 

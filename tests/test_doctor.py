@@ -101,12 +101,15 @@ def test_the_page_of_this_machine(monkeypatch, tmp_path, capsys):
     cache = tmp_path / "cache"
     (cache / "sftdata-1").mkdir(parents=True)
     (cache / "sftdata-1" / "manifest.json").write_text("x" * 5000)
+    (cache / "reference-1").mkdir()
+    (cache / "reference-1" / "manifest.json").write_text("x" * 7000)
     monkeypatch.setenv("LMMODS_CACHE", str(cache))
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     assert main(["doctor"]) == 0
     said = capsys.readouterr()
     text = " ".join(said.out.split())
-    for part in ("HF_TOKEN is set", "an API key is set", "1 tokenised sources (5 KiB)", f"rm -r {cache}/sftdata-*",
+    for part in ("HF_TOKEN is set", "an API key is set", "1 tokenised sources (5 KiB)",
+                 "log-probabilities of 1 references (7 KiB)", f"rm -r {cache}/reference-* {cache}/sftdata-*",
                  "bitsandbytes on cpu: nf4, fp4, int8 multiply", "two processes of this machine meet", "jax 0.",
                  "MASTER_ADDR=elsewhere"):
         assert part in text, (part, said.out)

@@ -10,6 +10,7 @@ from jax_engine.callbacks import EarlyStopping
 from jax_engine.tasks.causal_task import CausalTask
 from jax_engine.tasks.clm import CLM as JaxCLM
 from jax_engine.tasks.mlm import MLM as JaxMLM
+from jax_engine.tasks.preference import Preference as JaxPreference
 from jax_engine.tasks.qa import QA as JaxQA
 from jax_engine.tasks.sft import SFT as JaxSFT
 from jax_engine.trainer import Trainer as JaxTrainer
@@ -18,6 +19,7 @@ from lmmods.core.task_fields import CausalFields, TaskFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.clm import CLM
 from lmmods.torch_engine.tasks.mlm import MLM
+from lmmods.torch_engine.tasks.preference import Preference
 from lmmods.torch_engine.tasks.qa import QA
 from lmmods.torch_engine.tasks.sft import SFT
 from lmmods.torch_engine.trainer import Trainer
@@ -34,7 +36,8 @@ def fields(cls: type) -> dict[str, tuple]:
     return found
 
 
-@pytest.mark.parametrize(("on_torch", "on_jax"), [(CLM, JaxCLM), (MLM, JaxMLM), (QA, JaxQA), (SFT, JaxSFT)])
+@pytest.mark.parametrize(("on_torch", "on_jax"), [
+    (CLM, JaxCLM), (MLM, JaxMLM), (Preference, JaxPreference), (QA, JaxQA), (SFT, JaxSFT)])
 def test_tasks_have_the_same_fields(on_torch, on_jax):
     assert on_torch.__name__ == on_jax.__name__
     assert {name: default for name, (default, _) in fields(on_torch).items()} == {

@@ -308,9 +308,12 @@ def settings_of(text: str) -> tuple[dict, Draft]:
      {"loss": "orpo", "beta": 0.1, "sft_weight": 1.5, "optimizer.lr": 5e-5}),
     ("{model_name_or_path: x, dataset: y, stage: kto, finetuning_type: lora, kto_chosen_weight: 2}",
      {"loss": "kto", "desirable_weight": 2.0}),
-    ("{base_model: x, rl: dpo, rl_beta: 0.3, rpo_alpha: 0.2, datasets: []}",
-     {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.2}),
-    ("{base_model: x, rl: orpo, orpo_alpha: 0.2, datasets: []}", {"loss": "orpo", "beta": 0.2}),
+    ("{model_name_or_path: x, dataset_name: y, beta: 0.2, precompute_ref_log_probs: true}",
+     {"loss": "sigmoid", "reference": "cache"}),
+    ("{base_model: x, rl: dpo, rl_beta: 0.3, rpo_alpha: 0.2, precompute_ref_log_probs: true, datasets: []}",
+     {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.2, "reference": "cache"}),
+    ("{base_model: x, rl: orpo, orpo_alpha: 0.2, precompute_ref_log_probs: true, datasets: []}",
+     {"loss": "orpo", "beta": 0.2}),
 ])
 def test_losses_of_preferences(text, expected):
     settings, _ = settings_of(text)
@@ -319,6 +322,7 @@ def test_losses_of_preferences(text, expected):
     options = {key: settings[f"model.{key}"] for key in PreferenceLoss.__dataclass_fields__
                if f"model.{key}" in settings}
     assert PreferenceLoss(**options).loss == expected["loss"]
+    assert settings.get("model.reference") == expected.get("reference")
 
 
 def test_what_pairs_have_not_is_told():

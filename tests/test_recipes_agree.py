@@ -28,9 +28,8 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch, instructions):
+def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("LMMODS_CACHE", str(instructions.parent / "cache"))  # three recipes read the same texts
     recipe = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     task, model = recipe["model"]["class_path"], {}
     if task in ("CLM", "SFT", "Preference"):

@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from lmmods.commands.findings import Findings
 from lmmods.core.errors import UserError
-from lmmods.core.machine import COMPILED, cache_folder, memory_limit, num_cores, processor, variables
+from lmmods.core.machine import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
 from lmmods.core.redaction import redact
 from lmmods.core.versions import ROOT, Project, code_version, python_version
 
@@ -219,14 +219,16 @@ _OTHER_PLACE = {"the cache": "set LMMODS_CACHE to another folder", "the hub's ca
 def _check_cache(findings: Findings) -> None:
     root = cache_folder()
     stores = [path.parent for path in root.glob("*data-*/manifest.json")]
+    references = [path.parent for path in root.glob(f"{REFERENCE}-*/manifest.json")]
     compiled = root / COMPILED
-    if not stores and not compiled.is_dir():
+    if not stores and not references and not compiled.is_dir():
         return findings.add("ok", "the cache is empty")
-    kinds = sorted({store.name.rsplit("-", 1)[0] for store in stores})
+    kinds = sorted({store.name.rsplit("-", 1)[0] for store in (*stores, *references)})
     names = [*(f"{root / kind}-*" for kind in kinds), *([str(compiled)] if compiled.is_dir() else [])]
-    findings.add("ok", f"the cache holds {len(stores)} tokenised sources ({_size_of(stores)}) and programs compiled by "
-                       f"XLA ({_size_of([compiled])}); all of it is made anew when it is needed. To clear it while no "
-                       f"run is under way: rm -r {' '.join(names)}")
+    kept = f", log-probabilities of {len(references)} references ({_size_of(references)})" if references else ""
+    findings.add("ok", f"the cache holds {len(stores)} tokenised sources ({_size_of(stores)}){kept} and programs "
+                       f"compiled by XLA ({_size_of([compiled])}); all of it is made anew when it is needed. To clear "
+                       f"it while no run is under way: rm -r {' '.join(names)}")
 
 
 def _size_of(folders: list[Path]) -> str:

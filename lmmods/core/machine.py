@@ -17,6 +17,7 @@ _CHANGES_NUMBERS = re.compile(
     r"|(?:OMP|MKL|KMP|GOMP|OPENBLAS|DNNL|ATEN|BLIS)_\w+|ONEDNN_(?!PRIMITIVE_CACHE)\w+"
     r"|XLA_\w+|LIBTPU_\w+|NCCL_(?:ALGO|PROTO)|BNB_CUDA_VERSION|JAX_(?!COMPILATION_CACHE|PERSISTENT_CACHE)\w+|PYTHONHASHSEED)")
 COMPILED = "xla"  # in the cache folder: programs that XLA has compiled
+REFERENCE = "reference"  # there, with a key: log-probabilities under the reference of preference optimisation
 _NO_NUMBERS = re.compile(r"\w+_(?:DIR|PATH|HOME|CACHE|LOG|LOGS|VERBOSE|DUMP_TO)")
 
 

@@ -182,7 +182,7 @@ class PreferenceFields(CausalFields):
         require(method.has_reference or self.reference is None, "model.reference", self.reference,
                 f"null with the loss {self.loss}, which compares with none")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
-                "copy (or null) without an adapter")
+                "copy or cache (or null) without an adapter")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
 
     @property

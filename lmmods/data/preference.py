@@ -9,7 +9,7 @@ import numpy as np
 
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
-from lmmods.core.machine import cache_folder
+from lmmods.core.machine import REFERENCE, cache_folder
 from lmmods.data.batches.answers import AnswerCollator, AnswerSet, MismatchedSet
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
@@ -78,7 +78,7 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         lent = {"seed": self.seed, "max_length": self.max_length} if self.answers == "mismatched" else {}
         key = fingerprint({"network": network, "answers": self.answers, **lent,
                            "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.chosen)})
-        return ReferenceStore(cache_folder(self.cache_dir) / f"reference-{key}", (len(items), items.num_answers))
+        return ReferenceStore(cache_folder(self.cache_dir) / f"{REFERENCE}-{key}", (len(items), items.num_answers))
 
     def reference_loader(self, role: Role) -> EvaluationLoader:
         """Each row of a set once over all ranks, with its number as `index`."""

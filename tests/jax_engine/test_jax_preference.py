@@ -1,6 +1,8 @@
 """Preference optimisation on JAX: every loss by hand, under every cut, on devices, with its reference."""
 
+import copy
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +19,7 @@ from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.replicas import Replicas
-from jax_engine.distributed.steps import Steps, fetch_figures
+from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.building import build_network
@@ -27,6 +29,9 @@ from jax_engine.tasks.preference import Preference
 from lmmods.core.dropout import token_seeds
 from lmmods.core.preference_losses import METHODS, PreferenceLoss
 from lmmods.core.settings import LoRA, Optimizer
+from lmmods.torch_engine.nn.lm_head import LMHead
+from lmmods.torch_engine.nn.reference import Reference as TorchReference
+from lmmods.torch_engine.tasks.preference import Preference as TorchPreference
 
 SGD = Optimizer(name="sgd", lr=100.0)  # moves parameters by more than they are rounded
 B, T, V = 8, 9, 40
@@ -216,20 +221,93 @@ def test_any_cut_of_the_answers_is_the_same_step(any_of_answers, loss):
     assert abs(halves[0] - halves[1]) > 1e-3
 
 
+@pytest.fixture(scope="module", params=[lambda: Replicas(jax.devices()[:2]),
+                                        lambda: ShardedMesh(devices=jax.devices()[:2]),
+                                        lambda: ShardedMesh(data=2, tensor=2, devices=jax.devices()[:4])],
+                ids=["replicas", "fsdp", "mesh"])
+def spread(request, any_of_pairs, any_of_answers):
+    """Devices with two shares of a batch, and the steps on them of all losses of pairs, and of answers."""
+    devices = request.param()
+    return devices, *(steps_of(task, trainable, devices) for task, trainable, *_ in (any_of_pairs, any_of_answers))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
-@pytest.mark.parametrize("way", [lambda: Replicas(jax.devices()[:2]), lambda: ShardedMesh(devices=jax.devices()[:2])],
-                         ids=["replicas", "mesh"])
-def test_two_devices_take_the_step_of_one(any_of_pairs, any_of_answers, loss, way):
+@pytest.mark.parametrize("loss", METHODS)
+def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spread, loss):
     is_paired = METHODS[loss].is_paired
     task, trainable, frozen, one, steps = any_of_pairs if is_paired else any_of_answers
-    everything, two = rows(is_paired) | picked(loss, PAIRED if is_paired else SINGLE), way()
+    everything, (devices, *both) = rows(is_paired) | picked(loss, PAIRED if is_paired else SINGLE), spread
     whole = stepped(task, trainable, frozen, one, [{name: x[None] for name, x in everything.items()}], steps)
     halves = {name: np.stack([x[:4], x[4:]]) for name, x in everything.items()}
     quarters = [{name: x[:, part] for name, x in halves.items()} for part in (slice(0, 2), slice(2, 4))]
-    steps = steps_of(task, trainable, two)
-    assert_same(stepped(task, trainable, frozen, two, [halves], steps), whole)
-    assert_same(stepped(task, trainable, frozen, two, quarters, steps, stop_after=1), whole)
+    steps = both[0] if is_paired else both[1]
+    assert_same(stepped(task, trainable, frozen, devices, [halves], steps), whole)
+    assert_same(stepped(task, trainable, frozen, devices, quarters, steps, stop_after=1), whole)
+
+
+# Twenty steps on torch ------------------------------------------------------------------------------------------------
+
+GENTLE = Optimizer(name="sgd", lr=0.05)
+
+
+def full_tuning(kind, loss, net, params):
+    """A task that trains a whole Llama beside a copy of it, and its steps."""
+    task, one = kind(pretrained="x", loss=loss, reference="copy"), Replicas(jax.devices()[:1])
+    trainable, frozen = task.take(net, params, {})
+    steps = Steps(one, task.batch_loss, build(GENTLE, net.decays(trainable)), Clipping(1.0),
+                  metric_names=task.metric_names, survey=task.survey, statistic_names=task.statistic_names)
+    return one, steps, trainable, one.put_state(frozen)
+
+
+@pytest.fixture(scope="module")
+def on_jax(make_ref):
+    """By whether a loss is of pairs: what trains it, in one program for all of them."""
+    ref = make_ref("llama", "causal", num_hidden_layers=1)
+    return {is_paired: full_tuning(kind, loss, ref.net, ref.params)
+            for is_paired, kind, loss in ((True, AnyOfPairs, "sigmoid"), (False, AnyOfAnswers, "kto"))}
+
+
+def losses_of_torch(model, loss, batches):
+    """Those of a bare loop of SGD with a clipped gradient around the other engine's task."""
+    task = TorchPreference(pretrained="x", loss=loss, **SMOOTHED.get(loss, {}))
+    task.model = copy.deepcopy(model)
+    task.head, task._dropout = LMHead.of(task.model), SimpleNamespace(begin=lambda batch: None)
+    if task.reference_kind:
+        task._reference = TorchReference(task.model, task.reference_kind, task.trainable())
+    task._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext), strategy=(
+        SimpleNamespace(batch_to_device=lambda batch: batch, reduce=lambda sums, reduce_op: sums)))
+    optimizer = torch.optim.SGD(task.trainable().values(), lr=GENTLE.lr)
+    found = []
+    for batch in batches:
+        batch = {name: torch.tensor(x if x.dtype == np.float32 else x.astype(np.int64)) for name, x in batch.items()}
+        if loss == "apo_zero_unpaired":
+            batch = {name: x[:, :1] if x.ndim > 1 else x for name, x in batch.items()}
+        task._baseline = task._baseline_of([batch]) if loss == "kto" else None
+        optimizer.zero_grad()
+        sums = task.batch_loss(task.complete(batch))
+        (sums.total / sums.weight).backward()
+        torch.nn.utils.clip_grad_norm_(task.trainable().values(), 1.0)
+        optimizer.step()
+        found.append((sums.total / sums.weight).item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", METHODS)
+def test_twenty_steps_have_the_losses_of_torch(on_jax, make_ref, loss):
+    is_paired = METHODS[loss].is_paired
+    batches = [rows(is_paired, seed=number % 4) for number in range(20)]
+    one, steps, trainable, frozen = on_jax[is_paired]
+    state, found = steps.new_state(one.put_state(trainable)), []
+    for number, batch in enumerate(batches):
+        batch = batch | picked(loss, PAIRED if is_paired else SINGLE)
+        state, figures = steps.full_step(state, frozen, one.put_batch({name: x[None] for name, x in batch.items()}),
+                                         one.put_scalars(step_scalars(GENTLE, number, 20)))
+        found.append(fetch_figures(figures)["loss"])
+    assert loss != "kto" or fetch_figures(figures)["kl"] > 0
+    wanted = losses_of_torch(make_ref("llama", "causal", num_hidden_layers=1).torch, loss, batches)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert np.mean(found[:4]) > np.mean(found[-4:])  # they learn
 
 
 def evaluated(task, trainable, frozen, batches):

@@ -75,7 +75,7 @@ def _take_preferences(draft: Draft, rl: str) -> None:
     if rl == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
             preferences.take_number(draft, name, f"kto_{name}", 1.0)
-    draft.get("precompute_ref_log_probs")
+    preferences.take_reference(draft, loss)
     preferences.note_differences(draft)
 
 

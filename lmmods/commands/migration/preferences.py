@@ -38,6 +38,13 @@ def take_smoothing(draft: Draft, loss: str, key: str, used_by: Sequence[str]) ->
         draft.lose(key, f"the loss {loss} does not use it there")
 
 
+def take_reference(draft: Draft, loss: str) -> None:
+    """Put where the reference's log-probabilities come from, if they are computed beforehand."""
+    key = "precompute_ref_log_probs"
+    if draft.get(key) and METHODS[loss].has_reference:
+        draft.put("model.reference", "cache", key)
+
+
 def take_data(draft: Draft) -> None:
     """Put the data module; what it has not is told."""
     draft.put("data", "PreferenceData", "")

@@ -86,7 +86,7 @@ def _take_preferences(draft: Draft, trainer: str) -> None:
     if draft.get("f_divergence_type", "reverse_kl") != "reverse_kl":
         draft.lose("f_divergence_type", "reverse_kl")
     draft.get("disable_dropout")
-    draft.get("precompute_ref_log_probs")
+    preferences.take_reference(draft, loss)
     preferences.note_differences(draft)
 
 
