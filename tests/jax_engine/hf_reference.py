@@ -1,11 +1,15 @@
 """Tiny models of transformers, every family with every head: random in every parameter, no two sizes equal."""
 
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import transformers
 
 from jax_engine.models import hub, loading
+from jax_engine.models.network import Network
 from lmmods.core.hf_config import load_config
 
 VOCAB = 37
@@ -57,20 +61,28 @@ FAMILIES = {
                    "max_position_embeddings": 32},
 }
 AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "qa": "AutoModelForQuestionAnswering"}
-# Families of parts that others have too: all are held against transformers, but other tests of them may be slow.
-VARIANTS = ["granite", "olmo2", "olmo3", "smollm3", "phi3", "starcoder2", "gpt_neox", "gemma2", "gemma3_text", "glm4",
-            "cohere2"]
-CAUSAL = ["gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma", *VARIANTS]
-ENCODERS = ["bert", "roberta", "albert", "distilbert"]
-PAIRS = [*((name, "causal") for name in CAUSAL), *((name, "masked") for name in ENCODERS),
-         *((name, "qa") for name in ["gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", *ENCODERS])]
 
 
-def cells(pairs: list[tuple[str, str]], telling: tuple[str, ...] = ()):
-    """A test's parameters `name` and `head`; those of variants are slow, but for the telling ones."""
-    slow = [pytest.mark.slow if name in VARIANTS and name not in telling else () for name, _ in pairs]
-    return pytest.mark.parametrize(("name", "head"), [
-        pytest.param(*pair, marks=marks, id="-".join(pair)) for pair, marks in zip(pairs, slow, strict=True)])
+def labels_of(batch: dict[str, np.ndarray]) -> np.ndarray:
+    """A label at most of the real tokens [B, T]; -100 elsewhere."""
+    random = np.random.default_rng(2)
+    labels = random.integers(0, VOCAB, batch["input_ids"].shape)
+    real = batch["attention_mask"] > 0
+    return np.where(real & (random.random(labels.shape) < 0.7), labels, -100)
+
+
+def our_loss(net: Network, params: dict, batch: dict, labels: np.ndarray, training: bool = False):
+    """A sum over labels, or over answer spans that end where they begin; and the logits."""
+    logits = net.logits(params, net.hidden(params, batch, training))
+    if net.head == "qa":
+        real = batch["attention_mask"][..., None] > 0
+        spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
+        return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the latter so that biases have gradients
+    scored = logits
+    if net.head == "causal":
+        scored, labels = logits[:, :-1], labels[:, 1:]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(scored), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return -jnp.where(labels >= 0, picked, 0).sum(), logits
 
 
 class HFReference:
@@ -88,6 +100,14 @@ class HFReference:
         self.net = hub.network(load_config(str(folder)), head)
         self.params = loading.load(self.net, str(folder))
         self.pad = 0 if config.pad_token_id is None else config.pad_token_id
+
+    @cached_property
+    def found(self) -> tuple[np.ndarray, float, dict]:
+        """Our logits, loss and gradients of all parameters on `batch`."""
+        batch = self.batch()
+        (loss, logits), gradients = jax.jit(jax.value_and_grad(
+            lambda params: our_loss(self.net, params, batch, labels_of(batch)), has_aux=True))(self.params)
+        return np.asarray(logits), float(loss), gradients
 
     def batch(self) -> dict[str, np.ndarray]:
         """Four rows of 9: full, padded on the right, padded on the left, and one with the padding token in its text."""

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import AUTO, CAUSAL, FAMILIES, PAIRS, VARIANTS, cells
+from hf_reference import AUTO, FAMILIES
 from safetensors.torch import load_file
 from test_lora import TASKS
+from tested import cells, every_pair
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten
@@ -24,7 +25,6 @@ from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora
 
-every_pair = cells(PAIRS, tuple(VARIANTS))
 SIZES = {"vocab_size": 300, "initializer_range": 0.05}
 
 
@@ -81,7 +81,7 @@ def test_in_bfloat16_and_untied_too(name):
     same(net.to_torch(net.init(1, "bfloat16")), scratch(name, head, 1, torch.bfloat16, **untied))
 
 
-@cells(PAIRS)
+@cells("all")
 def test_distributions_are_those_of_transformers(name, head):
     """Mean and variance of every parameter, to five standard deviations of what chance makes of both."""
     torch.manual_seed(0)
@@ -156,8 +156,7 @@ def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, setting
         assert "lora_B" not in key or not value.any()
 
 
-@cells([(name, "causal") for name in CAUSAL] + [
-    ("bert", "masked"), ("roberta", "masked"), ("albert", "masked"), ("distilbert", "masked"), ("bert", "qa")])
+@cells("all")
 def test_rows_of_new_tokens_are_the_same_on_both_engines(make_ref, name, head):
     ref = make_ref(name, head)
     model, net = copy.deepcopy(ref.torch), hub.network(copy.deepcopy(ref.net.config), head)

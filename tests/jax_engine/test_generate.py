@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import CAUSAL, cells
+from tested import MAIN, cells
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
 
@@ -36,7 +36,7 @@ def torch_answer(ref, prompt, settings):
     return tokens[:next((place for place, token in enumerate(tokens) if token in EOS), len(tokens))]
 
 
-@cells([(name, "causal") for name in CAUSAL], ("phi3", "gemma2"))
+@cells("generation", (*MAIN, "phi3", "gemma2"))
 def test_greedy_tokens_are_transformers(make_ref, name, head):
     ref = make_ref(name, head)
     prompts, settings = prompts_of(ref), Generation(max_new_tokens=14)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import VARIANTS
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tested import cases
 
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading
@@ -55,28 +55,20 @@ def logits_of(model, batch):
 
 
 CASES = [
-    ("llama", "causal", LoRA(rank=4, alpha=16)),
     ("llama", "causal", LoRA(rank=4, alpha=8, rslora=True, targets=["q_proj", "mlp.down_proj"])),
     ("llama", "causal", LoRA(rank=4, alpha=8, dora=True)),
     ("llama", "causal", LoRA(rank=2, alpha=8, modules_to_save=["lm_head", "embed_tokens", "input_layernorm"])),
-    ("gpt2", "causal", LoRA(rank=4, alpha=16)),
     ("gpt2", "causal", LoRA(rank=4, alpha=8, dora=True)),
     ("gpt2", "causal", LoRA(rank=4, alpha=8, targets=["c_attn"], modules_to_save=["lm_head"])),
     ("gpt2", "causal", LoRA(rank=4, alpha=8, targets=["c_fc"], modules_to_save=["wte"])),
-    ("bert", "masked", LoRA(rank=4, alpha=16)),
     ("bert", "masked", LoRA(rank=4, alpha=16, dora=True, rslora=True)),
-    ("albert", "masked", LoRA(rank=3, alpha=6)),
     ("bert", "qa", LoRA(rank=4, alpha=16, targets=["query", "attention.output.dense"])),
 ]
+EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3"), LoRA(rank=3, alpha=6))
 
 
-CASES += [(name, "causal", LoRA(rank=3, alpha=6)) for name in VARIANTS]
-IDS = [f"{name}-{head}-{number}" for number, (name, head, _) in enumerate(CASES)]
-SLOW = [pytest.mark.slow if name in VARIANTS and name != "phi3" else () for name, _, _ in CASES]
-
-
-@pytest.mark.parametrize(("name", "head", "lora"), [
-    pytest.param(*case, id=name, marks=marks) for case, name, marks in zip(CASES, IDS, SLOW, strict=True)])
+@pytest.mark.parametrize(("name", "head", "lora"), EVERY + [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}") for number, case in enumerate(CASES)])
 def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
     ref = make_ref(name, head)
     model, net, params = wrapped(ref, lora)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import AUTO, FAMILIES, PAIRS, VARIANTS, cells
+from hf_reference import AUTO, FAMILIES
 from peft import LoraConfig, get_peft_model
+from tested import MAIN, cases, cells
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split
@@ -116,7 +117,7 @@ def network_and_params(folder, head, **options):
     return network, loading.load(network, folder, **options)
 
 
-@cells(PAIRS, ("phi3",))
+@cells("all", (*MAIN, "phi3"))
 def test_the_same_layers_are_quantised_as_in_torch(folder_of, name, head):
     folder = folder_of(name, head)
     model = quantised_torch(folder, head, "nf4")
@@ -136,13 +137,11 @@ def logits(network, params, batch) -> np.ndarray:
     return np.asarray(jax.jit(lambda p: network.logits(p, network.hidden(p, batch)))(params))
 
 
-@pytest.mark.parametrize(("name", "kind", "double"), [
-    ("llama", "nf4", True), ("llama", "fp4", False), ("gpt2", "nf4", True), ("gpt2", "int8", True),
-    ("gemma", "nf4", False), ("llama", "int8", True), ("albert", "nf4", True), ("bert", "fp4", True),
-    ("phi3", "nf4", True), *(pytest.param(name, "nf4", True, marks=pytest.mark.slow) for name in VARIANTS
-                             if name != "phi3")])
-def test_logits_are_those_of_torch(folder_of, name, kind, double):
-    head = "masked" if name in ("albert", "bert") else "causal"
+@pytest.mark.parametrize(("name", "head", "kind", "double"), [
+    *cases("quantize", ("llama", "gpt2", "albert", "phi3"), "nf4", True), ("llama", "causal", "fp4", False),
+    ("gpt2", "causal", "int8", True), ("gemma", "causal", "nf4", False), ("llama", "causal", "int8", True),
+    ("bert", "masked", "fp4", True)])
+def test_logits_are_those_of_torch(folder_of, name, head, kind, double):
     folder = folder_of(name, head)
     options = {} if kind == "int8" else {"bnb_4bit_use_double_quant": double}
     model = quantised_torch(folder, head, kind, **options).train()  # in eval, int8 quantises activations too

@@ -1,12 +1,16 @@
 """Configurations in, folders out, and every architecture or field that is refused."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from hf_reference import FAMILIES
 from safetensors.torch import load_file
+from tested import PAGE, PAIRS, TESTED, table, table_of_page
 
 from jax_engine.models import hub
 from lmmods.core.errors import UserError
@@ -62,6 +66,14 @@ def test_what_is_not_supported_is_refused_by_name(config, head, message):
 
 
 def test_the_supported_families_are_all_tested():
-    from hf_reference import FAMILIES
-
     assert hub.supported() == sorted(FAMILIES)
+    heads = {name: {head for family, head in PAIRS if family == name} for name in FAMILIES}
+    assert heads == {name: set(hub.family_of(transformers.CONFIG_MAPPING[name](), next(iter(found))).classes)
+                     for name, found in heads.items()}
+
+
+def test_the_page_has_the_table_of_what_is_tested():
+    assert table_of_page(PAGE.read_text())[0] == table(), "run python tests/jax_engine/tested.py"
+    files = Path(__file__).parents[1].rglob("test_*.py")
+    used = {name for file in files for name in re.findall(r'\b(?:cases|cells)\("(\w+)"', file.read_text())}
+    assert used - {"all"} == TESTED.keys()

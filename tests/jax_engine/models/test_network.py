@@ -7,36 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import PAIRS, VARIANTS, cells
+from hf_reference import labels_of, our_loss
+from tested import MAIN, cells, every_pair
 
 from jax_engine.distributed import loss as losses
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
 from lmmods.core.dropout import token_seeds
 from lmmods.torch_engine.nn.dropout import TokenDropout
-
-every_pair = cells(PAIRS, tuple(VARIANTS))
-LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
-
-
-def labels_of(batch):
-    random = np.random.default_rng(2)
-    labels = random.integers(0, 37, batch["input_ids"].shape)
-    real = batch["attention_mask"] > 0
-    return np.where(real & (random.random(labels.shape) < 0.7), labels, -100)
-
-
-def our_loss(net, params, batch, labels, training=False):
-    logits = net.logits(params, net.hidden(params, batch, training))
-    if net.head == "qa":
-        real = batch["attention_mask"][..., None] > 0
-        spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
-        return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the latter so that biases have gradients
-    scored = logits
-    if net.head == "causal":
-        scored, labels = logits[:, :-1], labels[:, 1:]
-    picked = jnp.take_along_axis(jax.nn.log_softmax(scored), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    return -jnp.where(labels >= 0, picked, 0).sum(), logits
 
 
 def torch_loss(ref, batch, labels):
@@ -61,13 +39,11 @@ def test_logits_loss_and_all_gradients_are_torchs(make_ref, name, head):
     ref.torch.zero_grad()
     logits, loss = torch_loss(ref, batch, labels)
     loss.backward()
-    (value, ours), grads = jax.jit(jax.value_and_grad(
-        lambda p: our_loss(ref.net, p, batch, labels), has_aux=True))(ref.params)
-    ours = np.asarray(ours)
+    ours, value, grads = ref.found
     theirs = logits.detach().numpy()
     assert ours.dtype == np.float32
     assert np.abs(ours - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
-    assert abs(float(value) - loss.item()) <= 1e-4 * abs(loss.item())
+    assert abs(value - loss.item()) <= 1e-4 * abs(loss.item())
     named = ref.net.to_torch(grads)
     expected = {n: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()
                 for n, p in ref.torch.named_parameters()}
@@ -79,7 +55,7 @@ def test_logits_loss_and_all_gradients_are_torchs(make_ref, name, head):
         assert np.abs(named[key] - gradient).max() <= 1e-4 * scale, key
 
 
-@cells(PAIRS, ("gpt_neox",))
+@cells("all", (*MAIN, "gpt_neox"))
 def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, tmp_path):
     ref = make_ref(name, head)
     hub.save(ref.net, ref.params, tmp_path)
@@ -96,22 +72,24 @@ def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, t
                        theirs.start_logits if head == "qa" else theirs.logits)
 
 
-@cells(LANGUAGE, ("phi3", "gemma3_text"))
+@cells("packing", (*MAIN, "phi3", "gemma3_text"))
 def test_packed_documents_are_as_apart(make_ref, name, head):
     ref = make_ref(name, head)
     random = np.random.default_rng(3)
-    first, second = random.integers(4, 37, (1, 5)), random.integers(4, 37, (1, 4))
-    ids = np.concatenate([first, second, np.full((1, 2), ref.pad)], 1)
+    first, second, padding = random.integers(4, 37, (1, 5)), random.integers(4, 37, (1, 4)), np.full((1, 7), ref.pad)
+    rows = [np.concatenate([document, second, padding[:, :2]], 1) for document in (first, first[:, ::-1])]
+    ids = np.concatenate(rows)
     packed = {"input_ids": ids, "attention_mask": np.ones_like(ids),
-              "position_ids": np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]]),
-              "segment_ids": np.array([[1] * 5 + [2] * 4 + [0] * 2])}
+              "position_ids": np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]] * 2),
+              "segment_ids": np.array([[1] * 5 + [2] * 4 + [0] * 2] * 2)}
+    alone = [np.concatenate([document, padding[:, document.size - 4:]], 1) for document in (first, second)]
+    alone = {"input_ids": np.concatenate(alone), "attention_mask": (np.arange(11) < [[5], [4]]).astype(int)}
     forward = jax.jit(lambda batch: ref.net.logits(ref.params, ref.net.hidden(ref.params, batch)))
-    together = np.asarray(forward(packed))
-    for part, place in ((first, slice(0, 5)), (second, slice(5, 9))):
-        apart = np.asarray(forward({"input_ids": part, "attention_mask": np.ones_like(part)}))
-        assert np.abs(together[:, place] - apart).max() <= 1e-5 * np.abs(apart).max()
-    changed = dict(packed, input_ids=np.concatenate([first[:, ::-1], ids[:, 5:]], 1))
-    assert np.array_equal(np.asarray(forward(changed))[:, 5:9], together[:, 5:9])
+    together, changed = np.asarray(forward(packed))
+    apart = np.asarray(forward(alone))
+    for found, expected in ((together[:5], apart[0, :5]), (together[5:9], apart[1, :4])):
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert np.array_equal(changed[5:9], together[5:9])
 
 
 @pytest.mark.slow
@@ -165,7 +143,7 @@ RATES |= {"starcoder2": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "re
 RATES |= {"distilbert": {"dropout": 0.3, "attention_dropout": 0.2, "qa_dropout": 0.1}}
 
 
-@cells(PAIRS, ("starcoder2",))
+@cells("all", (*MAIN, "starcoder2"))
 def test_dropout_is_torchs(make_ref, name, head):
     """Features of the same tokens, sites and layers are dropped, also where layers share weights."""
     ref = make_ref(name, head, **RATES.get(name, {"attention_dropout": 0.3}))
