@@ -60,6 +60,18 @@ def test_mean_std_and_bounds_are_applied():
     assert values.min() >= 1 and values.max() <= 3 and values.max() - values.min() > 1.999
 
 
+def test_what_lies_too_far_out_is_drawn_anew():
+    values = draw(5, "a", Normal(1.0, cut=1.5), (SIZE,))
+    edges = np.linspace(-1.5, 1.5, 101)
+    below = np.array([math.erfc(-edge / math.sqrt(2)) / 2 for edge in edges])
+    expected = np.diff(below) / (below[-1] - below[0]) * SIZE
+    found = np.histogram(values, edges)[0]
+    assert found.sum() == SIZE and abs(values[1:] @ values[:-1]) < 5 * math.sqrt(SIZE)
+    assert abs(((found - expected)**2 / expected).sum() - 99) < 5 * math.sqrt(2 * 99)
+    scaled = draw(5, "a", Normal(0.5, mean=2.0, cut=1.5), (SIZE,))
+    assert np.array_equal(scaled, values * np.float32(0.5) + np.float32(2))
+
+
 def test_values_depend_neither_on_threads_nor_on_the_rest_of_the_parameter(monkeypatch):
     values = draw(1, "a", Normal(1.0), (3 * BLOCK,))
     assert np.array_equal(draw(1, "a", Normal(1.0), (2 * BLOCK,)), values[:2 * BLOCK])

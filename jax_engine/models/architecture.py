@@ -19,6 +19,7 @@ class Architecture:
         norm: See Norm.
         norms: Where each sublayer has one: on its `input`, on its `output`, on the residual `sum` after it (Vaswani
             et al. 2017).
+        first_norm: Whether the attention of the first layer has the norm on its input that the others have.
         parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm`
             its same norm.
         positions: A learned table, sines and cosines added to the embedding, or rotated queries and keys.
@@ -26,7 +27,8 @@ class Architecture:
         embedding_size: Width of the embedding table where it differs from the network's.
         padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
         positions_after_padding: Positions count real tokens from padding_id + 1, and padding stays at padding_id.
-        windows: For each layer, how far back it attends in tokens, or None for everything.
+        windows: For each layer, how far back it attends in tokens, itself included (an encoder: to each side), or None
+            for everything.
         attention_scales: For each layer, the factor on query times key.
         passes: Which stored layer each step of the depth runs; layers may be shared (Lan et al. 2019).
         attention_cap: Scores are c tanh(scores / c) with this c; `logit_cap` does that to the logits, after
@@ -36,10 +38,14 @@ class Architecture:
         fused_gate_up: One matrix of gate and up.
         qk_norm: Norms of queries and keys, each head by itself or all at once.
         layers_per_group: Set where torch's names number the stored layers by group and place in it.
+        head_dense_bias: Of the dense layer with which an encoder's head begins.
+        qa_dense: The head for answer spans begins with one too.
         init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those inside, and
-            `residual_std` of those that write to the residual stream.
-        residual_dropout: After the attention's output; `mlp_dropout` after the MLP's, `qa_dropout` before
-            the head for answer spans.
+            `residual_std` of those that write to the residual stream; of an encoder's head `head_std` that of the dense
+            layer and `qa_std` that of the answer spans, where they differ.
+        init_cut: As many standard deviations from their mean initial values are drawn anew.
+        residual_dropout: After the attention's output; `mlp_dropout` after the MLP's, `mlp_inner_dropout` before its
+            last matrix, `qa_dropout` before the logits of answer spans.
     """
 
     vocab_size: int
@@ -61,6 +67,7 @@ class Architecture:
     norm: NormKind = "layer"
     final_norm_eps: float | None = None
     norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
+    first_norm: bool = True
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -88,16 +95,26 @@ class Architecture:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     head_activation: str = "gelu"
+    head_dense_bias: bool = True
+    head_std: float | None = None
+    qa_dense: bool = False
+    qa_std: float | None = None
+    init_cut: float | None = None
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     mlp_dropout: float = 0.0
+    mlp_inner_dropout: float = 0.0
     qa_dropout: float = 0.0
 
     @property
     def num_stored_layers(self) -> int:
         """Layers with weights of their own."""
         return max(self.passes) + 1
+
+    def first_layer(self, module: str) -> int:
+        """Number of the first stored layer that has this module of ours, `layers.attn_norm` for instance."""
+        return int(module == "layers.attn_norm" and not self.first_norm)
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,8 @@ class Family:
         dropouts: Our places of dropout to the torch modules inside the base that do it, or whose attention weights it
             is done to (`.weights`), or that do it by a function ("" is the base); `head` to the full name of its
             module.
+        first: Heads whose parameters come before the base's in torch's order.
+        renamed: For each head, names in files whose parameters torch's modules know by another one.
     """
 
     architecture: Callable[[Any], Architecture]
@@ -128,6 +147,8 @@ class Family:
     base_of: dict[Head, str] = field(default_factory=dict)
     older: dict[str, str] = field(default_factory=dict)
     dropouts: dict[str, str] = field(default_factory=dict)
+    first: tuple[Head, ...] = ()
+    renamed: dict[Head, dict[str, str]] = field(default_factory=dict)
 
     def prefix(self, head: Head) -> str:
         """Prefix of the base network's parameters under this head."""

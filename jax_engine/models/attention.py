@@ -19,7 +19,7 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) ->
 
     Args:
         batch: `input_ids` [B, T]; `segment_ids` (documents 1, 2, ...; 0 is padding) or `attention_mask` or neither.
-        window: How many tokens back a query sees, itself included.
+        window: How many tokens back a query sees, itself included; without `causal` as many ahead.
     """
     length = batch["input_ids"].shape[1]
     seen = _places_seen(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
@@ -45,7 +45,10 @@ def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> 
 
 def _places_seen(queries: Array, keys: Array, causal: bool, window: int | None) -> Array:
     seen = keys <= queries if causal else jnp.broadcast_to(True, jnp.broadcast_shapes(queries.shape, keys.shape))
-    return seen if window is None else seen & (keys > queries - window)
+    if window is None:
+        return seen
+    seen &= keys > queries - window
+    return seen if causal else seen & (keys < queries + window)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,

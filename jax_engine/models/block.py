@@ -16,6 +16,7 @@ class MLP(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build):
         self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
+        self.inner_dropout = arch.mlp_inner_dropout
         kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d, "std": arch.layer_std}
         if self.fused:
             self.gate_up = Linear(arch.hidden_size, 2 * arch.mlp_size, "layers.mlp.gate_up", **kwargs)
@@ -25,7 +26,7 @@ class MLP(nnx.Module):
         self.down = Linear(arch.mlp_size, arch.hidden_size, "layers.mlp.down", **kwargs | {"std": arch.residual_std})
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
-        return self.down(self._inner(x, seeds), seeds)
+        return self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
 
     def _inner(self, x: Array, seeds: Seeds | None) -> Array:
         act = ACTIVATIONS[self.activation]
@@ -47,15 +48,21 @@ class Block(nnx.Module):
         self.attn, self.mlp = Attention(arch, build), MLP(arch, build)
         for name in ("attn", "mlp"):
             own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
+            own = own and arch.first_layer(f"layers.{name}_norm") < arch.num_stored_layers
             for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
                 setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
 
     def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | None, seeds: Seeds | None,
-                 cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None
-                 ) -> tuple[Array, dict[str, Array] | None]:
-        """Residual stream [B, T, D] after this layer, and the layer's cache."""
+                 cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
+                 has_norm: Array | None = None) -> tuple[Array, dict[str, Array] | None]:
+        """Residual stream [B, T, D] after this layer, and the layer's cache.
+
+        Args:
+            has_norm: Whether this layer's attention has a norm on its input, where some have none.
+        """
         arch = self.arch
         normed = self._input(x, self.attn_norm)
+        normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
         mixed, cache = self.attn(normed, mask, scale, angles, seeds, cache, start, key_angles)
         after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
         if arch.parallel:
@@ -67,7 +74,7 @@ class Block(nnx.Module):
                            "layers.mlp"), cache
 
     def _input(self, x: Array, norm: Norm | None) -> Array:
-        return norm(x) if "input" in self.arch.norms else x
+        return norm(x) if norm is not None and "input" in self.arch.norms else x
 
     def _added(self, x: Array, update: Array, norm: Norm | None, out_norm: Norm | None, rate: float,
                seeds: Seeds | None, site: str) -> Array:

@@ -9,19 +9,19 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, product
 from jax_engine.models.parameters import parameter
-from lmmods.core.initialization import Normal
 
 
 class EncoderEmbedding(nnx.Module):
-    """Tokens, positions and types, normed; widened where the tables are narrower than the network."""
+    """Tokens, types, and positions unless they are rotary, normed; widened where the tables are narrower."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
         size = arch.embedding_size or arch.hidden_size
         self.tokens = Embedding(arch.vocab_size, size, std=arch.init_std, padding_id=arch.padding_id,
-                                tokens=build.rows.get("embed.tokens", ()))
-        self.positions = Embedding(arch.max_positions, size, std=arch.init_std,
-                                   padding_id=arch.padding_id if arch.positions_after_padding else None)
+                                tokens=build.rows.get("embed.tokens", ()), cut=build.cut)
+        self.positions = Embedding(
+            arch.max_positions, size, std=arch.init_std, padding_id=arch.padding_id if arch.positions_after_padding
+            else None) if arch.positions == "learned" else None
         if arch.sinusoid_init:
             self.positions.weight = parameter((arch.max_positions, size), interleaved_sinusoids)
         self.types = Embedding(arch.num_types, size, std=arch.init_std) if arch.num_types else None
@@ -31,7 +31,8 @@ class EncoderEmbedding(nnx.Module):
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Residual stream [B, T, D] at the bottom."""
-        x = self.tokens(batch["input_ids"]) + self.positions(position_ids)
+        x = self.tokens(batch["input_ids"])
+        x = x if self.positions is None else x + self.positions(position_ids)
         if self.types is not None:
             x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
         x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
@@ -44,30 +45,48 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
     return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
 
 
-class MLMHead(nnx.Module):
-    """Dense layer, activation, norm, then the embedding's table and a bias: float32 logits over the vocabulary."""
+class EncoderHead(nnx.Module):
+    """What an encoder's head begins with: dense layer, activation, norm."""
+
+    def __init__(self, arch: Architecture, build: Build, size: int):
+        self.activation, self.build = arch.head_activation, build
+        self.dense = Linear(arch.hidden_size, size, "head.dense", build, bias=arch.head_dense_bias,
+                            std=arch.head_std or arch.init_std)
+        self.norm = Norm(size, arch.norm, arch.norm_eps)
+
+    def transformed(self, hidden: Array, seeds: Seeds | None = None) -> Array:
+        """[..., size] of hidden states [..., D]."""
+        return self.norm(ACTIVATIONS[self.activation](self.dense(hidden, seeds)).astype(hidden.dtype))
+
+
+class MLMHead(EncoderHead):
+    """Then the embedding's table and a bias: float32 logits over the vocabulary."""
 
     def __init__(self, arch: Architecture, build: Build):
-        size = arch.embedding_size or arch.hidden_size
-        self.activation, self.build = arch.head_activation, build
-        self.dense = Linear(arch.hidden_size, size, "head.dense", build, std=arch.init_std)
-        self.norm = Norm(size, arch.norm, arch.norm_eps)
-        self.bias = parameter((arch.vocab_size,), 0.0)
+        super().__init__(arch, build, arch.embedding_size or arch.hidden_size)
+        self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
 
     def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
         """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding, a table [V, E]."""
-        x = self.norm(ACTIVATIONS[self.activation](self.dense(hidden)).astype(hidden.dtype))
-        return product(x, embedding["weight"], self.build, result=jnp.float32) + self.bias[...].astype(jnp.float32)
+        logits = product(self.transformed(hidden), embedding["weight"], self.build, result=jnp.float32)
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
 
-class SpanHead(nnx.Module):
-    """Logits of an answer's start and end at each position, float32 [..., 2]."""
+class SpanHead(EncoderHead):
+    """Logits of an answer's start and end at each position, float32 [..., 2]; of few families after a dense layer."""
 
     def __init__(self, arch: Architecture, build: Build):
-        self.build = build
-        self.weight = parameter((2, arch.hidden_size), Normal(arch.init_std))
+        self.arch, self.build = arch, build
+        if arch.qa_dense:
+            super().__init__(arch, build, arch.hidden_size)
+        self.weight = parameter((2, arch.hidden_size), build.normal(arch.qa_std or arch.init_std))
         self.bias = parameter((2,), 0.0)
 
-    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
-        logits = product(hidden, self.weight[...], self.build, result=jnp.float32)
+    def features(self, hidden: Array, seeds: Seeds | None) -> Array:
+        """What the logits are made of, [B, T, D] as the hidden states."""
+        hidden = self.transformed(hidden, seeds) if self.arch.qa_dense else hidden
+        return dropout(hidden, self.arch.qa_dropout, seeds, "head")
+
+    def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
+        logits = product(features, self.weight[...], self.build, result=jnp.float32)
         return logits + self.bias[...].astype(jnp.float32)

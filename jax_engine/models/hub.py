@@ -78,7 +78,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     arch = family.architecture(config)
     cpu_forms = fast_kernels and jax.default_backend() == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
-                  blocked=cpu_forms and attention != "eager")
+                  blocked=cpu_forms and attention != "eager", cut=arch.init_cut)
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare

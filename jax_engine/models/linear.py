@@ -70,6 +70,7 @@ class Build:
         cpu_forms: Take the forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
         blocked: Compute attention in blocks, which is fast on CPUs.
         attention: The recipe's choice; `eager` is the plain one.
+        cut: Where the distribution of first matrices ends, in standard deviations.
     """
 
     dtype: jnp.dtype
@@ -79,6 +80,11 @@ class Build:
     cpu_forms: bool = False
     blocked: bool = False
     attention: str | None = None
+    cut: float | None = None
+
+    def normal(self, std: float) -> Normal:
+        """Distribution of first values with this standard deviation, before anything is cut off."""
+        return Normal(std, cut=self.cut)
 
 
 class Linear(nnx.Module):
@@ -91,7 +97,7 @@ class Linear(nnx.Module):
     def __init__(self, in_size: int, out_size: int, path: str, build: Build, *, std: float, bias: bool = True,
                  conv1d: bool = False):
         self.path, self.build, self.conv1d = path, build, conv1d
-        self.weight = parameter((in_size, out_size) if conv1d else (out_size, in_size), Normal(std))
+        self.weight = parameter((in_size, out_size) if conv1d else (out_size, in_size), build.normal(std))
         self.bias = parameter((out_size,), 0.0) if bias else None
         self.adapted = path in build.adapted
         if self.adapted:
@@ -194,15 +200,16 @@ def lora_scaling(lora: LoRA) -> float:
 
 
 class Embedding(nnx.Module):
-    """Rows of a table [num, size]; the row `padding_id` starts at zero and gets no gradient from here.
+    """Rows of a table [num, size]; the row `padding_id` gets no gradient from here, and starts at zero without `cut`.
 
     Those of `tokens` are replaced by rows that train while the table does not, as PEFT's trainable tokens.
     """
 
     def __init__(self, num: int, size: int, *, std: float, padding_id: int | None = None,
-                 tokens: tuple[int, ...] = ()):
+                 tokens: tuple[int, ...] = (), cut: float | None = None):
         self.padding_id = None if padding_id is None else padding_id % num
-        self.weight = parameter((num, size), Rows(std, self.padding_id))
+        # Where transformers cuts the distribution it draws the padding token's row with the others.
+        self.weight = parameter((num, size), Rows(Normal(std, cut=cut), self.padding_id if cut is None else None))
         self.tokens = tokens
         if tokens:
             self.trainable_tokens_delta = parameter((len(tokens), size), 0.0)

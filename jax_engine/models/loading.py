@@ -23,13 +23,14 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import loading_notes, no_model, some
 from lmmods.core.weights_files import check_weights, reading_weights
 
-PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "gpt_neox.")
+PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.")
 # Buffers of older transformers versions: recomputed, never weights.
 BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_type_ids|rotary_emb\.inv_freq|"
                      r"pos_encoding)$")
 # Heads of other tasks and poolers, which the networks here do not have.
 OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
-                         r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head)\.")
+                         r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|head|decoder|"
+                         r"discriminator_predictions|generator_predictions|generator_lm_head)\.")
 Slot = tuple[LeafPath, int | None]  # a leaf, and the layer where leaves are stacked
 
 
@@ -125,7 +126,7 @@ class Leaves:
             self.arrays[path] = value.astype(self.dtype)
         else:
             if path not in self.arrays:  # filled layer by layer, so that the peak is one copy
-                shape = (self.network.arch.num_stored_layers, *self.network.shape(path))
+                shape = (self.network.num_stacked(path), *self.network.shape(path))
                 self.arrays[path] = np.empty(shape, self.dtype)
             self.arrays[path][layer] = value
 
@@ -140,8 +141,10 @@ class Leaves:
 def _check_complete(network: Network, leaves: Leaves, problems: list[str], folder: str) -> set[str]:
     """Names of the head that the files lack as a whole; UserError for anything else that is missing or left over."""
     missing = {name for name, path, layer in network.names(plain=True) if (path, layer) not in leaves.filled}
-    head = {name for name, path, _ in network.names(plain=True) if path[0] == "head"}
-    headless = head if head <= missing else set()
+    head = {name: path for name, path, _ in network.names(plain=True) if path[0] == "head"}
+    # A head for answer spans may begin with layers that the files have from another head.
+    needed = {name for name, path in head.items() if network.head != "qa" or len(path) == 2}
+    headless = missing & head.keys() if needed <= missing else set()
     if missing - headless or problems:
         raise UserError(f"{folder} does not fit {network.config.model_type} with the {network.head} head. "
                         f"Missing: {some(sorted(missing - headless)) or 'nothing'}. "

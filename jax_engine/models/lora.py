@@ -12,6 +12,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.names import TOKEN_ROWS
 from jax_engine.models.network import Network, Tree
 from lmmods.core.adapters import (
+    ANSWER_HEADS,
     SETTINGS,
     adapted_layers,
     adapter_config,
@@ -55,7 +56,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
     if network.head == "masked" and ends:
         raise UserError("lora.modules_to_save: the embedding and the output of a masked LM are one matrix, which the "
                         "JAX engine does not train apart. Take them out, or use engine: torch.")
-    if lora.dropout and "head.dense" in adapted:
+    if lora.dropout and network.head == "masked" and "head.dense" in adapted:
         say("lora.dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
     arch = network.arch
     if network.head == "causal" and arch.tied and ends:
@@ -155,7 +156,7 @@ def adapter_settings(folder: str | Path) -> LoRA:
         UserError: No adapter there, or one of a kind that the JAX engine does not have.
     """
     found = adapter_config(folder)
-    if found.get("exclude_modules") == ["qa_outputs"]:  # of the torch engine for qa; a head has no adapter here anyway
+    if found.get("exclude_modules") in [[name] for name in ANSWER_HEADS]:  # of torch for qa; here none has an adapter
         del found["exclude_modules"]
     for name, neutral in NEUTRAL.items():
         if found.get(name, neutral) not in (neutral, None):
@@ -164,8 +165,10 @@ def adapter_settings(folder: str | Path) -> LoRA:
     if isinstance(targets, str) and targets != "all-linear":
         raise UserError(f"model.adapter: {folder}/{SETTINGS} has a pattern as target_modules, {targets!r}; the JAX "
                         "engine takes lists of names. Use engine: torch.")
+    # For qa PEFT notes one name of the head whatever the model's is; the head trains in full anyway.
+    to_save = [name for name in found.get("modules_to_save") or [] if name not in ANSWER_HEADS]
     return LoRA(rank=found["r"], alpha=found["lora_alpha"], dropout=found.get("lora_dropout", 0.0), targets=targets,
-                modules_to_save=found.get("modules_to_save"), dora=found.get("use_dora", False),
+                modules_to_save=to_save or None, dora=found.get("use_dora", False),
                 rslora=found.get("use_rslora", False))
 
 

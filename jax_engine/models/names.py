@@ -1,5 +1,6 @@
 """Torch's parameter names of every leaf of the tree, one per layer and in torch's order, in both directions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,14 @@ class Names:
 
     def __init__(self, family: Family, head: Head, shapes: Tree, arch: Architecture, adapted: frozenset[str],
                  to_save: frozenset[str]):
-        self._adapted, self._to_save = adapted, to_save
+        self._adapted, self._to_save, self._first_layer = adapted, to_save, arch.first_layer
         self._wrapped = bool(adapted or to_save)
         self._leaves = flatten(shapes)
         self._per_group = arch.layers_per_group
-        self._base = family.prefix(head)
-        self._modules = {ours: f"{self._base}.{theirs}" for ours, theirs in family.modules.items()}
-        self._modules |= family.head_modules[head]
+        self._base, self._renamed = family.prefix(head), family.renamed.get(head, {})
+        inside = {ours: f"{self._base}.{theirs}" for ours, theirs in family.modules.items()}
+        parts = [inside, family.head_modules[head]]
+        self._modules = {**parts[head in family.first], **parts[head not in family.first]}
         self._stored = arch.num_stored_layers
         order = list(self._modules)
         ranked = sorted(self._leaves, key=lambda path: (order.index(_module(path)), _leaf_rank(path[-1])))
@@ -45,11 +47,12 @@ class Names:
         before = [path for path in outer if order.index(_module(path)) < first]
         after = [path for path in outer if order.index(_module(path)) > first]
         places = [(path, None) for path in before]
-        places += [(path, layer) for layer in range(self._stored) for path in inner]
+        places += [(path, place) for layer in range(self._stored) for path in inner
+                   if (place := layer - arch.first_layer(_module(path))) >= 0]
         self._places: list[tuple[Path, int | None]] = places + [(path, None) for path in after]
 
     def names(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
-        """(torch name, path in the tree, layer) of every parameter, in torch's order.
+        """(torch name, path in the tree, place among the stacked layers) of every parameter, in torch's order.
 
         Args:
             plain: Names of the network without PEFT's wrapping; adapters are left out.
@@ -62,17 +65,25 @@ class Names:
         shape = self._leaves[path].shape
         return shape[1:] if path[0] == "layers" else shape
 
-    def file_names(self, path: Path) -> list[str]:
-        """Names of a leaf in a Hugging Face folder, of an adapter's in PEFT's: one, or one for each layer."""
-        named = self._saved_name if path[-1] in ADAPTER_LEAVES else self._plain
-        return [named(path, layer) for layer in (range(self._stored) if path[0] == "layers" else [None])]
+    def drawn_names(self, path: Path) -> list[str]:
+        """Names of a leaf in torch's model, of an adapter's in PEFT's folder: one, or one for each layer."""
+        named = self._saved_name if path[-1] in ADAPTER_LEAVES else self._inside
+        return [named(path, place) for place in self._stack(_module(path))]
+
+    def num_stacked(self, path: Path) -> int:
+        """Number of layers of a leaf that is stacked."""
+        return self._leaves[path].shape[0]
+
+    def _stack(self, ours: str) -> Sequence[int | None]:
+        """Places among the stacked layers that one of our modules has."""
+        return range(self._stored - self._first_layer(ours)) if ours.startswith("layers.") else [None]
 
     def _saved_name(self, path: Path, layer: int | None) -> str:
         return saved_name(self.name(path, layer))
 
     def module(self, ours: str, layer: int | None) -> str:
         """Torch's name of one of our modules, without any wrapping."""
-        return self.filled_in(self._modules[ours], layer)
+        return self.filled_in(self._modules[ours], None if layer is None else layer + self._first_layer(ours))
 
     def filled_in(self, name: str, layer: int | None, inside: bool = False) -> str:
         """Torch's name with the number of a layer in it; `inside` is for one that begins inside the base network."""
@@ -83,13 +94,12 @@ class Names:
 
     def torch_modules(self, ours: str) -> list[str]:
         """Torch's names of one of our modules, one per layer."""
-        layers = range(self._stored) if ours.startswith("layers.") else [None]
-        return [self.module(ours, layer) for layer in layers]
+        return [self.module(ours, place) for place in self._stack(ours)]
 
     def name(self, path: Path, layer: int | None) -> str:
         """Torch's name of a parameter, as in `named_parameters` of the network PEFT wraps, if it does."""
         if not self._wrapped:
-            return self._plain(path, layer)
+            return self._inside(path, layer)
         ours, leaf = _module(path), path[-1]
         theirs = PEFT_PREFIX + self.module(ours, layer)
         if leaf in LORA_LEAVES:
@@ -100,16 +110,19 @@ class Names:
             return f"{theirs}.token_adapter.base_layer.{leaf}"
         if ours in self._adapted:
             return f"{theirs}.base_layer.{leaf}"
-        return f"{theirs}.modules_to_save.default.{leaf}" if self.trains(path) else f"{theirs}.{leaf}"
+        return (f"{theirs}.modules_to_save.default.{leaf}" if self.trains(path)
+                else PEFT_PREFIX + self._inside(path, layer))
 
     def _plain(self, path: Path, layer: int | None) -> str:
         return f"{self.module(_module(path), layer)}.{path[-1]}"
 
+    def _inside(self, path: Path, layer: int | None) -> str:
+        name = self._plain(path, layer)
+        return self._renamed.get(name, name)
+
     def trains(self, path: Path) -> bool:
         """Whether a leaf trains: all do without adapters, else those and the modules saved in full."""
-        module = _module(path)
-        return not self._wrapped or path[-1] in ADAPTER_LEAVES or any(
-            module == saved or module.startswith(f"{saved}.") for saved in self._to_save)
+        return not self._wrapped or path[-1] in ADAPTER_LEAVES or _module(path) in self._to_save
 
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
         """Leaves of any tree shaped like the parameters or a part of them, by torch's names (`plain` as in `names`)."""
@@ -131,10 +144,10 @@ class Names:
             path, layer = known[name]
             pieces.setdefault(path, {})[layer] = np.asarray(value)
         missing = [self.name(path, layer) for path, parts in pieces.items() if path[0] == "layers"
-                   for layer in range(self._stored) if layer not in parts]
+                   for layer in self._stack(_module(path)) if layer not in parts]
         if missing:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
-        return unflatten({path: np.stack([parts[layer] for layer in range(self._stored)])
+        return unflatten({path: np.stack([parts[layer] for layer in sorted(parts)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
 
 

@@ -20,7 +20,7 @@ from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask
 from jax_engine.models.block import Block
 from jax_engine.models.decoder import DecoderEmbedding, LMHead
-from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
+from jax_engine.models.dropout import Seeds, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
 from jax_engine.models.linear import Build, Linear, Norm
 from jax_engine.models.names import Names
@@ -65,13 +65,14 @@ class Network(Names):
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             graph, state = nnx.split(module)
             self._graphs[name], shapes[name] = graph, nnx.to_pure_dict(state)
-        stored = arch.num_stored_layers
-        shapes["layers"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((stored, *s.shape), s.dtype), shapes["layers"])
+        shapes["layers"] = unflatten({
+            path: jax.ShapeDtypeStruct((arch.num_stored_layers - arch.first_layer(f"layers.{path[0]}"), *leaf.shape),
+                                       leaf.dtype) for path, leaf in flatten(shapes["layers"]).items()})
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
         super().__init__(family, head, self.shapes, arch, build.adapted, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
         self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
-                                        arch.mlp_dropout, arch.qa_dropout))
+                                        arch.mlp_dropout, arch.mlp_inner_dropout, arch.qa_dropout))
         self._sites = site_seeds(self, family, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Network(Names):
             paths: Of the leaves to make; None makes all.
         """
         return unflatten({
-            path: FirstValues(self._starts[path], self.shape(path), seed, self.file_names(path), path[0] == "layers",
+            path: FirstValues(self._starts[path], self.shape(path), seed, self.drawn_names(path), path[0] == "layers",
                               jnp.dtype(dtype)) for path in (flatten(self.shapes) if paths is None else paths)})
 
     def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
@@ -131,7 +132,7 @@ class Network(Names):
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         if self.head == "qa":
-            x = dropout(x, self.arch.qa_dropout, seeds, "head")
+            x = self._part("head", params).features(x, seeds)
         return x if cache is None else (x, {**kv, "valid": valid, "length": start + length})
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
@@ -143,6 +144,10 @@ class Network(Names):
                  "scale": jnp.array(arch.attention_scales, jnp.float32),
                  "mask": jnp.array([windows.index(window) for window in arch.windows])}
         steps |= {"rope": jnp.array([self._ropes.index(rope) for rope in arch.ropes])} if len(angles) > 1 else {}
+        if not arch.first_norm and "attn_norm" in layers:  # a row for the layer without, which nothing reads
+            steps["has_norm"] = jnp.arange(arch.num_layers) > 0
+            layers = layers | {"attn_norm": jax.tree.map(lambda leaf: jnp.pad(
+                leaf, ((1, 0), (0, 0)), constant_values=1), layers["attn_norm"])}
         steps |= {} if shared else {"params": layers}
         inside = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
         steps |= {} if seeds is None else {"sites": inside}
@@ -155,7 +160,7 @@ class Network(Names):
             turns, key_turns = (_chosen(kinds, step.get("rope")) for kinds in (angles, key_angles))
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
             return block(x, mask, step["scale"], turns, here, step.get("cache"),
-                         None if cache is None else cache["length"], key_turns)
+                         None if cache is None else cache["length"], key_turns, step.get("has_norm"))
 
         if self.remat != "none":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None

@@ -15,7 +15,7 @@ from lmmods.core.initialization import Normal, Uniform, draw_part
 class Rows:
     """A table whose rows start at random, but for `zeros`, that of the padding token, if there is one."""
 
-    std: float
+    values: Normal
     zeros: int | None = None
 
 
@@ -72,7 +72,7 @@ class FirstValues:
             return np.asarray(start(*shape), np.float32)[part]
         if not isinstance(start, Rows):
             return draw_part(self._seed, name, start, shape, part)
-        rows = draw_part(self._seed, name, Normal(start.std), shape, part)
+        rows = draw_part(self._seed, name, start.values, shape, part)
         if start.zeros is not None:
             rows[np.arange(shape[0])[part[0]] == start.zeros] = 0.0
         return rows

@@ -10,6 +10,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 
 SETTINGS = "adapter_config.json"
+# Names of the layer that gives the logits of answer spans; it is new to a model and trains in full beside an adapter.
+ANSWER_HEADS = ("qa_outputs", "classifier")
 
 
 def adapted_layers(lora: LoRA, linear: Iterable[str]) -> set[str]:

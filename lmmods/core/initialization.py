@@ -22,13 +22,21 @@ PART = 1 << 22  # values that are drawn at once of a parameter of which a proces
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution, float32."""
+    """A normal distribution, float32.
+
+    Args:
+        cut: Numbers further from the mean than so many standard deviations are drawn anew.
+    """
 
     std: float
     mean: float = 0.0
+    cut: float | None = None
 
     def fill(self, generator: np.random.Generator, out: np.ndarray) -> None:
-        np.multiply(standard_normal(generator, out.size), np.float32(self.std), out=out)
+        values = standard_normal(generator, out.size)
+        while self.cut is not None and (outside := np.flatnonzero(np.abs(values) > np.float32(self.cut))).size:
+            values[outside] = standard_normal(generator, outside.size)
+        np.multiply(values, np.float32(self.std), out=out)
         if self.mean:
             out += np.float32(self.mean)
 

@@ -10,6 +10,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertModel,
     PreTrainedConfig,
     PreTrainedModel,
     initialization,
@@ -95,6 +97,19 @@ def test_modules_are_entered_before_their_weights_are_drawn():
         model.init_weights()
     assert seen == [(model.first, False), (model.second, True), (model, True)], mend(
         "transformers", compat.before_each_module)
+
+
+def test_truncated_normals_of_models_are_drawn_at_one_place():
+    config = ModernBertConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                              num_attention_heads=2, pad_token_id=0)
+    with compat.without_first_weights():
+        model = ModernBertModel(config)
+    embedding, drawn = model.embeddings.tok_embeddings.weight, {}
+    with compat.instead_of_truncated_normals(lambda tensor, *numbers: drawn.update({id(tensor): numbers})):
+        model.layers[0].mlp.Wo.weight._is_hf_initialized = True
+        model.init_weights()
+    assert drawn[id(embedding)] == (0.0, 0.02, 2.0) and len(drawn) == 4, mend(
+        "transformers", compat.instead_of_truncated_normals)
 
 
 def test_missing_weights_are_drawn_at_one_place(tmp_path):

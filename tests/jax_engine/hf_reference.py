@@ -59,6 +59,13 @@ FAMILIES = {
     "albert": BERT | {"embedding_size": 10, "num_hidden_groups": 2, "inner_group_num": 2, "pad_token_id": 0},
     "distilbert": {"vocab_size": VOCAB, "dim": 24, "hidden_dim": 20, "n_layers": 3, "n_heads": 3,
                    "max_position_embeddings": 32},
+    "xlm-roberta": BERT | {"num_hidden_layers": 1, "pad_token_id": 3, "type_vocab_size": 1},
+    "electra": BERT | {"num_hidden_layers": 1, "embedding_size": 10, "pad_token_id": 0},
+    "modernbert": DECODER | {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "pad_token_id": 0,
+                             "num_attention_heads": 3, "max_position_embeddings": 32, "local_attention": 4,
+                             "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {
+                                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                                 "full_attention": YARN}},
 }
 AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "qa": "AutoModelForQuestionAnswering"}
 
@@ -119,6 +126,6 @@ class HFReference:
         ids[mask == 0] = self.pad
         ids[3, 4] = self.pad
         batch = {"input_ids": ids, "attention_mask": mask}
-        if self.net.arch.num_types:
+        if self.net.arch.num_types > 1:
             batch["token_type_ids"] = np.ones_like(ids) * (np.arange(9) > 4)
         return batch

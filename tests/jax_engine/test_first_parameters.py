@@ -12,7 +12,7 @@ import transformers
 from hf_reference import AUTO, FAMILIES
 from safetensors.torch import load_file
 from test_lora import TASKS
-from tested import cells, every_pair
+from tested import MAIN, cells, every_pair
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten
@@ -81,7 +81,7 @@ def test_in_bfloat16_and_untied_too(name):
     same(net.to_torch(net.init(1, "bfloat16")), scratch(name, head, 1, torch.bfloat16, **untied))
 
 
-@cells("all")
+@cells("all", (*MAIN, "modernbert"))
 def test_distributions_are_those_of_transformers(name, head):
     """Mean and variance of every parameter, to five standard deviations of what chance makes of both."""
     torch.manual_seed(0)
@@ -106,7 +106,9 @@ def test_position_tables_are_sines_where_the_configuration_says_so():
 
 @pytest.mark.parametrize(("base", "name", "head"), [
     ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
-    ("MistralForCausalLM", "mistral", "qa"), ("GPT2LMHeadModel", "gpt2", "qa")])
+    ("MistralForCausalLM", "mistral", "qa"), ("GPT2LMHeadModel", "gpt2", "qa"),
+    ("ElectraForPreTraining", "electra", "qa"), ("ElectraForPreTraining", "electra", "masked"),
+    ("ModernBertModel", "modernbert", "masked"), ("ModernBertModel", "modernbert", "qa")])
 def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scratch(base, name, head, tmp_path):
     getattr(transformers, base)(configuration(name)).save_pretrained(tmp_path)
     model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
@@ -116,6 +118,16 @@ def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scr
     first, heads = net.to_torch(net.init(5)), [key for key, path, _ in net.names() if path[0] == "head"]
     assert heads and all(np.array_equal(loaded[key], first[key]) for key in heads)
     assert not any(np.array_equal(loaded[key], first[key]) for key in first if key not in heads and first[key].std())
+
+
+def test_the_head_for_answers_keeps_what_another_head_has_of_it(tmp_path):
+    """The layers of ModernBERT's heads before the logits; those alone are new."""
+    transformers.ModernBertForMaskedLM(configuration("modernbert")).save_pretrained(tmp_path)
+    model = load_pretrained(transformers.AutoModelForQuestionAnswering, str(tmp_path), seed=5)
+    net = hub.network(load_config(str(tmp_path)), "qa")
+    loaded = net.to_torch(loading.load(net, str(tmp_path), seed=5))
+    same(loaded, model)
+    assert np.array_equal(loaded["head.dense.weight"], load_file(tmp_path / "model.safetensors")["head.dense.weight"])
 
 
 def test_a_head_beside_a_quantised_base_is_the_same_too(tmp_path):
@@ -130,13 +142,13 @@ def test_a_head_beside_a_quantised_base_is_the_same_too(tmp_path):
 ADAPTERS = [
     ("llama", "causal", {}, torch.float32), ("llama", "causal", {"rslora": True}, torch.bfloat16),
     ("gpt2", "causal", {"dora": True}, torch.float32), ("llama", "causal", {"dora": True}, torch.float32),
-    ("bert", "qa", {}, torch.float32), ("albert", "masked", {}, torch.float32),
+    ("bert", "qa", {}, torch.float32), ("modernbert", "qa", {}, torch.float32), ("albert", "masked", {}, torch.float32),
     ("llama", "causal", {"modules_to_save": ["lm_head"]}, torch.float32),
 ]
 
 
 @pytest.mark.parametrize(("name", "head", "settings", "dtype"), ADAPTERS, ids=[
-    "lora", "on-bfloat16", "dora-conv1d", "dora", "qa", "shared-layers", "head-in-full"])
+    "lora", "on-bfloat16", "dora-conv1d", "dora", "qa", "qa-of-layers", "shared-layers", "head-in-full"])
 def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, settings, dtype, tmp_path):
     ref, lora = make_ref(name, head), LoRA(rank=4, alpha=8, **settings)
     tokens = [] if head == "masked" else [36, 5]

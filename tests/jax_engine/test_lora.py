@@ -63,8 +63,9 @@ CASES = [
     ("gpt2", "causal", LoRA(rank=4, alpha=8, targets=["c_fc"], modules_to_save=["wte"])),
     ("bert", "masked", LoRA(rank=4, alpha=16, dora=True, rslora=True)),
     ("bert", "qa", LoRA(rank=4, alpha=16, targets=["query", "attention.output.dense"])),
+    ("modernbert", "qa", LoRA(rank=4, alpha=16, targets=["Wqkv", "head.dense"], modules_to_save=["classifier"])),
 ]
-EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3"), LoRA(rank=3, alpha=6))
+EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3", "modernbert"), LoRA(rank=3, alpha=6))
 
 
 @pytest.mark.parametrize(("name", "head", "lora"), EVERY + [

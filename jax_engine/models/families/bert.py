@@ -40,11 +40,11 @@ def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_attention_heads, "head_dim": head_dim,
         "mlp_size": config.intermediate_size, "activation": act, "head_activation": act,
         "norm_eps": config.layer_norm_eps, "init_std": std, "layer_std": std, "residual_std": std, "causal": False,
-        "norms": ("sum",), "max_positions": config.max_position_embeddings, "num_types": config.type_vocab_size,
-        "padding_id": config.pad_token_id, "embedding_dropout": config.hidden_dropout_prob,
-        "attention_dropout": config.attention_probs_dropout_prob, "residual_dropout": config.hidden_dropout_prob,
-        "mlp_dropout": config.hidden_dropout_prob, **plain_layers(config.num_hidden_layers, head_dim**-0.5),
-        **choices})
+        "norms": ("sum",), "head_bias": True, "max_positions": config.max_position_embeddings,
+        "num_types": config.type_vocab_size, "padding_id": config.pad_token_id,
+        "embedding_dropout": config.hidden_dropout_prob, "attention_dropout": config.attention_probs_dropout_prob,
+        "residual_dropout": config.hidden_dropout_prob, "mlp_dropout": config.hidden_dropout_prob,
+        **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
 
 
 FAMILY = Family(

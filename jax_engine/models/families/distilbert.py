@@ -16,7 +16,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         vocab_size=config.vocab_size, hidden_size=config.dim, num_layers=config.n_layers, num_heads=config.n_heads,
         num_kv_heads=config.n_heads, head_dim=head_dim, mlp_size=config.hidden_dim, activation=act,
         head_activation=act, norm_eps=NORM_EPS, init_std=std, layer_std=std, residual_std=std, causal=False,
-        norms=("sum",), max_positions=config.max_position_embeddings, padding_id=config.pad_token_id,
+        norms=("sum",), head_bias=True, max_positions=config.max_position_embeddings, padding_id=config.pad_token_id,
         sinusoid_init=config.sinusoidal_pos_embds, embedding_dropout=config.dropout,
         attention_dropout=config.attention_dropout, mlp_dropout=config.dropout,
         qa_dropout=config.qa_dropout, **plain_layers(config.n_layers, head_dim**-0.5))

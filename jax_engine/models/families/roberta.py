@@ -9,7 +9,7 @@ from lmmods.core.errors import UserError
 
 def architecture(config: PreTrainedConfig) -> Architecture:
     if config.pad_token_id is None:
-        raise UserError("model.config: roberta counts positions from pad_token_id, which is missing.")
+        raise UserError(f"model.config: {config.model_type} counts positions from pad_token_id, which is missing.")
     return bert_like(config, positions_after_padding=True, head_activation="gelu")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.logging import set_tqdm_hook
 
 
@@ -96,6 +96,34 @@ def before_each_module(enter: Callable[[nn.Module], None]) -> Iterator[None]:
 
     with _in_place_of("_initialize_weights", entered):
         yield
+
+
+@contextmanager
+def instead_of_truncated_normals(draw: Callable[[Tensor, float, float, float], None]) -> Iterator[None]:
+    """`draw` is called where a model draws from a truncated normal distribution: `initialization.trunc_normal_`.
+
+    What a file holds is spared as there: `_is_hf_initialized`.
+
+    Args:
+        draw: Takes the parameter, mean, standard deviation, and how many of these the ends are from the mean. Of other
+            ends the original function draws.
+    """
+    from transformers import initialization
+
+    original = initialization.trunc_normal_
+
+    def replaced(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0,
+                 generator: Any = None) -> Tensor:
+        if getattr(tensor, "_is_hf_initialized", False) or generator is not None or b - mean != mean - a:
+            return original(tensor, mean, std, a, b, generator)
+        draw(tensor, mean, std, (b - mean) / std)
+        return tensor
+
+    initialization.trunc_normal_ = replaced
+    try:
+        yield
+    finally:
+        initialization.trunc_normal_ = original
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
 from lmmods.torch_engine.compat.transformers import (
     around_missing_weights,
     before_each_module,
+    instead_of_truncated_normals,
     without_first_weights,
 )
 from lmmods.torch_engine.nn.sharding import local_rows
@@ -81,10 +82,10 @@ class FirstValues:
 class FirstWeights(DispatchMode):
     """While this is entered, `normal_` and `uniform_` draw from the stream of the parameter that they fill.
 
-    They are carried out when something reads the values, or by `start`: what is drawn twice, or drawn and then tied to
-    something else, costs nothing. Part of a parameter gets the values that this part of the whole has. A tensor that
-    is no parameter has a stream by its module and a number. What else is random comes from torch's own generator, whose
-    seed each module sets.
+    So does transformers' `trunc_normal_`. They are carried out when something reads the values, or by `start`: what is
+    drawn twice, or drawn and then tied to something else, costs nothing. Part of a parameter gets the values that this
+    part of the whole has. A tensor that is no parameter has a stream by its module and a number. What else is random
+    comes from torch's own generator, whose seed each module sets.
 
     Args:
         seed: Of the run.
@@ -119,7 +120,7 @@ class FirstWeights(DispatchMode):
             set_seed(stream_key(self._seed, self._place) >> 64)
 
         self._names = before
-        with before_each_module(enter):
+        with before_each_module(enter), instead_of_truncated_normals(self._draw_truncated):
             initialize()
         self._names = names()
         if later is not None:
@@ -150,6 +151,10 @@ class FirstWeights(DispatchMode):
                     overwritten = tensor is args[0] and _is_whole(tensor) and func in (*CONSTANTS, aten.copy_.default)
                     self._waiting.pop(_memory(tensor)) if overwritten else self._settle(_memory(tensor))
         return func(*args, **kwargs or {})
+
+    def _draw_truncated(self, tensor: Tensor, mean: float, std: float, cut: float) -> None:
+        if _is_real(tensor):
+            self._write(tensor, self._draw, (Normal(std, mean, cut),))
 
     def _write(self, tensor: Tensor, write: Callable, values: tuple) -> None:
         memory = _memory(tensor)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from lmmods.core.adapters import ANSWER_HEADS
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import (
@@ -52,7 +53,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     # The span head is new to the model and trains in full; transformers itself spares only vocabulary heads.
-    skip = ["qa_outputs"] if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
+    skip = list(ANSWER_HEADS) if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
     config = load_config(pretrained, overrides, revision, trust_remote_code)
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lmmods.core.adapters import (
+    ANSWER_HEADS,
     adapted_layers,
     check_rows,
     modules_in_full,
@@ -34,18 +35,19 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
             kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
             raise UserError(quantised_in_full(name, kind))
+    answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules="all-linear" if "all-linear" in targets else targets,
-        modules_to_save=settings.modules_to_save,
+        # for this task PEFT itself adds one name of the head
+        modules_to_save=[*(settings.modules_to_save or []), *(set(answers) - {"qa_outputs"})] or None,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
-        # PEFT trains the span head, new to the model, in full; an adapter on it as well would clash.
-        exclude_modules=["qa_outputs"] if task_type == "QUESTION_ANS" else None,
+        exclude_modules=answers or None,  # an adapter on what trains in full would clash
         task_type=task_type,
     )
     wrapped = _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)

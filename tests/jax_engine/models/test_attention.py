@@ -22,6 +22,8 @@ def test_masks_by_hand():
               "attention_mask": np.ones((1, 4), int)}
     assert attention_mask(packed, True, None)[0, 0].astype(int).tolist() == [
         [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    near = attention_mask({"input_ids": np.zeros((1, 4), int)}, causal=False, window=2)[0, 0]
+    assert near.astype(int).tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     free = attention_mask({"input_ids": np.zeros((2, 3), int)}, True, None)
     assert free.shape == (2, 1, 3, 3) and (free == np.tril(np.ones((3, 3), bool))).all()
 

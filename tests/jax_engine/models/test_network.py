@@ -55,7 +55,7 @@ def test_logits_loss_and_all_gradients_are_torchs(make_ref, name, head):
         assert np.abs(named[key] - gradient).max() <= 1e-4 * scale, key
 
 
-@cells("all", (*MAIN, "gpt_neox"))
+@cells("all", (*MAIN, "gpt_neox", "modernbert"))
 def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, tmp_path):
     ref = make_ref(name, head)
     hub.save(ref.net, ref.params, tmp_path)
@@ -72,7 +72,7 @@ def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, t
                        theirs.start_logits if head == "qa" else theirs.logits)
 
 
-@cells("packing", (*MAIN, "phi3", "gemma3_text"))
+@cells("packing", (*MAIN, "phi3", "gemma3_text", "modernbert"))
 def test_packed_documents_are_as_apart(make_ref, name, head):
     ref = make_ref(name, head)
     random = np.random.default_rng(3)
@@ -135,15 +135,17 @@ def test_a_rows_dropout_does_not_depend_on_its_batch(make_ref, name, head):
 
 
 RATES = {name: {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
-         for name in ("bert", "roberta", "albert")}
+         for name in ("bert", "roberta", "albert", "xlm-roberta", "electra")}
 RATES |= {name: {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3} for name in ("gpt2", "openai-gpt", "ctrl")}
 RATES |= {"starcoder2": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3},
           "gpt_neox": {"hidden_dropout": 0.3, "attention_dropout": 0.2},
-          "phi3": {"resid_pdrop": 0.3, "attention_dropout": 0.2}}
+          "phi3": {"resid_pdrop": 0.3, "attention_dropout": 0.2},
+          "modernbert": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "mlp_dropout": 0.3,
+                         "classifier_dropout": 0.25}}
 RATES |= {"distilbert": {"dropout": 0.3, "attention_dropout": 0.2, "qa_dropout": 0.1}}
 
 
-@cells("all", (*MAIN, "starcoder2"))
+@cells("all", (*MAIN, "starcoder2", "modernbert"))
 def test_dropout_is_torchs(make_ref, name, head):
     """Features of the same tokens, sites and layers are dropped, also where layers share weights."""
     ref = make_ref(name, head, **RATES.get(name, {"attention_dropout": 0.3}))
@@ -233,10 +235,10 @@ def test_a_deep_network_is_no_larger_a_program(make_ref, name):
     for depth in (2, 32):
         config = copy.deepcopy(make_ref(name, "causal").config)
         config.num_hidden_layers, config.layer_types = depth, ["sliding_attention", "full_attention"] * (depth // 2)
-        net = hub.network(config, "causal")
+        net = hub.network(config, "causal", unroll=1 if depth == 2 else None)
         lowered = jax.jit(jax.grad(lambda p, net=net: net.logits(p, net.hidden(p, batch)).sum())).lower(net.shapes)
         texts[depth] = len(lowered.as_text())
-    assert texts[32] <= 1.5 * texts[2]
+    assert texts[32] <= 1.01 * texts[2]
 
 
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in (

@@ -1,0 +1,61 @@
+"""ModernBERT (Warner et al. 2024): rotary positions, windows in most layers, norms in front, no biases.
+
+The embedding is normed, so the first layer's attention has no norm of its own.
+"""
+
+import math
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
+from jax_engine.models.families.llama import layer_ropes
+from jax_engine.models.linear import known_activation
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    refuse(config, tie_word_embeddings=True)
+    head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
+    residual_std = std / math.sqrt(2 * config.num_hidden_layers)
+    # transformers' sliding_window is how far a token sees to each side, itself not counted
+    windows = tuple(config.sliding_window + 1 if kind == "sliding_attention" else None for kind in config.layer_types)
+    return Architecture(**{
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads, "num_kv_heads": config.num_attention_heads, "head_dim": head_dim,
+        "mlp_size": config.intermediate_size, "activation": known_activation(config.hidden_activation),
+        "norm": "layer" if config.norm_bias else "layer_no_bias", "norm_eps": config.norm_eps,
+        "final_norm_eps": config.norm_eps, "first_norm": False, "init_std": std, "layer_std": std,
+        "residual_std": residual_std, "init_cut": config.initializer_cutoff_factor or 3, "causal": False,
+        "positions": "rope", "ropes": layer_ropes(config), "padding_id": config.pad_token_id,
+        "qkv": "fused", "qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "gated": True,
+        "fused_gate_up": True, "mlp_bias": config.mlp_bias, "head_bias": config.decoder_bias,
+        "head_activation": known_activation(config.classifier_activation), "head_dense_bias": config.classifier_bias,
+        "head_std": residual_std, "qa_dense": True, "qa_std": config.hidden_size**-0.5,
+        "embedding_dropout": config.embedding_dropout, "attention_dropout": config.attention_dropout,
+        "residual_dropout": config.attention_dropout, "mlp_inner_dropout": config.mlp_dropout,
+        "qa_dropout": config.classifier_dropout, **plain_layers(config.num_hidden_layers, head_dim**-0.5),
+        "windows": windows})
+
+
+FAMILY = Family(
+    architecture=architecture,
+    base="model",
+    modules={
+        "embed.tokens": "embeddings.tok_embeddings",
+        "embed.norm": "embeddings.norm",
+        "layers.attn_norm": "layers.{}.attn_norm",
+        "layers.attn.qkv": "layers.{}.attn.Wqkv",
+        "layers.attn.o": "layers.{}.attn.Wo",
+        "layers.mlp_norm": "layers.{}.mlp_norm",
+        "layers.mlp.gate_up": "layers.{}.mlp.Wi",
+        "layers.mlp.down": "layers.{}.mlp.Wo",
+        "norm": "final_norm",
+    },
+    classes={"masked": "ModernBertForMaskedLM", "qa": "ModernBertForQuestionAnswering"},
+    head_modules={
+        "masked": {"head.dense": "head.dense", "head.norm": "head.norm", "head": "decoder"},
+        "qa": {"head.dense": "head.dense", "head.norm": "head.norm", "head": "classifier"},
+    },
+    dropouts={"embed": "embeddings.drop", "layers.attn.weights": "layers.{}.attn.weights",
+              "layers.attn": "layers.{}.attn.out_drop", "layers.mlp.inner": "layers.{}.mlp.drop", "head": "drop"},
+    tied={"masked": {"decoder.weight": "embed.tokens.weight"}},
+)
