@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jax_engine.models.relative import Relative
 from jax_engine.models.rope import Rope
 from lmmods.core.errors import UserError
 
@@ -22,7 +23,8 @@ class Architecture:
         first_norm: Whether the attention of the first layer has the norm on its input that the others have.
         parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm`
             its same norm.
-        positions: A learned table, sines and cosines added to the embedding, or rotated queries and keys.
+        positions: A learned table, sines and cosines added to the embedding, rotated queries and keys, or none.
+        relative: Positions in the scores, beside those or alone.
         ropes: For each layer, how its queries and keys turn; they differ in frequencies alone.
         embedding_size: Width of the embedding table where it differs from the network's.
         padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
@@ -71,7 +73,8 @@ class Architecture:
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
-    positions: Literal["learned", "sinusoid", "rope"] = "learned"
+    positions: Literal["learned", "sinusoid", "rope", "none"] = "learned"
+    relative: Relative | None = None
     ropes: tuple[Rope, ...] = ()
     max_positions: int = 0
     num_types: int = 0

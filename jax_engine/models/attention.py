@@ -11,6 +11,7 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.cpu_attention import attend_blocked
 from jax_engine.models.dropout import Seeds, dropped_weights
 from jax_engine.models.linear import Build, Linear, Norm, capped
+from jax_engine.models.relative import Table, content_to_position, position_to_content
 from jax_engine.models.rope import Angles, rotate
 
 
@@ -52,7 +53,7 @@ def _places_seen(queries: Array, keys: Array, causal: bool, window: int | None) 
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
-           cap: float | None = None) -> Array:
+           cap: float | None = None, more: Array | None = None) -> Array:
     """Softmax attention with float32 scores; a query that sees nothing gets the mean of all values, not NaN.
 
     Args:
@@ -62,13 +63,15 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
         rate: Dropout of the weights.
         seeds: None is for no dropout.
         cap: Of the scores (see `capped`).
+        more: Added to queries times keys, [B, heads, T, S].
 
     Returns:
         [B, T, heads * head_dim].
     """
     batch, length, heads, size = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, size)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = (scores if more is None else scores + more.reshape(scores.shape)) * scale
     scores = jnp.where(mask[:, :, None], capped(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     if seeds is not None and rate:
@@ -92,6 +95,10 @@ class Attention(nnx.Module):
             self.v = Linear(arch.hidden_size, kv, "layers.attn.v", **kwargs)
         else:
             self.qkv = Linear(arch.hidden_size, inner + 2 * kv, "layers.attn.qkv", **kwargs)
+        own_places = arch.relative is not None and not arch.relative.shared
+        self.place_k, self.place_q = (
+            Linear(arch.hidden_size, inner, f"layers.attn.{name}", **kwargs) if own_places and score in
+            arch.relative.scores else None for name, score in (("place_k", "c2p"), ("place_q", "p2c")))
         kwargs |= {"std": arch.residual_std, "bias": arch.out_bias}
         self.o = Linear(inner, arch.hidden_size, "layers.attn.o", **kwargs)
         if arch.qk_norm:
@@ -99,17 +106,19 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (Norm(size, arch.norm, arch.norm_eps) for size in sizes)
 
     def __call__(self, x: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
-                 angles: Angles | None, seeds: Seeds | None, cache: dict[str, Array] | None = None,
+                 angles: Angles | Table | None, seeds: Seeds | None, cache: dict[str, Array] | None = None,
                  start: Array | None = None, key_angles: Angles | None = None
                  ) -> tuple[Array, dict[str, Array] | None]:
         """Mixed features [B, T, D] of x, and the cache with the new keys and values written from slot `start` on.
 
         Args:
             mask: [B, 1, T, S] booleans, or a fused kernel that knows who sees whom.
+            angles: Of these tokens; or relative positions, for scores of their own.
             key_angles: Of all slots of a cache, which then keeps keys that have not turned; None: as `angles`.
         """
         q, k, v = self._project(x, seeds)
-        if angles is not None:
+        more = self._scores_of_places(q, k, angles) if isinstance(angles, Table) else None
+        if angles is not None and more is None:
             q = self._turn(q, angles)
             k = self._turn(k, angles) if key_angles is None else k
         if cache is not None:
@@ -118,19 +127,27 @@ class Attention(nnx.Module):
             cache = {"k": k, "v": v}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         k = k if key_angles is None else self._turn(k, key_angles)
-        return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None), seeds), cache
+        return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None, more), seeds), cache
 
     def _turn(self, x: Array, angles: Angles) -> Array:
         return rotate(x, angles, self.arch.ropes[0].interleaved)
 
     def _mix(self, q: Array, k: Array, v: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
-             seeds: Seeds | None, whole_rows: bool) -> Array:
+             seeds: Seeds | None, whole_rows: bool, more: Array | None) -> Array:
         if callable(mask):
             return mask(q, k, v)
         rate = 0.0 if seeds is None else self.arch.attention_dropout
-        if whole_rows and not rate and self.blocked:
+        if whole_rows and not rate and self.blocked and more is None:
             return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale)
-        return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap)
+        return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more)
+
+    def _scores_of_places(self, q: Array, k: Array, table: Table) -> Array:
+        """What relative positions add to queries times keys, [B, heads, T, T]."""
+        rows = {name: linear(table.rows).reshape(-1, *q.shape[2:])  # of a table no token's dropout is drawn
+                for name, linear in (("k", self.place_k or self.k), ("q", self.place_q or self.q))}
+        found = {"c2p": content_to_position(q, rows["k"], table.buckets),
+                 "p2c": position_to_content(rows["q"], k, table.buckets)}
+        return sum((found[name] for name in self.arch.relative.scores), jnp.zeros(()))
 
     def _project(self, x: Array, seeds: Seeds | None) -> list[Array]:
         """Queries, keys and values [B, T, heads of each, head_dim]."""

@@ -8,6 +8,7 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.attention import Attention
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm
+from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles
 
 
@@ -52,7 +53,7 @@ class Block(nnx.Module):
             for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
                 setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
 
-    def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | None, seeds: Seeds | None,
+    def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | Table | None, seeds: Seeds | None,
                  cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
                  has_norm: Array | None = None) -> tuple[Array, dict[str, Array] | None]:
         """Residual stream [B, T, D] after this layer, and the layer's cache.

@@ -9,6 +9,7 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, product
 from jax_engine.models.parameters import parameter
+from jax_engine.models.relative import Table
 
 
 class EncoderEmbedding(nnx.Module):
@@ -24,6 +25,10 @@ class EncoderEmbedding(nnx.Module):
             else None) if arch.positions == "learned" else None
         if arch.sinusoid_init:
             self.positions.weight = parameter((arch.max_positions, size), interleaved_sinusoids)
+        self.relative = Embedding(2 * arch.relative.span, arch.hidden_size, std=arch.init_std
+                                  ) if arch.relative else None
+        self.relative_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps
+                                  ) if arch.relative and arch.relative.normed else None
         self.types = Embedding(arch.num_types, size, std=arch.init_std) if arch.num_types else None
         self.norm = Norm(size, arch.norm, arch.norm_eps)
         self.project = Linear(size, arch.hidden_size, "embed.project", build, std=arch.init_std
@@ -37,6 +42,12 @@ class EncoderEmbedding(nnx.Module):
             x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
         x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
         return x if self.project is None else self.project(x, seeds).astype(x.dtype)
+
+    def places(self, length: int) -> Table:
+        """Relative positions in rows of this length."""
+        rows = self.relative.weight[...]
+        rows = rows if self.relative_norm is None else self.relative_norm(rows)
+        return Table(rows, jnp.asarray(self.arch.relative.buckets(length)))
 
 
 def interleaved_sinusoids(num: int, size: int) -> np.ndarray:

@@ -102,6 +102,8 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
         return f"the fused kernel does not cap scores (at {arch.attention_cap} here)"
     if arch.attention_dropout:
         return f"the fused kernel has no attention dropout ({arch.attention_dropout} here)"
+    if arch.relative is not None:
+        return "the fused kernel has no relative positions"
     if len(set(arch.windows)) > 1 or len(set(arch.attention_scales)) > 1:
         return "the layers of this network differ in window or scale"
     if not arch.causal and arch.windows[0] is not None:

@@ -23,7 +23,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import loading_notes, no_model, some
 from lmmods.core.weights_files import check_weights, reading_weights
 
-PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.")
+PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.",
+            "deberta.")
 # Buffers of older transformers versions: recomputed, never weights.
 BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_type_ids|rotary_emb\.inv_freq|"
                      r"pos_encoding)$")

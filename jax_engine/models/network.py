@@ -116,8 +116,11 @@ class Network(Names):
         self._check(batch)
         position_ids = self._positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
-        x = self._part("embed", params)(batch, position_ids, seeds)
+        embedding = self._part("embed", params)
+        x = embedding(batch, position_ids, seeds)
         angles, key_angles = self._angles(batch, position_ids, cache)
+        if self.arch.relative is not None:
+            angles = [embedding.places(x.shape[1])]
         windows = sorted(set(self.arch.windows), key=str)
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
@@ -209,7 +212,7 @@ class Network(Names):
                             "data.class_path to that of the task.")
         arch, length = self.arch, batch["input_ids"].shape[1]
         room = arch.max_positions - (arch.padding_id + 1 if arch.positions_after_padding else 0)
-        if arch.positions != "rope" and length > room and "position_ids" not in batch:
+        if arch.positions in ("learned", "sinusoid") and length > room and "position_ids" not in batch:
             raise UserError(f"Rows of {length} tokens do not fit this model, which has {room} positions: set "
                             f"data.max_length to {room} or less.")
         if "token_type_ids" in batch and not arch.num_types:

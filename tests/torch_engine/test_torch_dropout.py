@@ -32,6 +32,8 @@ MODELS = {
     "bert": (AutoModelForMaskedLM, "bert", SMALL),
     "albert": (AutoModelForMaskedLM, "albert", {**SMALL, "embedding_size": 16, "hidden_dropout_prob": 0.1,
                                                 "attention_probs_dropout_prob": 0.1}),
+    "deberta-v2": (AutoModelForMaskedLM, "deberta-v2", {**SMALL, "relative_attention": True, "share_att_key": True,
+                                                        "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}),
     "distilbert": (AutoModelForQuestionAnswering, "distilbert", {"vocab_size": 50, "dim": 32, "hidden_dim": 48,
                                                                  "n_layers": 2, "n_heads": 4}),
 }

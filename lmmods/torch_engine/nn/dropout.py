@@ -54,10 +54,23 @@ class TokenDropout:
                 self.has_sites = True
                 forward = _FunctionsReplaced(self, module, name)
                 module.forward = torch.compiler.disable(forward) if compiled else forward
+            if hasattr(module, "pos_dropout") and hasattr(module, "disentangled_attention_bias"):
+                self._spare_table(module)
         if attention_of(model) not in ATTENTION and has_rates(model.config, "att"):
             self._tell(f"Dropout: {attention_of(model)} draws that of attention itself, so masks depend on how rows "
                        "are cut into batches. With model.attention: sdpa they do not.")
         model.token_dropout = self
+
+    def _spare_table(self, module: nn.Module) -> None:
+        """No dropout in DeBERTa's table of relative positions, whose rows are no token's but all rows'."""
+        scores = module.disentangled_attention_bias
+
+        def without(*args: Any) -> Tensor:
+            with self.off():
+                return scores(*args)
+
+        module.pos_dropout.p = 0.0  # before, of the table; within the scores an adapter has dropout too
+        module.disentangled_attention_bias = without
 
     @classmethod
     def of(cls, model: nn.Module) -> "TokenDropout | None":

@@ -135,7 +135,7 @@ def test_a_rows_dropout_does_not_depend_on_its_batch(make_ref, name, head):
 
 
 RATES = {name: {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
-         for name in ("bert", "roberta", "albert", "xlm-roberta", "electra")}
+         for name in ("bert", "roberta", "albert", "xlm-roberta", "electra", "deberta-v2")}
 RATES |= {name: {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3} for name in ("gpt2", "openai-gpt", "ctrl")}
 RATES |= {"starcoder2": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3},
           "gpt_neox": {"hidden_dropout": 0.3, "attention_dropout": 0.2},

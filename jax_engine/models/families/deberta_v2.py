@@ -1,0 +1,52 @@
+"""DeBERTa 2 and 3 (He et al. 2021): BERT whose attention scores tables of relative positions too."""
+
+from transformers import PreTrainedConfig
+
+from jax_engine.models.architecture import Architecture, Family, refuse
+from jax_engine.models.families.bert import DROPOUTS, MODULES, bert_like
+from jax_engine.models.relative import Relative
+
+
+def architecture(config: PreTrainedConfig) -> Architecture:
+    refuse(config, legacy=True, conv_kernel_size=0, embedding_size=config.hidden_size)
+    kinds = tuple(kind for kind in ("c2p", "p2c") if kind in (config.pos_att_type or ()))
+    scale = (config.hidden_size // config.num_attention_heads * (1 + len(kinds))) ** -0.5
+    return bert_like(config, positions="learned" if config.position_biased_input else "none",
+                     attention_scales=(scale,) * config.num_hidden_layers, relative=_relative(config, kinds))
+
+
+def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | None:
+    if not config.relative_attention:
+        return None
+    # Fields that configurations need not have, and what transformers takes then.
+    buckets, norms = getattr(config, "position_buckets", -1), getattr(config, "norm_rel_ebd", "none")
+    longest = config.max_relative_positions
+    longest = longest if longest > 0 else config.max_position_embeddings
+    return Relative(span=buckets if buckets > 0 else longest, longest=longest if buckets > 0 else None, scores=kinds,
+                    normed="layer_norm" in norms.lower(), shared=getattr(config, "share_att_key", False))
+
+
+SELF = "encoder.layer.{}.attention.self"
+PROJECTIONS = {
+    "layers.attn.q": f"{SELF}.query_proj",
+    "layers.attn.k": f"{SELF}.key_proj",
+    "layers.attn.v": f"{SELF}.value_proj",
+    "layers.attn.place_k": f"{SELF}.pos_key_proj",
+    "layers.attn.place_q": f"{SELF}.pos_query_proj",
+}
+FAMILY = Family(
+    architecture=architecture,
+    base="deberta",
+    modules={name: theirs for name, theirs in MODULES.items() if name.startswith("embed.")} | PROJECTIONS | {
+        name: theirs for name, theirs in MODULES.items() if name.startswith("layers.") and name not in PROJECTIONS} | {
+        "embed.relative": "encoder.rel_embeddings", "embed.relative_norm": "encoder.LayerNorm"},
+    classes={"masked": "DebertaV2ForMaskedLM", "qa": "DebertaV2ForQuestionAnswering"},
+    head_modules={
+        "masked": {"head": "cls.predictions", "head.dense": "cls.predictions.transform.dense",
+                   "head.norm": "cls.predictions.transform.LayerNorm"},
+        "qa": {"head": "qa_outputs"},
+    },
+    dropouts=DROPOUTS,
+    tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
+                     "cls.predictions.decoder.bias": "head.bias"}},
+)

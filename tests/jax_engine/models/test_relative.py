@@ -1,0 +1,33 @@
+"""Relative positions: their buckets, and what DeBERTa's configurations choose, against transformers."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+from jax_engine.models.relative import Relative
+
+
+@pytest.mark.parametrize(("buckets", "longest"), [(256, 512), (32, 128), (4, 32), (-1, 64)])
+def test_buckets_are_transformers(buckets, longest):
+    rows, span = torch.zeros(1, 600, 1), buckets if buckets > 0 else longest
+    theirs = build_relative_position(rows, rows, buckets, longest)[0].numpy()
+    ours = Relative(span, longest if buckets > 0 else None, (), False, False).buckets(600)
+    assert np.array_equal(ours, np.clip(theirs + span, 0, 2 * span - 1))
+
+
+@pytest.mark.parametrize("changes", [
+    {"share_att_key": False, "position_buckets": -1, "position_biased_input": True, "type_vocab_size": 2},
+    {"share_att_key": False, "pos_att_type": "c2p", "norm_rel_ebd": "none", "max_relative_positions": 7},
+    {"relative_attention": False, "position_biased_input": True, "norm_rel_ebd": "none"},
+], ids=["own-matrices", "one-kind", "none"])
+def test_the_choices_of_configurations(make_ref, changes):
+    ref = make_ref("deberta-v2", "masked", **changes)
+    batch = ref.batch()
+    with torch.no_grad():
+        theirs = ref.torch(**{key: torch.tensor(value) for key, value in batch.items()}).logits.numpy()
+    ours = np.asarray(jax.jit(lambda p: ref.net.logits(p, ref.net.hidden(p, batch)))(ref.params))
+    real = batch["attention_mask"] > 0
+    assert np.abs(ours - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    assert list(ref.net.to_torch(ref.params)) == [name for name, _ in ref.torch.named_parameters()]
