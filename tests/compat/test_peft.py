@@ -27,6 +27,12 @@ def test_four_bit_layers_are_known_by_their_class():
     assert compat.is_lora_of_linear(adapted(bnb.nn.Linear4bit(64, 64))), mend("peft", compat.is_lora_of_linear)
 
 
+def test_adapted_layers_are_found_by_name():
+    model = get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), LoraConfig(r=2, target_modules=["1"]))
+    [(name, layer)] = compat.lora_layers(model)
+    assert name == "base_model.model.1" and layer.base_layer.out_features == 2, mend("peft", compat.lora_layers)
+
+
 def test_variants_are_known():
     assert compat.has_variant(adapted(use_dora=True)), mend("peft", compat.has_variant)
     assert not compat.has_variant(adapted()), mend("peft", compat.has_variant)

@@ -144,3 +144,20 @@ def test_decoding_and_other_layers_go_pefts_way(used):
     fuse_adapters(gpt2)
     gpt2(torch.arange(6).unsqueeze(0))
     assert not used
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (adapted, ""),
+    (lambda: adapted(quantised=True), ""),
+    (lambda: adapted(use_dora=True), "LoRA: 2 of 2 adapted layers (up, down) are computed apart from their adapters, "
+                                     "which is slower: DoRA scales what comes out of both.\n"),
+    (lambda: adapted(bias="all"), "LoRA: 1 of 2 adapted layers (down) are computed apart from their adapters, which is "
+                                  "slower: their biases train.\n"),
+    (lambda: get_peft_model(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), LoraConfig(
+        target_modules=["c_attn", "lm_head"], fan_in_fan_out=True)),
+     "LoRA: 2 of 3 adapted layers (c_attn) are computed apart from their adapters, which is slower: they are Conv1D, "
+     "neither plain nor 4-bit linear layers.\n"),
+], ids=["plain", "4-bit", "DoRA", "bias", "Conv1D"])
+def test_layers_that_cannot_be_joined_are_named(make, said, capsys):
+    fuse_adapters(make())
+    assert capsys.readouterr().out == said

@@ -95,7 +95,9 @@ def test_onednn_keeps_a_bounded_number_of_shapes(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_a_head_by_hand_is_the_head_by_autograd(monkeypatch, dtype, trains, weighted):
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 2.0)])
+def test_a_head_by_hand_is_the_head_by_autograd(  # noqa: PLR0913
+        monkeypatch, dtype, trains, weighted, scale, softcap):
     """Float32 to rounding; under bfloat16 autocast the two round in other places."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
     torch.manual_seed(0)
@@ -111,8 +113,12 @@ def test_a_head_by_hand_is_the_head_by_autograd(monkeypatch, dtype, trains, weig
             sums = token_loss(x, targets, head, params, 61, count_correct=True, plain=plain, weights=weights)
         return [sums.total, sums.weight, sums.correct, *torch.autograd.grad(sums.total / 8, [x, *params])]
 
-    by_hand = SimpleNamespace(linear=layer)
+    def whole(x):
+        logits = layer(x) * scale
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    by_hand = SimpleNamespace(linear=layer, scale=scale, softcap=softcap)
     exact = dtype == torch.float32
-    for ours, other, plain in zip(run(by_hand), run(lambda x: layer(x)), run(layer, plain=True), strict=True):
+    for ours, other, plain in zip(run(by_hand), run(whole), run(whole, plain=True), strict=True):
         for theirs in (other, plain):
             torch.testing.assert_close(ours, theirs, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)

@@ -103,7 +103,18 @@ def is_that_of_full_logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch):
+@pytest.mark.parametrize(("name", "said"), [
+    ("llama", ""), ("gemma2", ""), ("cohere", ""),
+    ("phi", "Output head: autograd differentiates that of phi, as it has a bias; a head without is faster.\n")])
+def test_a_slower_head_is_said(name, said, capsys):
+    model = make(name)
+    assert LMHead.of(model).linear is (None if said else model.lm_head)
+    assert capsys.readouterr().out == said
+    LMHead.of(model, plain=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch, capsys):
     model = make("llama")
     original = model.forward
 
@@ -114,6 +125,7 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch):
 
     monkeypatch.setattr(model, "forward", odd)
     assert LMHead.of(model) is None
+    assert "Output head: llama does something to its logits that is not known here" in capsys.readouterr().out
     data = batch()
     total, weight = reference(model, data)
     sums = causal_loss(model, None, data)

@@ -22,6 +22,13 @@ def is_lora_of_linear(module: nn.Module) -> bool:
     return isinstance(module, LoraLayer) and type(module).__name__ in KINDS
 
 
+def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of a model that carry LoRA, with their names: `peft.tuners.lora.LoraLayer`."""
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
 def has_variant(layer: nn.Module) -> bool:
     """Whether a LoRA layer computes something else than W x + scaling B A x, as DoRA does: `lora_variant`.
 

@@ -41,6 +41,16 @@ def choosing_attention(name: str | None) -> Iterator[None]:
                         + " model.attention to sdpa, eager or null; null takes the fastest that is there.") from error
 
 
+def say_eager(model: nn.Module) -> None:
+    """Say that the architecture has none but the plain attention, where transformers has chosen this one, and why."""
+    if attention_of(model) != "eager":
+        return
+    config = model.config.get_text_config()
+    cap = getattr(config, "attn_logit_softcapping", None)
+    why = f"its scores are capped at {cap:g}, which sdpa cannot do" if cap else "transformers has no sdpa for it"
+    say(f"Attention: eager, the plain one with all scores in memory, for {config.model_type}: {why}.")
+
+
 def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
     """Switch `model` from sdpa to the kernel for packed rows, where it fits and agrees with sdpa; says which.
 

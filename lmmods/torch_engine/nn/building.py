@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError, one_line
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
 from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.task_fields import TaskFields
-from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32
+from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
@@ -47,6 +47,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         fuse_activations(model)
         if device.type == "cpu" and precision.startswith("bf16") and fields.attention is None:
             prefer_float32(model)
+    if fields.attention is None:
+        say_eager(model)
     num_rows = model.get_input_embeddings().weight.shape[0]
     if later and (num_rows < len(data.tokenizer) or fields.trains_adapter):  # both read the values
         fill_shards(model, later)

@@ -6,6 +6,7 @@ float32 and back. Here the adapter's product is added inside the base's, both in
 what the backward pass needs is the input, the adapter's inner features, and the base's matrix made again.
 """
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lmmods.core.console import say
 from lmmods.torch_engine.compat.bitsandbytes import matrix_of
-from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear
+from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers
 from lmmods.torch_engine.compat.torch import has_forward_hooks
 
 
@@ -23,14 +25,31 @@ def fuse_adapters(model: nn.Module) -> None:
 
     A layer goes PEFT's way where there is more to do (DoRA, several adapters or none, a merged one, hooks of a
     strategy, bases other than plain and 4-bit linear layers), and in decoding, for which bitsandbytes has kernels.
+    Says which layers cannot be joined with their adapters, and why.
     """
-    for module in model.modules():
-        if is_lora_of_linear(module) and _is_linear(module.base_layer):
-            module.forward = partial(_forward, module)
+    slower: dict[str, list[str]] = defaultdict(list)
+    layers = lora_layers(model)
+    for name, layer in layers:
+        if obstacle := _obstacle(layer):
+            slower[obstacle].append(name.rpartition(".")[2])
+        if is_lora_of_linear(layer) and _is_linear(layer.base_layer):
+            layer.forward = partial(_forward, layer)
+    for obstacle, names in slower.items():
+        say(f"LoRA: {len(names)} of {len(layers)} adapted layers ({', '.join(dict.fromkeys(names))}) are computed "
+            f"apart from their adapters, which is slower: {obstacle}.")
 
 
 def _is_linear(base: nn.Module) -> bool:
     return type(base) is nn.Linear or type(base).__name__ == "Linear4bit"
+
+
+def _obstacle(layer: nn.Module) -> str | None:
+    """Why a layer cannot be joined with its adapter, in words; None where it can."""
+    if not is_lora_of_linear(layer) or not _is_linear(layer.base_layer):
+        return f"they are {type(layer.base_layer).__name__}, neither plain nor 4-bit linear layers"
+    if has_variant(layer):
+        return "DoRA scales what comes out of both"
+    return None if _is_plain(layer) else "their biases train"
 
 
 def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

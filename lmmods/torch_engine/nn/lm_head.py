@@ -55,11 +55,19 @@ class LMHead:
 
     @property
     def linear(self) -> nn.Linear | None:
-        """The output layer, if the head is nothing else: no bias, adapter, scale, cut or hook of a strategy."""
+        """The output layer, if the head is this matrix, scaled and capped, and nothing else; see `obstacle`."""
+        return None if self.obstacle() else self.layer
+
+    def obstacle(self) -> str | None:
+        """Why autograd must differentiate the head, which is slower than by hand; None where it need not."""
         layer = self.layer
-        alone = (type(layer) is nn.Linear and layer.bias is None and self.scale == 1 and self.softcap is None
-                 and type(layer.weight.data) is Tensor and not has_forward_hooks(layer))
-        return layer if alone else None
+        if type(layer) is not nn.Linear:
+            return f"its layer is a {type(layer).__name__}"
+        if layer.bias is not None:
+            return "it has a bias"
+        if type(layer.weight.data) is not Tensor:
+            return "its weights are sharded"
+        return "hooks of a strategy run around it" if has_forward_hooks(layer) else None
 
     def params(self) -> list[Tensor]:
         """The head's trainable parameters."""
@@ -67,14 +75,18 @@ class LMHead:
 
     @classmethod
     def of(cls, model: nn.Module, plain: bool = False) -> "LMHead | None":
-        """The head of `model`, or None where it does something to its logits that is not known here."""
+        """The head of `model`, or None where it does something to its logits that is not known here; says what is slow.
+        """
         if model.get_output_embeddings() is None:
             return None
-        head = cls(model, plain)
-        if head._matches(model):
-            return head
-        say("The output head of this architecture cannot be taken apart; its full logits are computed.")
-        return None
+        head, name = cls(model, plain), model.config.get_text_config().model_type
+        if not head._matches(model):
+            say(f"Output head: {name} does something to its logits that is not known here; its full logits are "
+                "computed, which takes more time and memory.")
+            return None
+        if not plain and (obstacle := head.obstacle()):
+            say(f"Output head: autograd differentiates that of {name}, as {obstacle}; a head without is faster.")
+        return head
 
     def _matches(self, model: nn.Module) -> bool:
         """Whether this head gives the model's own logits, checked on a few tokens."""

@@ -56,7 +56,8 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     Args:
         hidden: [B, T, H] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
-        head: Maps [N, H] to logits [N, V]. Where it has an attribute `linear` that is not None, it is this layer alone.
+        head: Maps [N, H] to logits [N, V]. Where it has an attribute `linear` that is not None, it is this layer, then
+            `scale` and `softcap` where it has them: see `_LinearHead`.
         vocab_size: V, which decides the chunk length.
         count_correct: Also count argmax hits (one more pass over the logits).
         plain: Make the logits of all positions at once and leave the gradient to autograd; `params` is then not used.
@@ -132,7 +133,9 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
 
 def _products(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> "_AnyHead | _LinearHead":
     layer = getattr(head, "linear", None)
-    return _AnyHead(head, params) if layer is None else _LinearHead(layer)
+    if layer is None:
+        return _AnyHead(head, params)
+    return _LinearHead(layer, getattr(head, "scale", 1.0), getattr(head, "softcap", None))
 
 
 def _chunks(num: int, chunk: int, head: Callable[[Tensor], Tensor], hidden: Tensor
@@ -149,7 +152,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradient chunk by chunk in one pass.
 
     Taking the gradient in the forward pass is the idea of Liger Kernel's fused linear cross-entropy (Hsu et al.
-    2024). Autograd differentiates any head but a single matrix, so one with bias, adapter, soft-cap or scale is right.
+    2024). Autograd differentiates any head but a matrix with scale and soft cap, so one with bias or adapter is right.
     """
 
     @staticmethod
@@ -214,20 +217,38 @@ class _AnyHead:
 
 
 class _LinearHead:
-    """A head that is one matrix: its gradient is added up inside the product, and it is cast once for all chunks."""
+    """A head that is one matrix: its gradient is added up inside the product, and it is cast once for all chunks.
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
+    Args:
+        scale: Factor on the logits.
+        softcap: Then they are c tanh(logits / c) with this c (Gemma 2); None leaves them.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, scale: float = 1.0, softcap: float | None = None) -> None:
         device = layer.weight.device.type
         autocast = torch.is_autocast_enabled(device)
         self._dtype = torch.get_autocast_dtype(device) if autocast else layer.weight.dtype
         self._weight = layer.weight.detach().to(self._dtype)
         self._trains, self._sum = layer.weight.requires_grad, None
+        self._scale, self._softcap = scale, softcap
+        self._squashed: Tensor | None = None
 
     def forward(self, piece: Tensor, wants_grad: bool) -> Tensor:
         self._piece = piece.detach().to(self._dtype)
-        return self._piece @ self._weight.t()
+        logits = self._piece @ self._weight.t()
+        if self._scale != 1:
+            logits *= self._scale
+        if self._softcap is None:
+            return logits
+        squashed = logits.div_(self._softcap).tanh_()
+        self._squashed = squashed if wants_grad else None
+        return squashed * self._softcap
 
     def backward(self, grad_logits: Tensor) -> Tensor:
+        if self._squashed is not None:  # tanh' = 1 - tanh^2, in float32
+            grad_logits = grad_logits * (1 - self._squashed.float().square_())
+        if self._scale != 1:
+            grad_logits = grad_logits * self._scale
         grad = grad_logits.to(self._dtype)
         if self._trains and self._sum is None:
             self._sum = (grad.t() @ self._piece).float()

@@ -1,0 +1,138 @@
+"""The families that people fine-tune, in the forms that are fast, against plain transformers: losses and gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn import fused_lora
+from lmmods.torch_engine.nn import loss as loss_module
+from lmmods.torch_engine.nn.attention import say_eager
+from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.lora import add_lora
+
+V = 61
+SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
+ALTERNATING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 6}, "mistral": {"sliding_window": 4}, "gemma": {"head_dim": 6},
+    "gemma2": {**ALTERNATING, "head_dim": 6, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 1.5,
+               "final_logit_softcapping": 2.5},
+    "gemma3_text": {**ALTERNATING, "head_dim": 6, "query_pre_attn_scalar": 9}, "olmo2": {}, "olmo3": ALTERNATING,
+    "phi3": {"sliding_window": 4},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
+                "attention_multiplier": 0.2},
+    "smollm3": {"no_rope_layer_interval": 2}, "glm4": {"head_dim": 8}, "cohere2": {**ALTERNATING, "logit_scale": 0.5},
+    "gpt_neox": {}, "starcoder2": {"sliding_window": 4},
+}
+LENGTHS = (12, 9)
+
+
+def make(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    fields = SMALL if name != "gpt_neox" else {key: SMALL[key] for key in SMALL if key != "num_key_value_heads"}
+    config = CONFIG_MAPPING[name](**{**fields, **FAMILIES[name]}, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    model = add_lora(model, LoRA(rank=2, targets="all-linear"), [], torch.float32, "CAUSAL_LM", 0)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.2)
+    return model.train()
+
+
+def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and labels [1, T] of two texts, whose prompts are not scored."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for length in LENGTHS:
+        ids = torch.randint(3, V, (1, length), generator=generator)
+        labels = ids.clone()
+        labels[:, :4] = -100
+        found.append((ids, labels))
+    return found
+
+
+def padded() -> dict[str, torch.Tensor]:
+    ids, labels = (torch.cat([F.pad(part, (0, max(LENGTHS) - part.shape[1]), value=fill) for part in parts])
+                   for parts, fill in zip(zip(*documents(), strict=True), (0, -100), strict=True))
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
+
+
+def packed() -> dict[str, torch.Tensor]:
+    ids, labels = (torch.cat(parts, 1) for parts in zip(*documents(), strict=True))
+    return {"input_ids": ids, "labels": labels,
+            "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+
+
+def plain_logps(model: torch.nn.Module) -> torch.Tensor:
+    """Summed log-probability of each text [2], by the whole network on it alone."""
+    found = []
+    for ids, labels in documents():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        found.append(-F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="sum"))
+    return torch.stack(found)
+
+
+def preference(logps: torch.Tensor) -> torch.Tensor:
+    """A loss that is not linear in the log-probabilities of rows."""
+    return F.softplus(0.3 * (logps[1] - logps[0]))
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss.backward()
+    found = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Within 1e-5 of the largest of a parameter; one without gradient in exact arithmetic has rounding alone."""
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        scale = max(gradient.abs().max(), 1e-2 * largest)
+        assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatch, capsys):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", V * 4 * 3)  # three positions a chunk
+    model = with_adapters(make(name)) if adapted else make(name)
+    logps = plain_logps(model)
+    expected = gradients(model, -logps.sum())
+    expected_preference = gradients(model, preference(plain_logps(model)))
+    num_adapted, joined = sum("lora_B" in key for key in expected), []
+    apply = fused_lora._AdaptedProduct.apply
+    monkeypatch.setattr(fused_lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))
+    monkeypatch.setattr(loss_module, "_AnyHead", None)
+    fuse_adapters(model)
+    head = LMHead.of(model)
+    assert keeps_packed_apart(model)
+    for batch in (padded(), packed()):
+        joined.clear()
+        sums = causal_loss(model, head, batch)
+        assert len(joined) == num_adapted and (num_adapted >= 8) is adapted
+        torch.testing.assert_close(sums.total, -logps.sum(), rtol=1e-5, atol=0)
+        assert sums.weight == sum(LENGTHS) - 8
+        assert_same(gradients(model, sums.total), expected)
+    found, counts = causal_logps(model, head, padded())
+    torch.testing.assert_close(found, logps, rtol=1e-5, atol=0)
+    assert counts.tolist() == [length - 4 for length in LENGTHS]
+    assert_same(gradients(model, preference(found)), expected_preference)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_without_a_kernel_is_said(name, capsys):
+    say_eager(make(name))
+    assert capsys.readouterr().out == (
+        "" if name != "gemma2" else "Attention: eager, the plain one with all scores in memory, for gemma2: its scores "
+        "are capped at 1.5, which sdpa cannot do.\n")
