@@ -121,7 +121,8 @@ class TokenDropout:
                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
                 ) -> Tensor:
         """In place of torch's `scaled_dot_product_attention`, for which see there; it draws its masks itself."""
-        if not dropout_p or self._is_off or self._tokens is None:
+        dropout_p = 0.0 if self._is_off else dropout_p
+        if not dropout_p or self._tokens is None:
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
