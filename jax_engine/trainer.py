@@ -22,11 +22,13 @@ from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter
 from jax_engine.loop import Loop
 from jax_engine.optim import build
+from jax_engine.parity import measure
 from jax_engine.rehearsal import rehearse
 from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Task
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.parity import Row
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
@@ -178,6 +180,12 @@ class Trainer(JaxTrainerFields):
         print(f"Memory of a compiled step on each device, for the first batch: {parts}.")
         if recipe:
             show_recipe(self.recipe, datamodule)
+
+    def measure(self, model: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
+        """Write what JAX computes of rows into a folder, for a comparison with torch; trains nothing."""
+        self._connect()
+        self._say_engine()
+        measure(model, datamodule, rows, folder)
 
     def rehearse(self, model: Task, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
         """Train as fit does until `watch`, given the figures of each step, says that it was the last one.

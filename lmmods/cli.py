@@ -109,9 +109,10 @@ def run_engine(arguments: list[str]) -> None:
     check_early(arguments, engine)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lmmods.commands.engine_cli import EngineCLI, jax_engine, torch_engine
+    from lmmods.commands.engine_cli import types_of
+    from lmmods.commands.inspector import Inspector
 
-    classes = jax_engine() if engine == "jax" else torch_engine()
+    classes = types_of(engine)
     quiet_libraries()
     enable_collector()
     try:
@@ -121,7 +122,7 @@ def run_engine(arguments: list[str]) -> None:
 
                 find(classes, engine, arguments)
             else:
-                EngineCLI(classes, engine, arguments)
+                Inspector(classes, engine, arguments)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
 

@@ -14,6 +14,7 @@ from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import CommandLine
 from lmmods.commands.early_check import EarlyCommandLine, check_early
 from lmmods.commands.find.measuring import Finder
+from lmmods.commands.inspector import Inspector
 from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.commands.registry import ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
@@ -102,14 +103,14 @@ def test_classes_of_libraries_are_listed_as_they_are(parsers):
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_commands_take_what_the_trainers_take(parsers, command):
+def test_commands_take_what_performs_them_takes(parsers, command):
     def own(function) -> dict[str, tuple]:
         ours = inspect.signature(getattr(declarations.EngineCommands, command)).parameters
         return {name: (each.annotation, each.default) for name, each in inspect.signature(function).parameters.items()
                 if name in ours and name != "self"}
 
-    trainer = Finder if command == "find" else getattr(engine_cli, f"{parsers[0].engine}_engine")().trainer
-    assert own(getattr(trainer, command)) == own(getattr(declarations.EngineCommands, command))
+    performer = {"find": Finder, "inspect": Inspector}.get(command) or engine_cli.types_of(parsers[0].engine).trainer
+    assert own(getattr(performer, command)) == own(getattr(declarations.EngineCommands, command))
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------------

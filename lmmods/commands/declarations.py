@@ -111,13 +111,15 @@ class EngineCommands:
 
     def inspect(self, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
-                recipe: bool = False) -> None:
+                recipe: bool = False, parity: bool = False) -> None:
         """Show what would be trained on, and train nothing.
 
         Args:
-            rows: How many rows to show with their loss mask.
+            rows: How many rows to show with their loss mask, or to compare the engines on.
             which: Which rows: the first, the worst by a measure, or these numbers of training rows.
             recipe: Also print the recipe with every default filled in.
+            parity: Instead load the model in both engines, one after the other, and say by how much logits, loss and
+                gradient of the first rows of training differ; the status is 1 where they do not agree.
         """
 
     def find(self, what: Literal["lr", "batch_size", "both", "step"] = "both", steps: int = 100, min_lr: float = 1e-7,

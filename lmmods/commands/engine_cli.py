@@ -54,6 +54,11 @@ def jax_engine() -> RecipeTypes:
     return RecipeTypes(trainer, task, DataModule, *blocks)
 
 
+def types_of(engine: str) -> RecipeTypes:
+    """The classes of an engine."""
+    return jax_engine() if engine == "jax" else torch_engine()
+
+
 class EngineCLI(CLI):
     """fit, validate, test, predict and inspect over one engine's classes."""
 
@@ -111,9 +116,13 @@ class EngineCLI(CLI):
         for logger in wandb_loggers(self.recipe.trainer.logger):
             settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
 
-    def after_instantiate_classes(self) -> None:
+    def whole_recipe(self) -> dict[str, Any]:
+        """The recipe as plain values, defaults filled in, secrets too."""
         dump = self.parser.commands[self.subcommand].dump(self.recipe, skip_none=False, skip_validation=True)
-        recipe = redacted(yaml.load(dump, Loader=Loader))
+        return yaml.load(dump, Loader=Loader)
+
+    def after_instantiate_classes(self) -> None:
+        recipe = redacted(self.whole_recipe())
         for key in ("config", "ckpt_path", "overwrite", "stop_at"):
             recipe.pop(key, None)
         defaults = self._defaults()
@@ -145,8 +154,7 @@ class EngineCLI(CLI):
         """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""
         recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
         for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
-            if part["class_path"].split(".")[0] in PACKAGES:
-                part["class_path"] = part["class_path"].rsplit(".", 1)[-1]
+            part["class_path"] = short_name(part["class_path"])
         ours = inspect.signature(self.types.trainer.__init__).parameters
         for key, value in list(recipe["trainer"].items()):
             if value == defaults[key] and (value is None or key not in ours):
@@ -161,6 +169,11 @@ def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
         return kind(*args, **kwargs)
     except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:
         raise UserError(f"{kind.__name__}: {error}") from error
+
+
+def short_name(class_path: str) -> str:
+    """The name of a class as both engines take it; others keep their import path."""
+    return class_path.rsplit(".", 1)[-1] if class_path.split(".")[0] in PACKAGES else class_path
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -27,7 +27,7 @@ class CLI(LightningCLI):
         """
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Perform a command that is a method of this class and of no trainer; Lightning's asks the trainer first."""
-        if hasattr(self.trainer, subcommand):
+        """Perform a command that is a method of this class; Lightning's asks the trainer alone."""
+        if not hasattr(self, subcommand):
             return super()._run_subcommand(subcommand)
         getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))

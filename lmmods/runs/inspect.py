@@ -40,7 +40,7 @@ def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
 
 def show_recipe(recipe: dict[str, Any], datamodule: Any) -> None:
     """Print the recipe as the run takes it: what it leaves to a default, the model or the engine is filled in."""
-    recipe = {key: value for key, value in recipe.items() if key not in ("rows", "which", "recipe")}
+    recipe = {key: value for key, value in recipe.items() if key not in ("rows", "which", "recipe", "parity")}
     defaults = {field.name: field.default for field in fields(TrainerFields)}
     trainer = defaults | recipe["trainer"]
     trainer |= {key: value for key, value in TRAINER_MEANS.items() if trainer[key] is None}

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.parity import Row
 from lmmods.core.run_length import check_length, num_steps
 from lmmods.core.signals import Interruption
 from lmmods.runs.checkpoint_format import read_plain
@@ -40,6 +41,7 @@ from lmmods.torch_engine.compat.lightning import decide_skip, end_after, epoch_e
 from lmmods.torch_engine.fit_loop import is_skipped
 from lmmods.torch_engine.machine import describe_machine
 from lmmods.torch_engine.nn.summary import available_bytes
+from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.choose import choose_strategy
 
@@ -148,19 +150,31 @@ class Trainer(L.Trainer):
                 recipe: bool = False) -> None:
         """Show what would be trained on, and train nothing."""
         self._say_engine()
-        model.trainer = datamodule.trainer = self
+        datamodule.trainer = self
         datamodule.prepare_data()
         datamodule.setup("fit")
-        self.strategy.connect(model)
-        with self.strategy.tensor_init_context():
-            self.datamodule = datamodule
-            model.configure_model()
+        self._build(model, datamodule)
         show_data(datamodule, rows, which)
         batches = limited(len(datamodule.train_dataloader()), self.overfit_batches or self.limit_train_batches, "train")
         print()
         self.outlook(batches).say(datamodule)
         if recipe:
             show_recipe(self.recipe, datamodule)
+
+    def measure(self, model: Any, datamodule: Any, rows: list[Row], folder: Path) -> None:
+        """Write what torch computes of rows into a folder, for a comparison with JAX; trains nothing."""
+        self._say_engine()
+        self._build(model, datamodule)
+        self.strategy.model_to_device()
+        measure(model, rows, folder)
+
+    def _build(self, model: Any, datamodule: Any) -> None:
+        """The network, outside of Lightning's loops."""
+        model.trainer = datamodule.trainer = self
+        self.strategy.connect(model)
+        with self.strategy.tensor_init_context():
+            self.datamodule = datamodule
+            model.configure_model()
 
     def rehearse(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
         """Train as fit does until `watch`, given the figures of each step, says that it was the last one.

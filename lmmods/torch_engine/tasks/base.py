@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch with what the task's loss needs of it beside, computed without gradient."""
         return batch
+
+    def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        """Take from all micro-batches of a step what the losses of each of them depend on, before the first one."""
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:

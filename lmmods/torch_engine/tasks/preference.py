@@ -1,5 +1,6 @@
 """Preference optimisation: DPO and its kin, on pairs of answers or on single ones with a label."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,16 +112,20 @@ class Preference(PreferenceFields, CausalModule):
         accumulated = self.trainer.accumulate_grad_batches
         if self._has_baseline and (self._baseline is None or batch_idx % accumulated == 0):
             first = batch_idx - batch_idx % accumulated
-            self._baseline = self._baseline_of(self.trainer.datamodule.micro_batches(
-                first, min(accumulated, self.trainer.num_training_batches - first)))
+            batches = self.trainer.datamodule.micro_batches(
+                first, min(accumulated, self.trainer.num_training_batches - first))
+            self.survey(map(self.trainer.strategy.batch_to_device, batches))
+
+    def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        if self._has_baseline:
+            self._baseline = self._baseline_of(batches)
 
     @torch.no_grad()
-    def _baseline_of(self, batches: list[dict[str, Tensor]]) -> Tensor:
+    def _baseline_of(self, batches: Iterable[dict[str, Tensor]]) -> Tensor:
         """Mean over the rows of a step on all processes, before any of them is trained on; 0 where it is below."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         size = self.piece_size()
         for batch in batches:
-            batch = self.trainer.strategy.batch_to_device(batch)
             for piece in split_rows(batch, size) if size else [batch]:
                 with self.trainer.precision_plugin.forward_context():
                     sums += self._divergence(piece, self._weights(piece))

@@ -1,0 +1,81 @@
+"""What JAX computes of given rows, for a comparison with torch: logits of the whole network, loss and gradient."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_engine.distributed.tree import Tree, flatten, merge, unflatten
+from jax_engine.models.network import Network
+from jax_engine.tasks.base import Task
+from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences, write
+
+
+def measure(task: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
+    """Write loss, logits and gradient of rows [1, ...] into a folder, without dropout; see `core.parity`.
+
+    Args:
+        task: Not built yet.
+        datamodule: For its tokenizer.
+    """
+    with jax.default_matmul_precision("highest"):
+        trainable, frozen = task.build("32-true", datamodule, datamodule.run_seed)
+        trainable = jax.device_put(_moved(task.network, jax.tree.map(np.asarray, trainable)))
+        frozen = jax.device_put(jax.tree.map(np.asarray, frozen))
+        _measure(task, trainable, frozen, rows, folder)
+
+
+def _measure(task: Task, trainable: Tree, frozen: Tree, rows: list[Row], folder: Path) -> None:
+    network = task.network
+
+    def loss(trainable: Tree, frozen: Tree, row: dict[str, Array], statistics: tuple) -> tuple[Array, Array]:
+        sums = task.batch_loss(merge(trainable, frozen), row, False, False, *statistics)
+        return sums.total, sums.weight
+
+    @partial(jax.jit, donate_argnums=2)
+    def added(trainable: Tree, frozen: Tree, sums: tuple, row: dict[str, Array], statistics: tuple) -> tuple:
+        (total, weight), gradients = jax.value_and_grad(loss, has_aux=True)(trainable, frozen, row, statistics)
+        return jax.tree.map(jnp.add, sums, (total, weight, gradients))
+
+    @jax.jit
+    def logits(trainable: Tree, frozen: Tree, row: dict[str, Array], places: Array) -> Array:
+        params = merge(trainable, frozen)
+        hidden = network.hidden(params, row)
+        return network.logits(params, hidden.reshape(-1, hidden.shape[-1])[places])
+
+    batches, statistics = [_on_device(row) for row in rows], ()
+    if task.survey is not None:
+        survey = jax.jit(lambda trainable, frozen, row: task.survey(merge(trainable, frozen), row))
+        found = [survey(trainable, frozen, batch) for batch in batches]
+        statistics = (jax.tree.map(lambda *parts: sum(parts), *found),)
+    sums = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, trainable))
+    for batch in batches:
+        sums = added(trainable, frozen, sums, batch, statistics)
+    found = [logits(trainable, frozen, _on_device(sequences(row)), compared_positions(row, len(rows)))
+             for row in rows]
+    total, weight, gradients = sums
+    mean = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf / jnp.where(weight > 0, weight, 1), tree),
+                   donate_argnums=0)
+    write(folder, float(total / weight), float(weight), np.concatenate(jax.device_get(found)),
+          network.to_torch(jax.device_get(mean(gradients))))
+
+
+def _on_device(row: Row) -> dict[str, Array]:
+    return {name: jnp.asarray(values.astype(np.float32 if values.dtype.kind == "f" else np.int32))
+            for name, values in row.items()}
+
+
+def _moved(network: Network, trainable: Tree) -> Tree:
+    """What trains with adapters away from zero."""
+    leaves = flatten(trainable)
+    for path, leaf in leaves.items():
+        if path[-1] == "lora_B":
+            names = [network.name(path, layer) for layer in (range(len(leaf)) if path[0] == "layers" else [None])]
+            layers = leaf if path[0] == "layers" else leaf[None]
+            moved = np.stack([moved_adapter(*each) for each in zip(names, layers, strict=True)])
+            leaves[path] = moved.reshape(leaf.shape)
+    return unflatten(leaves)

@@ -1,0 +1,136 @@
+"""Whether both engines compute the same with a model: what each of them measures on the same rows, and the comparison.
+
+Each engine writes what it finds into a folder, so that one of them at a time is in memory.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmmods.core.errors import UserError
+from lmmods.core.initialization import Normal, draw
+
+Row = dict[str, np.ndarray]
+# Relative differences that rounding in float32 does not reach, nor a model that differs in anything stay below.
+TOLERANCES = {"logits": 1e-4, "loss": 1e-4, "gradient": 1e-3}
+SMALL = 1e-3  # of the largest gradient: what is smaller is measured against this, as it may be rounding alone
+POSITIONS = 256  # whose logits are compared, over all rows
+LOSS, LOGITS, GRADIENTS = "loss.json", "logits.safetensors", "gradients.safetensors"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of what both engines measured.
+
+    Args:
+        what: Of `TOLERANCES`.
+        absolute: Of the numbers themselves.
+        relative: To the largest of them; of a gradient, to the largest of its parameter.
+        name: Of the parameter whose gradient differs most, relatively.
+    """
+
+    what: str
+    absolute: float
+    relative: float
+    name: str = ""
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is rounding."""
+        return self.relative <= TOLERANCES[self.what]  # a NaN is not
+
+    def __str__(self) -> str:
+        of = f" ({self.name})" if self.name else ""
+        return (f"{self.what:<9} differ{'s' if self.what != 'logits' else ''} by {self.absolute:.1e}, relative "
+                f"{self.relative:.1e}{of}: {'pass' if self.passes else 'FAIL'}, tolerance "
+                f"{TOLERANCES[self.what]:.0e}")
+
+
+def first_rows(datamodule: Any, num_rows: int) -> list[Row]:
+    """The first rows that a run would train on, each as a batch [1, ...] of the same length.
+
+    Args:
+        datamodule: Connected to its model; nothing is prepared yet. Its batch size changes.
+
+    Raises:
+        UserError: The data cannot be read.
+    """
+    datamodule.batch_size, datamodule.num_workers = num_rows, 0
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    batch = {name: np.asarray(values) for name, values in next(iter(datamodule.train_dataloader())).items()}
+    return [{name: values[place : place + 1] for name, values in batch.items()}
+            for place in range(len(batch["input_ids"]))]
+
+
+def sequences(row: Row) -> Row:
+    """What a network reads of a row: [A, T] for each of its columns, where a row of preferences has A answers."""
+    names = ("input_ids", "attention_mask", "position_ids", "segment_ids", "token_type_ids")
+    return {name: row[name].reshape(-1, row[name].shape[-1]) for name in names if name in row}
+
+
+def compared_positions(row: Row, num_rows: int) -> np.ndarray:
+    """Places [P] among the A × T tokens of a row whose logits are compared: real ones, spread evenly."""
+    real = np.flatnonzero(row["attention_mask"])
+    return real[np.linspace(0, len(real) - 1, max(POSITIONS // num_rows, 1)).round().astype(int)]
+
+
+def moved_adapter(name: str, values: np.ndarray) -> np.ndarray:
+    """Values of an adapter's B in a comparison: at its zeros A would have no gradient, and the base alone would count.
+
+    Args:
+        name: As torch has it.
+        values: Kept where they are not zero, as in an adapter that was trained.
+    """
+    return values if values.any() else draw(0, f"parity {name}", Normal(0.02), values.shape)
+
+
+def write(folder: Path, loss: float, weight: float, logits: np.ndarray, gradients: Mapping[str, np.ndarray]) -> None:
+    """Write what an engine has measured.
+
+    Args:
+        loss: Mean over what is scored.
+        weight: How much is.
+        logits: [P, V] float32, of all rows.
+        gradients: Of the loss, by torch's names of the parameters.
+    """
+    from safetensors.numpy import save_file
+
+    if not weight:
+        raise UserError("--parity true: nothing is scored in these rows. Raise --rows.")
+    (folder / LOSS).write_text(json.dumps(loss))
+    save_file({"logits": np.ascontiguousarray(logits)}, folder / LOGITS)
+    save_file({name: np.ascontiguousarray(values) for name, values in gradients.items()}, folder / GRADIENTS)
+
+
+def compare(expected: Path, found: Path) -> list[Difference]:
+    """The largest differences between what two engines have written, by kind."""
+    from safetensors import safe_open
+
+    losses = [np.array(json.loads((folder / LOSS).read_text())) for folder in (expected, found)]
+    with safe_open(expected / LOGITS, "np") as one, safe_open(found / LOGITS, "np") as other:
+        logits = _difference("logits", one.get_tensor("logits"), other.get_tensor("logits"))
+    with safe_open(expected / GRADIENTS, "np") as one, safe_open(found / GRADIENTS, "np") as other:
+        return [logits, _difference("loss", *losses), _worst_gradient(one, other)]
+
+
+def _worst_gradient(one: Any, other: Any) -> Difference:
+    """The parameter that differs most, one at a time; by infinity where one of the engines lacks it."""
+    names = sorted(one.keys())
+    if apart := sorted(set(names).symmetric_difference(other.keys())):
+        return Difference("gradient", math.inf, math.inf, apart[0])
+    least = SMALL * max(np.abs(one.get_tensor(name)).max() for name in names)
+    found = [_difference("gradient", one.get_tensor(name), other.get_tensor(name), name, least) for name in names]
+    return max(found, key=lambda each: math.inf if math.isnan(each.relative) else each.relative)
+
+
+def _difference(what: str, expected: np.ndarray, found: np.ndarray, name: str = "", least: float = 0.0) -> Difference:
+    if expected.shape != found.shape:
+        return Difference(what, math.inf, math.inf, name)
+    absolute, scale = float(np.abs(expected - found).max()), max(float(np.abs(expected).max()), float(least))
+    return Difference(what, absolute, absolute / scale if scale else math.inf * absolute if absolute else 0.0, name)

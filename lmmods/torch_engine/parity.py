@@ -1,0 +1,59 @@
+"""What torch computes of given rows, for a comparison with JAX: transformers' own logits, and our loss and gradient."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences, write
+from lmmods.torch_engine.nn.dropout import TokenDropout
+from lmmods.torch_engine.tasks.base import TaskModule
+from lmmods.torch_engine.tasks.causal_task import CausalModule
+
+
+def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
+    """Write loss, logits and gradient of rows [1, ...] into a folder, without dropout; see `core.parity`.
+
+    Args:
+        module: With its network on the device.
+    """
+    network = module.model
+    with torch.no_grad():
+        for name, param in _named(module).items():
+            if ".lora_B." in name:
+                param.copy_(torch.from_numpy(moved_adapter(name, param.cpu().numpy())))
+    batches = [{name: torch.from_numpy(values).to(module.device) for name, values in row.items()} for row in rows]
+    total, weight, logits = 0.0, 0.0, []
+    with TokenDropout.of(network).off():
+        module.survey(batches)
+        for row, batch in zip(rows, batches, strict=True):
+            sums = module(module.batch_loss, module.complete(batch))
+            sums.total.backward()
+            total, weight = total + sums.total.item(), weight + sums.weight.item()
+            places = torch.from_numpy(compared_positions(row, len(rows)))
+            logits.append(module(_logits, module, row, places).cpu().numpy())
+    gradients = {name: torch.zeros_like(param) if param.grad is None else param.grad.div_(weight or 1)
+                 for name, param in _named(module).items()}
+    write(folder, total / (weight or 1), weight, np.concatenate(logits),
+          {name: gradient.cpu().numpy() for name, gradient in gradients.items()})
+
+
+def _named(module: TaskModule) -> dict[str, nn.Parameter]:
+    """What trains, by the names of the network itself."""
+    return {name.removeprefix("model."): param for name, param in module.trainable().items()}
+
+
+@torch.no_grad()
+def _logits(module: TaskModule, row: Row, places: Tensor) -> Tensor:
+    """[P, V] of the network's own forward pass, at these tokens; for answer spans [P, 2]."""
+    inputs = {name: torch.from_numpy(values).to(module.device) for name, values in sequences(row).items()}
+    inputs.pop("segment_ids", None)
+    if "position_ids" in inputs:  # packed: beside them a mask of ones, or a cache, would join the documents
+        del inputs["attention_mask"]
+    options = {"use_cache": False} if isinstance(module, CausalModule) else {}
+    # PEFT's wrapper for answer spans drops token_type_ids; the adapters lie in the network itself.
+    network = module.model.get_base_model() if module.trains_adapter else module.model
+    output = network(**inputs, **options)
+    logits = output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
+    return logits.flatten(0, 1)[places.to(module.device)].float()
