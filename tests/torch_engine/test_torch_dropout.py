@@ -240,3 +240,17 @@ def test_the_head_of_a_masked_lm_drops_nothing(capsys):
                 param.data.normal_()
         hidden = torch.randn(6, 32)
         torch.testing.assert_close(head(hidden)[2:4], head(hidden[2:4]))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_nothing_is_dropped_while_it_is_off(name, attention):
+    """In attention either, which in eager is a function's, in sdpa the kernel's own."""
+    model, batch = made(name, attention), batch_of((9, 6))
+    dropout = TokenDropout(model)
+    dropout.begin(batch)
+    dropped = outputs(model, batch)
+    with dropout.off():
+        found = outputs(model, batch)
+    exact = outputs(model.eval(), batch)
+    assert torch.equal(found, exact) and not torch.allclose(dropped, exact, atol=1e-2)
