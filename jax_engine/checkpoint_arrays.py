@@ -9,7 +9,7 @@ import numpy as np
 from jax_engine.distributed.tree import SUMS, Tree
 from jax_engine.optim import step_scalars
 from lmmods.core.errors import UserError
-from lmmods.core.settings import Optimizer
+from lmmods.core.settings import Optimizer, decays
 from lmmods.runs.checkpoint_content import AccumulatedGradients, CheckpointContent
 from lmmods.runs.identity import check_parameters
 
@@ -115,7 +115,7 @@ def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: 
 
 def _by_group(params: dict[str, np.ndarray]) -> list[str]:
     """Names in the order of torch's indices: matrices are the first parameter group, all else the second."""
-    return [name for name, p in params.items() if p.ndim >= 2] + [name for name, p in params.items() if p.ndim < 2]
+    return sorted(params, key=lambda name: not decays(name, params[name].ndim))
 
 
 def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> li
                 "differentiable": False, "fused": None},
         "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
     }[settings.name]
-    num_matrices = sum(p.ndim >= 2 for p in params.values())
+    num_matrices = sum(decays(name, p.ndim) for name, p in params.items())
     parts = ((range(num_matrices), settings.weight_decay), (range(num_matrices, len(params)), 0.0))
     return [{"params": list(numbers), "lr": lr, "initial_lr": settings.lr, "weight_decay": decay, **options}
             for numbers, decay in parts if numbers]

@@ -26,6 +26,7 @@ SHARDING: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embed\.\w+\.weight$|\bhead\.weight$", ("fsdp", "tensor")),
     (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", ("fsdp", "tensor")),  # row-parallel: the input is split
+    (r"experts\.\w+_proj$", ("tensor", None, "fsdp")),  # whole experts, which compute the tokens that take them
     (r"lora_A$", (None, "fsdp")),
     (r"lora_B$", ("fsdp", None)),
     (r"\.weight\b", ("tensor", "fsdp")),  # all other matrices, column-parallel: the output is split

@@ -13,6 +13,28 @@ NormKind = Literal["layer", "layer_no_bias", "rms", "rms_wide", "rms_plus_one"]
 
 
 @dataclass(frozen=True)
+class Experts:
+    """MLPs of which each token takes a few, those that a router likes best (Shazeer et al. 2017).
+
+    Args:
+        size: Number of features inside one of them.
+        normalised: The shares of those that a token takes add up to 1; else they are the probabilities among all.
+        bias: They and the router have biases.
+        transposed: Their matrices are [in, out].
+        clamp: Gain and limit of gpt-oss's form: gates and ups, which alternate, are cut off at the limit, and the
+            result is gate sigmoid(gain gate) (up + 1).
+    """
+
+    num: int
+    per_token: int
+    size: int
+    normalised: bool = True
+    bias: bool = False
+    transposed: bool = False
+    clamp: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and choices of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
 
@@ -39,6 +61,9 @@ class Architecture:
         qkv: Three matrices; or one of queries, keys and values; or one that has these for each head in turn.
         fused_gate_up: One matrix of gate and up.
         qk_norm: Norms of queries and keys, each head by itself or all at once.
+        sinks: A score for each head that takes its part of the weights and has no value (Xiao et al. 2023).
+        qkv_limit: Queries, keys and values are cut off at this size.
+        experts: In place of the MLP, whose `mlp_size` then says nothing.
         layers_per_group: Set where torch's names number the stored layers by group and place in it.
         head_dense_bias: Of the dense layer with which an encoder's head begins.
         qa_dense: The head for answer spans begins with one too.
@@ -92,6 +117,9 @@ class Architecture:
     fused_gate_up: bool = False
     qk_norm: Literal["head", "projection"] | None = None
     attention_cap: float | None = None
+    sinks: bool = False
+    qkv_limit: float | None = None
+    experts: Experts | None = None
     layers_per_group: int | None = None
     tied: bool = True
     head_bias: bool = False
@@ -121,6 +149,21 @@ class Architecture:
 
 
 @dataclass(frozen=True)
+class ExpertFiles:
+    """How files name what the network has stacked: each matrix of each expert by itself.
+
+    Args:
+        mlp: The module in files that the network calls `mlp`.
+        gate: The matrix whose rows come first in `gate_up_proj`; then those of `up`. `down` is `down_proj`.
+    """
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family of transformers: its configuration in our terms and the key table of its torch names.
 
@@ -134,6 +177,7 @@ class Family:
         tied: For each head, torch names that are other names of one of our leaves.
         base_of: Prefix of the base where a head has another one.
         older: Beginnings of names in files, and what they are called now.
+        expert_files: Where files hold experts one by one.
         dropouts: Our places of dropout to the torch modules inside the base that do it, or whose attention weights it
             is done to (`.weights`), or that do it by a function ("" is the base); `head` to the full name of its
             module.
@@ -149,6 +193,7 @@ class Family:
     tied: dict[Head, dict[str, str]] = field(default_factory=dict)
     base_of: dict[Head, str] = field(default_factory=dict)
     older: dict[str, str] = field(default_factory=dict)
+    expert_files: ExpertFiles | None = None
     dropouts: dict[str, str] = field(default_factory=dict)
     first: tuple[Head, ...] = ()
     renamed: dict[Head, dict[str, str]] = field(default_factory=dict)

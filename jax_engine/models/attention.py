@@ -11,8 +11,10 @@ from jax_engine.models.architecture import Architecture
 from jax_engine.models.cpu_attention import attend_blocked
 from jax_engine.models.dropout import Seeds, dropped_weights
 from jax_engine.models.linear import Build, Linear, Norm, capped
+from jax_engine.models.parameters import parameter
 from jax_engine.models.relative import Table, content_to_position, position_to_content
 from jax_engine.models.rope import Angles, rotate
+from lmmods.core.initialization import Normal
 
 
 def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) -> Array:
@@ -31,6 +33,13 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) ->
     if "attention_mask" in batch:
         return seen & (batch["attention_mask"] > 0)[:, None, None]
     return jnp.broadcast_to(seen, (batch["input_ids"].shape[0], 1, length, length))
+
+
+def real_tokens(batch: dict[str, Array]) -> Array:
+    """[B, T] booleans: which tokens of a batch are no padding."""
+    if "segment_ids" in batch:
+        return batch["segment_ids"] > 0
+    return batch["attention_mask"] > 0 if "attention_mask" in batch else jnp.ones(batch["input_ids"].shape, bool)
 
 
 def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> Array:
@@ -53,7 +62,7 @@ def _places_seen(queries: Array, keys: Array, causal: bool, window: int | None) 
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
-           cap: float | None = None, more: Array | None = None) -> Array:
+           cap: float | None = None, more: Array | None = None, sinks: Array | None = None) -> Array:
     """Softmax attention with float32 scores; a query that sees nothing gets the mean of all values, not NaN.
 
     Args:
@@ -64,6 +73,7 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
         seeds: None is for no dropout.
         cap: Of the scores (see `capped`).
         more: Added to queries times keys, [B, heads, T, S].
+        sinks: [heads] one score more for each query, without a value.
 
     Returns:
         [B, T, heads * head_dim].
@@ -73,7 +83,10 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = (scores if more is None else scores + more.reshape(scores.shape)) * scale
     scores = jnp.where(mask[:, :, None], capped(scores, cap), jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(k.shape[2], -1)[:, :, None, None]
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :k.shape[1]]
     if seeds is not None and rate:
         by_head = weights.reshape(batch, heads, length, -1)
         weights = dropped_weights(by_head, rate, seeds, "layers.attn.weights").reshape(weights.shape)
@@ -101,6 +114,7 @@ class Attention(nnx.Module):
             arch.relative.scores else None for name, score in (("place_k", "c2p"), ("place_q", "p2c")))
         kwargs |= {"std": arch.residual_std, "bias": arch.out_bias}
         self.o = Linear(inner, arch.hidden_size, "layers.attn.o", **kwargs)
+        self.sinks = parameter((arch.num_heads,), Normal(arch.layer_std)) if arch.sinks else None
         if arch.qk_norm:
             sizes = (arch.head_dim, arch.head_dim) if arch.qk_norm == "head" else (inner, kv)
             self.q_norm, self.k_norm = (Norm(size, arch.norm, arch.norm_eps) for size in sizes)
@@ -137,9 +151,10 @@ class Attention(nnx.Module):
         if callable(mask):
             return mask(q, k, v)
         rate = 0.0 if seeds is None else self.arch.attention_dropout
+        sinks = None if self.sinks is None else self.sinks[...]
         if whole_rows and not rate and self.blocked and more is None:
-            return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale)
-        return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more)
+            return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale, sinks)
+        return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more, sinks)
 
     def _scores_of_places(self, q: Array, k: Array, table: Table) -> Array:
         """What relative positions add to queries times keys, [B, heads, T, T]."""
@@ -162,5 +177,7 @@ class Attention(nnx.Module):
             q, k, v = self.q(x, seeds), self.k(x, seeds), self.v(x, seeds)
         if arch.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
+        if arch.qkv_limit is not None:
+            q, k, v = (jnp.clip(part, -arch.qkv_limit, arch.qkv_limit) for part in (q, k, v))
         q, k, v = (part.reshape(*part.shape[:2], -1, arch.head_dim) for part in (q, k, v))
         return [self.q_norm(q), self.k_norm(k), v] if arch.qk_norm == "head" else [q, k, v]

@@ -7,6 +7,7 @@ from jax import Array
 from jax_engine.models.architecture import Architecture
 from jax_engine.models.attention import Attention
 from jax_engine.models.dropout import Seeds, dropout
+from jax_engine.models.experts import Load, SparseMLP
 from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm
 from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles
@@ -46,7 +47,8 @@ class Block(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
-        self.attn, self.mlp = Attention(arch, build), MLP(arch, build)
+        self.attn = Attention(arch, build)
+        self.mlp = MLP(arch, build) if arch.experts is None else SparseMLP(arch, build)
         for name in ("attn", "mlp"):
             own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
             own = own and arch.first_layer(f"layers.{name}_norm") < arch.num_stored_layers
@@ -55,11 +57,13 @@ class Block(nnx.Module):
 
     def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | Table | None, seeds: Seeds | None,
                  cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
-                 has_norm: Array | None = None) -> tuple[Array, dict[str, Array] | None]:
-        """Residual stream [B, T, D] after this layer, and the layer's cache.
+                 has_norm: Array | None = None, real: Array | None = None
+                 ) -> tuple[Array, dict[str, Array] | None, Load | None]:
+        """Residual stream [B, T, D] after this layer, the layer's cache, and the load of its experts.
 
         Args:
             has_norm: Whether this layer's attention has a norm on its input, where some have none.
+            real: [B, T] which tokens the load counts; None counts none.
         """
         arch = self.arch
         normed = self._input(x, self.attn_norm)
@@ -70,9 +74,9 @@ class Block(nnx.Module):
             normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
         else:
             normed = self._input(after, self.mlp_norm)
-        update = self.mlp(normed, seeds)
+        update, load = (self.mlp(normed, seeds), None) if arch.experts is None else self.mlp(normed, real)
         return self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds,
-                           "layers.mlp"), cache
+                           "layers.mlp"), cache, load
 
     def _input(self, x: Array, norm: Norm | None) -> Array:
         return norm(x) if norm is not None and "input" in self.arch.norms else x

@@ -16,6 +16,7 @@ from lmmods.core import hf_config
 from lmmods.core.adapters import quantised_in_full, tokens_to_train
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.experts import note_quantized
 from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import TaskFields
 
@@ -39,8 +40,9 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     is_causal, compute, frozen = head == "causal", COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
     config = hf_config.load_config(fields.pretrained or fields.config, fields.overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
-    hf_config.check_saved_quantization(hf_config.saved_quantization(config), fields.pretrained, fields.quantize,
-                                       frozen)
+    saved = hf_config.saved_quantization(config)
+    hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
+    note_quantized(config, fields.quantize or (None if saved == hf_config.MXFP4 else saved))
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels,
                                "attention": fields.attention if fields.fast_kernels else "eager"}

@@ -17,7 +17,8 @@ CAUSAL_BLOCK, BLOCK = 128, 512
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array, mask: Array, scale: Array) -> Array:
+def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array, mask: Array, scale: Array,
+                   sinks: Array | None = None) -> Array:
     """`attend` without dropout. A query that sees nothing gets a mean of some values; its gradient must be zero.
 
     Args:
@@ -26,14 +27,15 @@ def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim]. v: the same.
         mask: [B, 1, T, T] booleans.
+        sinks: [heads] one score more for each query, without a value.
 
     Returns:
         [B, T, heads * head_dim].
     """
-    return _forward(causal, cap, q, k, v, mask, scale)[0]
+    return _forward(causal, cap, q, k, v, mask, scale, sinks)[0]
 
 
-def _forward(causal, cap, q, k, v, mask, scale):
+def _forward(causal, cap, q, k, v, mask, scale, sinks):
     batch, length, heads, size = q.shape
     shape = (batch, k.shape[2], heads // k.shape[2])
     queries = q.reshape(batch, length, *shape[1:], size).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
@@ -51,12 +53,15 @@ def _forward(causal, cap, q, k, v, mask, scale):
         mixed.append(part.reshape(*shape, end - start, size) / total)
         norms.append((largest + jnp.log(total))[..., 0])
     mixed, norms = jnp.concatenate(mixed, 3), jnp.concatenate(norms, 3)
+    if sinks is not None:
+        with_sinks = jnp.logaddexp(norms, _by_group(sinks, shape[1]))
+        mixed, norms = mixed * jnp.exp(norms - with_sinks)[..., None], with_sinks
     out = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * size).astype(v.dtype)
-    return out, (queries, keys, values, mask, scale, mixed, norms)
+    return out, (queries, keys, values, mask, scale, sinks, mixed, norms)
 
 
 def _backward(causal, cap, kept, gradient):
-    queries, keys, values, mask, scale, mixed, norms = kept
+    queries, keys, values, mask, scale, sinks, mixed, norms = kept
     batch, groups, per_group, length, size = queries.shape
     gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
     offset = (gradient * mixed).sum(-1)
@@ -79,7 +84,10 @@ def _backward(causal, cap, kept, gradient):
         d_queries = d_queries.at[..., first:, :].add(change) if first else d_queries + change
     d_queries = (d_queries * scale).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, size)
     d_keys, d_values = (jnp.concatenate(parts, 2).transpose(0, 2, 1, 3) for parts in (d_keys, d_values))
-    return *(x.astype(values.dtype) for x in (d_queries, d_keys, d_values)), None, None
+    if sinks is not None:
+        taken = jnp.exp(_by_group(sinks, groups) - norms)
+        sinks = -(taken * offset).sum((0, 3)).reshape(sinks.shape).astype(sinks.dtype)
+    return *(x.astype(values.dtype) for x in (d_queries, d_keys, d_values)), None, None, sinks
 
 
 attend_blocked.defvjp(_forward, _backward)
@@ -88,6 +96,11 @@ attend_blocked.defvjp(_forward, _backward)
 def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
     size = CAUSAL_BLOCK if causal else BLOCK
     return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _by_group(sinks: Array, num_groups: int) -> Array:
+    """[K, G, 1] of [heads]."""
+    return sinks.astype(jnp.float32).reshape(num_groups, -1, 1)
 
 
 def _flat(x: Array) -> Array:

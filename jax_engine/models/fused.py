@@ -100,6 +100,8 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
         return f"the fused kernel takes heads of up to 128 features, a multiple of 8, not {arch.head_dim}"
     if arch.attention_cap is not None:
         return f"the fused kernel does not cap scores (at {arch.attention_cap} here)"
+    if arch.sinks:
+        return "the fused kernel has no sinks"
     if arch.attention_dropout:
         return f"the fused kernel has no attention dropout ({arch.attention_dropout} here)"
     if arch.relative is not None:

@@ -13,13 +13,13 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from jax_engine.models import families
+from jax_engine.models import expert_files, families
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
 from jax_engine.models.network import Network, Tree
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import saved_quantization
+from lmmods.core.hf_config import MXFP4, saved_quantization
 from lmmods.core.settings import LoRA
 
 SHARD_BYTES = 5 * 10**9
@@ -71,14 +71,15 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     """
     family = family_of(config, head)
     kind = saved_quantization(config)
-    if kind not in (None, "nf4", "fp4", "int8"):
+    if kind not in (None, "nf4", "fp4", "int8", MXFP4):
         raise UserError(f"model.pretrained: its weights are quantised with {kind}. The JAX engine reads those of "
-                        "bitsandbytes: use engine: torch, or a model that is not quantised.")
+                        "bitsandbytes and MXFP4: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
     cpu_forms = fast_kernels and jax.default_backend() == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
-                  blocked=cpu_forms and attention != "eager", cut=arch.init_cut)
+                  blocked=cpu_forms and attention != "eager", cut=arch.init_cut,
+                  experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:
         return bare
@@ -94,11 +95,13 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = network.to_torch(params, plain=True)
+    tensors = expert_files.apart(network.family, network.to_torch(params, plain=True))
     if dtype is not None:
         tensors = {name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()}
     write_shards(tensors, folder)
     config = copy.deepcopy(network.config)
+    if saved_quantization(config) == MXFP4:
+        del config.quantization_config  # what is written is not
     config.architectures = [network.family.classes[network.head]]
     config.dtype = str(next(iter(tensors.values())).dtype)
     config.save_pretrained(folder)

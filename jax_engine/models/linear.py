@@ -6,7 +6,7 @@ block-wise quantisation sees the rows that it would see in torch.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,7 @@ class Build:
         blocked: Compute attention in blocks, which is fast on CPUs.
         attention: The recipe's choice; `eager` is the plain one.
         cut: Where the distribution of first matrices ends, in standard deviations.
+        experts: How mixtures of experts are computed (see `jax_engine.models.experts`).
     """
 
     dtype: jnp.dtype
@@ -81,6 +82,7 @@ class Build:
     blocked: bool = False
     attention: str | None = None
     cut: float | None = None
+    experts: Literal["dense", "ragged", "blocks"] = "dense"
 
     def normal(self, std: float) -> Normal:
         """Distribution of first values with this standard deviation, before anything is cut off."""

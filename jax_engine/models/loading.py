@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import flatten, unflatten
+from jax_engine.models import expert_files, mxfp4, quant
 from jax_engine.models import lora as adapters
-from jax_engine.models import quant
 from jax_engine.models.network import Network, Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -55,15 +55,20 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     problems, dropped = [], []
     # a bar on terminals only, and only where there is something to wait for
     for key, read in tqdm(_tensors(folder, revision), "loading", unit=" tensors", disable=None, delay=2):
-        owner, piece = quant.piece_of(key)
+        owner, piece = mxfp4.piece_of(key) or quant.piece_of(key)
+        owner, part = expert_files.whole(network.family, owner)
         slot = _match(owner, wanted, network)
         if slot is None:
             (dropped if _needless(key) else problems).append(key)
             continue
         *place, tied = slot
         place, value = tuple(place), read()
-        if piece != "weight" or leaves.is_quantised(place, value):
+        if part is not None:
+            problems += [f"{key} ({problem})" for problem in leaves.put_part(place, part, value)]
+        elif piece != "weight" or leaves.is_quantised(place, value):
             saved.setdefault(place, {})[piece] = value
+            if saved[place].keys() == mxfp4.PIECES:
+                problems += [f"{key} ({problem})" for problem in leaves.put_mxfp4(place, **saved.pop(place))]
         elif value.shape != network.shape(place[0]):
             problems.append(f"{key} {value.shape} (the configuration says {network.shape(place[0])})")
         elif tied:
@@ -73,6 +78,8 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
         else:
             leaves.put(place, value)
     for place, pieces in saved.items():
+        if mxfp4.PIECES & pieces.keys():
+            continue  # only one of two, so the weight is missing
         leaves.put(place, quant.from_bitsandbytes(pieces, network.arch.conv1d))
     for place, value in copies.values():
         if place not in leaves.filled:
@@ -109,6 +116,7 @@ class Leaves:
         self._quantize, self._double_quant = quantize, double_quant
         self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
         self._quantised: dict[LeafPath, dict[int | None, quant.Quantized]] = {}
+        self._parts: dict[Slot, set[expert_files.Part]] = {}  # of leaves of experts that files hold one by one
 
     def is_quantised(self, place: Slot, value: np.ndarray) -> bool:
         """Whether the value of a linear layer comes in codes."""
@@ -126,10 +134,41 @@ class Leaves:
         elif layer is None:
             self.arrays[path] = value.astype(self.dtype)
         else:
-            if path not in self.arrays:  # filled layer by layer, so that the peak is one copy
-                shape = (self.network.num_stacked(path), *self.network.shape(path))
-                self.arrays[path] = np.empty(shape, self.dtype)
-            self.arrays[path][layer] = value
+            self._layers(path)[layer] = value
+
+    def put_part(self, place: Slot, part: expert_files.Part, value: np.ndarray) -> list[str]:
+        """Fill a part of a place. Returns what is wrong with it."""
+        path, layer = place
+        wanted = expert_files.parts(path[-1], self.network.shape(path)[0])
+        found = self._parts.setdefault(place, set())
+        if part not in wanted:
+            return [f"the configuration says {self.network.shape(path)[0]} experts"]
+        if part in found or place in self.filled:
+            return ["a second time"]
+        target = expert_files.part_of(self._layers(path)[layer], part)
+        if value.shape != target.shape:
+            return [f"{value.shape}, the configuration says {target.shape}"]
+        target[...] = value
+        found.add(part)
+        if found == wanted:
+            self.filled.add(place)
+        return []
+
+    def put_mxfp4(self, place: Slot, blocks: np.ndarray, scales: np.ndarray) -> list[str]:
+        """Fill a place with the values of MXFP4 codes. Returns what is wrong with them."""
+        path, layer = place
+        if mxfp4.shape(blocks) != self.network.shape(path) or blocks.shape[:-1] != scales.shape:
+            return [f"codes of {mxfp4.shape(blocks)}, the configuration says {self.network.shape(path)}"]
+        mxfp4.fill(self._layers(path)[layer], blocks, scales)
+        self.filled.add(place)
+        return []
+
+    def _layers(self, path: LeafPath) -> np.ndarray:
+        """The array of a leaf's layers, filled one by one, so that the peak is one copy."""
+        if path not in self.arrays:
+            shape = (self.network.num_stacked(path), *self.network.shape(path))
+            self.arrays[path] = np.empty(shape, self.dtype)
+        return self.arrays[path]
 
     def tree(self) -> Tree:
         """All of them; quantised layers stacked like the others."""

@@ -46,7 +46,8 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
         UserError: A target or module to save matches nothing, or not every layer.
     """
     linear, modules = _by_torch_name(network)
-    adapted = _in_every_layer(network, "lora.targets", adapted_layers(lora, linear), linear)
+    targets = adapted_layers(lora, linear, network.arch.experts is not None)
+    adapted = _in_every_layer(network, "lora.targets", targets, linear)
     to_save = _in_every_layer(network, "lora.modules_to_save", modules_in_full(lora, modules, linear), modules)
     to_save |= {"head"} if network.head == "qa" else set()
     if both := sorted(adapted & to_save):
@@ -159,7 +160,7 @@ def adapter_settings(folder: str | Path) -> LoRA:
     if found.get("exclude_modules") in [[name] for name in ANSWER_HEADS]:  # of torch for qa; here none has an adapter
         del found["exclude_modules"]
     for name, neutral in NEUTRAL.items():
-        if found.get(name, neutral) not in (neutral, None):
+        if found.get(name, neutral) not in (neutral, None, []):  # PEFT writes an empty list of experts' parameters
             raise _unsupported(folder, name, found[name])
     targets = found["target_modules"]
     if isinstance(targets, str) and targets != "all-linear":

@@ -156,4 +156,5 @@ def _module(path: Path) -> str:
 
 
 def _leaf_rank(leaf: str) -> int:
-    return ("weight", "bias", *ADAPTER_LEAVES).index(leaf)
+    return ("weight", "bias", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
+            *ADAPTER_LEAVES).index(leaf)

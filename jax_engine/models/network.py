@@ -17,16 +17,18 @@ from transformers import PreTrainedConfig
 from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
-from jax_engine.models.attention import attention_mask, cached_mask
+from jax_engine.models.attention import attention_mask, cached_mask, real_tokens
 from jax_engine.models.block import Block
 from jax_engine.models.decoder import DecoderEmbedding, LMHead
 from jax_engine.models.dropout import Seeds, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
+from jax_engine.models.experts import Load
 from jax_engine.models.linear import Build, Linear, Norm
 from jax_engine.models.names import Names
 from jax_engine.models.parameters import FirstValues, Start, starts
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
+from lmmods.core.settings import decays
 
 Tree = dict[str, Any]
 HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
@@ -113,6 +115,16 @@ class Network(Names):
         Raises:
             UserError: A row is longer than the table of positions, or has token types that the network lacks.
         """
+        x, cache, _ = self._run(params, batch, training, cache)
+        return x if cache is None else (x, cache)
+
+    def hidden_and_load(self, params: Tree, batch: dict[str, Array], training: bool = False) -> tuple[Array, Load]:
+        """Hidden states as `hidden`, and how each layer's router has spread the real tokens: [layers, B, ...]."""
+        x, _, load = self._run(params, batch, training, None, True)
+        return x, load
+
+    def _run(self, params: Tree, batch: dict[str, Array], training: bool, cache: Tree | None, measures: bool = False
+             ) -> tuple[Array, Tree | None, Load | None]:
         self._check(batch)
         position_ids = self._positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
@@ -131,16 +143,17 @@ class Network(Names):
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
-        x, kv = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache)
+        real = real_tokens(batch) if measures else None
+        x, kv, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         if self.head == "qa":
             x = self._part("head", params).features(x, seeds)
-        return x if cache is None else (x, {**kv, "valid": valid, "length": start + length})
+        return x, cache if cache is None else {**kv, "valid": valid, "length": start + length}, load
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
-                angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None
-                ) -> tuple[Array, Tree | None]:
+                angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None,
+                real: Array | None) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
         shared = arch.passes != tuple(range(arch.num_stored_layers))
         steps = {"stored": jnp.array(arch.passes),
@@ -156,19 +169,21 @@ class Network(Names):
         steps |= {} if seeds is None else {"sites": inside}
         steps |= {} if cache is None else {"cache": {"k": cache["k"], "v": cache["v"]}}
 
-        def body(x: Array, step: Tree) -> tuple[Array, Tree | None]:
+        def body(x: Array, step: Tree) -> tuple[Array, tuple[Tree | None, Load | None]]:
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
             block = nnx.merge(self._graphs["layers"], params)
             mask = _chosen(masks, step["mask"])
             turns, key_turns = (_chosen(kinds, step.get("rope")) for kinds in (angles, key_angles))
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
-            return block(x, mask, step["scale"], turns, here, step.get("cache"),
-                         None if cache is None else cache["length"], key_turns, step.get("has_norm"))
+            x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache"),
+                             None if cache is None else cache["length"], key_turns, step.get("has_norm"), real)
+            return x, tuple(kept)
 
         if self.remat != "none":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        return jax.lax.scan(body, x, steps, unroll=self.unroll if cache is None else 1)
+        x, (kv, load) = jax.lax.scan(body, x, steps, unroll=self.unroll if cache is None else 1)
+        return x, kv, load
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:
@@ -232,7 +247,7 @@ class Network(Names):
 
     def decays(self, params: Tree) -> Tree:
         """For each leaf, whether weight decay applies: matrices (per layer) yes, biases and norms no."""
-        return unflatten({path: len(self.shape(path)) >= 2 for path in flatten(params)})
+        return unflatten({path: decays(path[-1], len(self.shape(path))) for path in flatten(params)})
 
 
 def _chosen(kinds: list[Any], number: Array | None) -> Any:

@@ -21,6 +21,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
+from lmmods.core.experts import mixture_of
 from lmmods.core.model_sizes import describe_sizes, flops_per_token, step_bytes, widths_of
 from lmmods.core.task_fields import TaskFields
 from lmmods.core.text_metrics import perplexity
@@ -133,7 +134,10 @@ class Task(TaskFields, ABC):
         """Arithmetic of one training token."""
         tied = self.network.config.tie_word_embeddings
         looked_up = 0 if tied else flatten(merge(trainable, frozen))["embed", "tokens", "weight"].size
-        return flops_per_token(_size(trainable) + _size(frozen), _size(trainable), looked_up)
+        mixture = mixture_of(self.network.config)
+        trained, kept = (sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
+                             for path, leaf in flatten(tree).items()) for tree in (trainable, frozen))
+        return flops_per_token(trained + kept, trained, looked_up)
 
 
 def _size(tree: Tree) -> int:

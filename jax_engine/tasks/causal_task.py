@@ -14,6 +14,9 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task
+from jax_engine.tasks.expert_load import with_load
+from lmmods.core.experts import METRICS, check_balance
+from lmmods.core.labels import IGNORED
 from lmmods.core.task_fields import CausalFields
 
 
@@ -28,11 +31,29 @@ class CausalTask(CausalFields, Task):
         check_supported(self.generation)
         self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
 
+    def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
+        built = super().build(precision, datamodule, seed)
+        check_balance(self.network.config, self.balance_loss, self._routes)
+        self.metric_names = METRICS if self._routes else ()
+        return built
+
+    @property
+    def _routes(self) -> bool:
+        return self.network.arch.experts is not None
+
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
-        hidden = self.network.hidden(params, rows, training)
-        return token_loss(hidden, shift_labels(rows["labels"]), lambda x: self.network.logits(params, x),
-                          self.network.config.vocab_size, count_correct, not self.fast_kernels,
-                          shift_weights(rows.get("loss_weights")))
+        load = None
+        if training and self._routes:
+            hidden, load = self.network.hidden_and_load(params, rows, training)
+        else:
+            hidden = self.network.hidden(params, rows, training)
+        targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
+        sums = token_loss(hidden, targets, lambda x: self.network.logits(params, x), self.network.config.vocab_size,
+                          count_correct, not self.fast_kernels, weights)
+        if load is None:
+            return sums
+        counted = (targets != IGNORED) * (1.0 if weights is None else weights)
+        return with_load(sums, load, counted.sum(1), self.balance_loss)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
         """Logits [N, K] in float32 of `choice_ids` behind the last token of each row, padded on the right."""

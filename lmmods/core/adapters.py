@@ -14,18 +14,22 @@ SETTINGS = "adapter_config.json"
 ANSWER_HEADS = ("qa_outputs", "classifier")
 
 
-def adapted_layers(lora: LoRA, linear: Iterable[str]) -> set[str]:
+def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False) -> set[str]:
     """Names of the layers that carry an adapter; a target names the modules whose name ends in it, as in PEFT.
 
     Args:
         linear: Names of all layers that can: linear ones, quantised or not, without the output head.
+        has_experts: Whether the model has experts, which cannot: all of a layer are one parameter, and no layer.
 
     Raises:
         UserError: A target matches none of them.
     """
     linear = list(linear)
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
-    return set(linear) if "all-linear" in targets else _matching("lora.targets", targets, linear, linear)
+    if "all-linear" in targets:
+        return set(linear)
+    note = " Experts and their router are no linear layers, and carry no adapters." if has_experts else ""
+    return _matching("lora.targets", targets, linear, linear, note)
 
 
 def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -> set[str]:
@@ -112,12 +116,13 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
                         "save_pretrained, for example runs/NAME/model.") from error
 
 
-def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[str]) -> set[str]:
+def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[str], note: str = "") -> set[str]:
     found = set()
     for target in wanted:
         hits = {name for name in present if f".{name}".endswith(f".{target}")}
         if not hits:
             candidates = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise UserError(f"{key}: {target!r} matches no module of this model. Candidates: {', '.join(candidates)}.")
+            raise UserError(f"{key}: {target!r} matches no module of this model. Candidates: {', '.join(candidates)}."
+                            + note)
         found |= hits
     return found

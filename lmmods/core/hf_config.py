@@ -171,6 +171,10 @@ def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
     return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
 
 
+# Files of this kind are read into plain weights, which may train.
+MXFP4 = "mxfp4"
+
+
 def saved_quantization(config: Any) -> str | None:
     """How a folder stores its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None."""
     saved = getattr(config, "quantization_config", None)
@@ -184,6 +188,11 @@ def saved_quantization(config: Any) -> str | None:
 def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
     """UserError unless a folder that is quantised already keeps its quantisation and trains only an adapter."""
     if kind is None:
+        return
+    if kind == MXFP4:
+        if quantize:
+            raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}, which is read into "
+                            "plain weights and not quantised again. Set model.quantize to null.")
         return
     if quantize not in (None, kind):
         raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "

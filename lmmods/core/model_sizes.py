@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from lmmods.core.experts import mixture_of
+
 # Bytes of optimiser state per trained parameter.
 STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
                "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
@@ -27,9 +29,11 @@ class Widths:
 
 def widths_of(config: Any) -> Widths:
     """Those of a network by its configuration in transformers."""
-    text = config.get_text_config()
-    return Widths(text.num_hidden_layers, text.hidden_size,
-                  getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    text, mixture = config.get_text_config(), mixture_of(config)
+    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if mixture is not None:
+        wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide)
+    return Widths(text.num_hidden_layers, text.hidden_size, wide)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def flops_per_token(num_params: int, num_trainable: int, num_looked_up: int) -> 
     Attention scores are left out, as is usual (Kaplan et al. 2020), and so is an embedding that is only looked up.
 
     Args:
+        num_params: Without experts that a token does not take, in the share that it does not; so too those that train.
         num_looked_up: Parameters of an embedding that is not also the output layer.
     """
     return 4 * (num_params - num_looked_up) + 2 * num_trainable

@@ -13,6 +13,11 @@ OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "adamw_8bit", "lion
                         "paged_adamw_8bit", "paged_lion_8bit"]
 
 
+def decays(name: str, num_dims: int) -> bool:
+    """Whether weight decay applies to a parameter of this name: not to biases, which experts have several rows of."""
+    return num_dims >= 2 and not name.endswith("bias")
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """How the trained parameters move.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lmmods.core.errors import UserError
+from lmmods.core.experts import check_overrides
 from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit
 from lmmods.core.preference_losses import GAMMA, PreferenceLoss
 from lmmods.core.settings import Generation, LoRA, Optimizer, check_set, require
@@ -91,6 +92,7 @@ class TaskFields:
         if self.config is not None and self.trains_adapter:
             raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
                             "and model.adapter to null, or name a model in model.pretrained.")
+        check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
         if self.lora and self.adapter:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
                             "targets. Keep one of them.")
@@ -121,9 +123,16 @@ class CausalFields(TaskFields):
 
     Args:
         generation: How predict generates.
+        balance_loss: Weight of a loss that spreads the tokens of each row evenly over the experts of a model that has
+            some, in place of transformers' router_aux_loss_coef; 0 is none.
     """
 
     generation: Generation = Generation()
+    balance_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.balance_loss >= 0, "model.balance_loss", self.balance_loss, "0 or more")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -184,6 +193,7 @@ class PreferenceFields(CausalFields):
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy or cache (or null) without an adapter")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
+        require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
 
     @property
     def overrides(self) -> dict[str, Any]:

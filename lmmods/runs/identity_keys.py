@@ -30,7 +30,7 @@ _ROWS = """class_path source columns val_size tokenizer pad_token bos_token eos_
     question_max_length"""
 _NETWORK = """class_path pretrained config config_overrides revision quantize double_quant lora adapter optimizer.name
     optimizer.betas optimizer.eps optimizer.momentum loss beta label_smoothing gamma sft_weight desirable_weight
-    undesirable_weight reference"""
+    undesirable_weight reference balance_loss"""
 
 REFUSED = {
     "seed_everything",

@@ -21,6 +21,7 @@ BERT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hi
         "num_attention_heads": 3, "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5}
 # A layer or two, which is what shows a pattern.
 NEW = LLAMA | {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 6}
+ROUTED = NEW | {"num_experts_per_tok": 2, "head_dim": 4}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
     "gpt2": GPT | {"n_inner": 20, "scale_attn_by_inverse_layer_idx": True},
@@ -54,6 +55,10 @@ FAMILIES = {
     "glm4": NEW | {"num_hidden_layers": 1, "head_dim": 8},
     "cohere2": NEW | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
                       "logit_scale": 0.5, "hidden_size": 16},
+    "mixtral": ROUTED | {"num_local_experts": 5, "sliding_window": 4},
+    "qwen3_moe": ROUTED | {"num_experts": 4, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    "olmoe": ROUTED | {"num_experts": 6, "clip_qkv": 0.8},
+    "gpt_oss": ROUTED | {"num_local_experts": 4, "sliding_window": 3, "swiglu_limit": 0.7, "rope_parameters": YARN},
     "bert": BERT,
     "roberta": BERT | {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2},
     "albert": BERT | {"embedding_size": 10, "num_hidden_groups": 2, "inner_group_num": 2, "pad_token_id": 0},

@@ -95,7 +95,8 @@ def test_distributions_are_those_of_transformers(name, head):
         zeros = (value == 0).all(-1)
         assert torch.equal((ours == 0).all(-1), zeros) and not torch.equal(ours, value), key
         kept, other = ours[~zeros].double(), value[~zeros].double()
-        assert abs(kept.mean() - other.mean()) < 5 * value.std() * math.sqrt(2 / size), key
+        spread = value.std() if size > 9 else SIZES["initializer_range"]  # of a few numbers it says little
+        assert abs(kept.mean() - other.mean()) < 5 * spread * math.sqrt(2 / size), key
         assert abs(kept.var() / other.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, key
 
 

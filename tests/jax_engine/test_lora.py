@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tested import cases
+from tested import WITH_EXPERTS, cases
 
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading
@@ -26,7 +26,10 @@ TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 
 def wrapped(ref, lora):
     """PEFT's model with random adapters and the JAX network with the same ones."""
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets,
+    targets = lora.targets
+    if ref.config.model_type in WITH_EXPERTS:  # PEFT's own all-linear counts experts in, which have no adapters here
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
                         modules_to_save=copy.copy(lora.modules_to_save), use_dora=lora.dora, use_rslora=lora.rslora,
                         task_type=TASKS[ref.head])
     with warnings.catch_warnings():

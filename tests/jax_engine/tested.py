@@ -12,13 +12,15 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
 # Families of parts that others have too: all are held against transformers, but most other tests of them may be slow.
 VARIANTS = ("granite", "olmo2", "olmo3", "smollm3", "phi3", "starcoder2", "gpt_neox", "gemma2", "gemma3_text", "glm4",
-            "cohere2", "xlm-roberta", "electra", "modernbert", "deberta-v2")
+            "cohere2", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "xlm-roberta", "electra", "modernbert",
+            "deberta-v2")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 MAIN = ("gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma", "bert", "roberta", "albert",
         "distilbert")
 ENCODERS = ("bert", "roberta", "albert", "distilbert", "xlm-roberta", "electra", "modernbert",
             "deberta-v2")
 CAUSAL = tuple(name for name in (*MAIN, *VARIANTS) if name not in ENCODERS)
-ANSWERING = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", *ENCODERS)
+ANSWERING = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", "mixtral", "qwen3_moe", *ENCODERS)
 
 Pair = tuple[str, str]  # a family and a head
 HEADS: dict[str, list[Pair]] = {

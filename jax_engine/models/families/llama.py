@@ -48,10 +48,10 @@ def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
 
 
 def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer",
-                 modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None) -> Family:
+                 modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None, **fields: Any) -> Family:
     """Family with Llama's key table or `modules`, and the places of dropout that it has beside the attention weights.
 
-    Its classes are `{name}ForCausalLM` and, given its base, `{name}ForQuestionAnswering`.
+    Its classes are `{name}ForCausalLM` and, given its base, `{name}ForQuestionAnswering`. `fields` are Family's own.
     """
     classes, head_modules = {"causal": f"{name}ForCausalLM"}, {"causal": {"head": "lm_head"}}
     if qa_base:
@@ -60,7 +60,14 @@ def llama_family(architecture: Any, name: str, qa_base: str | None = "transforme
                   head_modules=head_modules,
                   dropouts={"layers.attn.weights": "layers.{}.self_attn.weights", **(dropouts or {})},
                   tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
-                  base_of={"qa": qa_base} if qa_base else {})
+                  base_of={"qa": qa_base} if qa_base else {}, **fields)
+
+
+def with_modules(before: str, after: str, own: dict[str, str]) -> dict[str, str]:
+    """Llama's key table with modules of a family's own, in their order, in place of those between these two."""
+    names = list(MODULES)
+    first, last = names.index(before) + 1, names.index(after)
+    return {name: MODULES[name] for name in names[:first]} | own | {name: MODULES[name] for name in names[last:]}
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmmods.core.console import say
+from lmmods.core.experts import Mixture
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks
+from lmmods.torch_engine.nn.experts import with_load
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights, token_logps, token_loss
 
 
@@ -97,18 +100,24 @@ class LMHead:
         return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-3 * logits.abs().max().item())
 
 
-def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
-                count_correct: bool = False) -> LossSums:
+def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
+                mixture: Mixture | None = None, balance_loss: float = 0.0) -> LossSums:
     """Summed next-token loss of a batch.
 
     Args:
         head: Its head, or None to use the model's own logits [B, T, V].
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; where labels
             do not all count alike, `loss_weights` [B, T].
+        mixture: The experts whose load is to be measured, if any; `balance_loss` is the weight of that loss.
     """
     targets, weights = shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
-    hidden, *rest = _before_head(model, head, batch)
-    return token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights)
+    hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
+    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights)
+    if mixture is None:
+        return sums
+    real = batch["segment_ids" if "segment_ids" in batch else "attention_mask"] > 0
+    counted = (targets != IGNORED) * (1.0 if weights is None else weights)
+    return with_load(sums, outputs.router_logits, mixture, real, counted.sum(1), balance_loss)
 
 
 def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -118,26 +127,29 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
         batch: As in `causal_loss`.
     """
     targets = shift_labels(batch["labels"])
-    hidden, *rest = _before_head(model, head, batch)
+    hidden, *rest, _ = _before_head(model, head, batch)
     scored = targets != IGNORED
     logps = token_logps(hidden[scored], targets[scored], *rest)
     rows = scored.nonzero()[:, 0]
     return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
 
 
-def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
-                 ) -> tuple[Tensor, Callable[[Tensor], Tensor], list[Tensor], int, bool]:
-    """Hidden states [B, T, H], then the head as `token_loss` takes it; without one, logits and what leaves them so."""
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], **options: bool
+                 ) -> tuple[Tensor, Callable[[Tensor], Tensor], list[Tensor], int, bool, Any]:
+    """Hidden states [B, T, H], then the head as `token_loss` takes it; without one, logits and what leaves them so.
+
+    At the end what the model returns, given these options.
+    """
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False, **options}
     # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
         "attention_mask": batch["attention_mask"]}
     if head is None:
-        logits = model(**inputs).logits
-        return logits, lambda x: x, [], logits.shape[-1], False
+        outputs = model(**inputs)
+        return outputs.logits, lambda x: x, [], outputs.logits.shape[-1], False, outputs
     with _capture(head.layer) as captured:
-        model(**inputs)
-    return captured[0], head, head.params(), head.vocab_size, head.plain
+        outputs = model(**inputs)
+    return captured[0], head, head.params(), head.vocab_size, head.plain, outputs
 
 
 def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:

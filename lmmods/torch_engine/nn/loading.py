@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import Mxfp4Config, PreTrainedConfig
 
 from lmmods.core.adapters import ANSWER_HEADS
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
+from lmmods.core.experts import note_quantized
 from lmmods.core.hf_config import (
+    MXFP4,
     check_saved_quantization,
     load_config,
     loading_notes,
@@ -57,11 +59,14 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     config = load_config(pretrained, overrides, revision, trust_remote_code)
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
-    options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or saved else {}
+    is_packed = saved not in (None, MXFP4)
+    options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or is_packed else {}
     if max_memory is not None:
         options = placement(max_memory)
     if quantize and not saved:
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
+    if saved == MXFP4:
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
     with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading():
@@ -79,10 +84,11 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                         "missing. Fetch it again.")
     for line in loading_notes(pretrained, list(found["missing_keys"]), list(found["unexpected_keys"])):
         say(line)
+    note_quantized(config, quantize or (saved if is_packed else None))
     mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
-    if saved:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
+    if is_packed:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():
                 param.data = param.data.to(stored)

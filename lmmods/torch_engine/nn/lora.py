@@ -13,6 +13,7 @@ from lmmods.core.adapters import (
     trained_rows,
 )
 from lmmods.core.errors import UserError, first_line
+from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn.initialization import start_adapter
 
@@ -27,8 +28,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     """
     from peft import LoraConfig, get_peft_model
 
-    linear = _adaptable(model)
-    adapted_layers(settings, linear)
+    linear, has_experts = _adaptable(model), mixture_of(model.config) is not None
+    adapted = adapted_layers(settings, linear, has_experts)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
     for name in sorted(in_full):
         module = model.get_submodule(name)
@@ -37,6 +38,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
             raise UserError(quantised_in_full(name, kind))
     answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
+    if "all-linear" in targets and has_experts:  # PEFT would count them and their router in
+        targets = sorted({name.rsplit(".", 1)[-1] for name in adapted})
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -50,7 +53,11 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         exclude_modules=answers or None,  # an adapter on what trains in full would clash
         task_type=task_type,
     )
-    wrapped = _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if found := config.target_parameters:  # PEFT has put names there that the model's type once had in its experts
+        raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
+                        f"its experts or their router ({', '.join(sorted(found))}). Name layers of the attention.")
+    wrapped = _cast_trainable(wrapped, dtype)
     start_adapter(wrapped, seed)
     return wrapped
 

@@ -8,17 +8,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lmmods.core.console import say
-from lmmods.core.settings import Optimizer
+from lmmods.core.settings import Optimizer, decays
 
 
 def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
     """The optimiser over the trainable parameters among `named_params`.
 
-    Matrices decay, biases and norms (everything with one dimension) do not; each parameter is in one group.
+    Matrices decay, biases and norms (`settings.decays`) do not; each parameter is in one group.
     """
-    params = [p for _, p in named_params if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": settings.weight_decay},
-              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    named = [(name, p) for name, p in named_params if p.requires_grad]
+    params = [p for _, p in named]
+    groups = [{"params": [p for name, p in named if decays(name, p.ndim)], "weight_decay": settings.weight_decay},
+              {"params": [p for name, p in named if not decays(name, p.ndim)], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
         return _bitsandbytes(groups, settings)

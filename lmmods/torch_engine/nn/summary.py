@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lmmods.core.errors import UserError
+from lmmods.core.experts import mixture_of
 from lmmods.core.model_sizes import NetworkShape, flops_per_token, step_bytes, widths_of
 
 
@@ -64,8 +65,15 @@ def training_flops(model: nn.Module) -> int:
     """`flops_per_token` of a network."""
     embedding = model.get_input_embeddings()
     looked_up = 0 if model.config.tie_word_embeddings else num_elements(embedding.weight)
-    sizes = summarize(model)
-    return flops_per_token(sizes.num_params, sizes.num_trainable, looked_up)
+    mixture = mixture_of(model.config)
+
+    def active(name: str, param: Tensor) -> int:
+        taken = mixture is not None and ".experts." in name
+        return round(num_elements(param) * mixture.share) if taken else num_elements(param)
+
+    counts = [(active(name, param), param.requires_grad) for name, param in model.named_parameters()]
+    return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains),
+                           looked_up)
 
 
 def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int) -> int:

@@ -6,12 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.experts import METRICS, Mixture, check_balance
 from lmmods.core.sampling import draws
-from lmmods.core.settings import Generation
+from lmmods.core.settings import Generation, require
 from lmmods.core.task_fields import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
-from lmmods.torch_engine.nn.gradient_accumulation import seed_step
+from lmmods.torch_engine.nn.experts import routed_mixture
+from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, seed_step
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.loss import LossSums
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed
@@ -22,22 +25,39 @@ class CausalModule(CausalFields, TaskModule):
 
     auto_class = "AutoModelForCausalLM"
     task_type = "CAUSAL_LM"
+    measures_experts = True  # where the network has some
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.head: LMHead | None = None
+        self._mixture: Mixture | None = None
 
     def on_model_ready(self) -> None:
         # A spread model's hidden states stay on its last device; its logits come back to the labels.
         self.head = LMHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
+        if self.measures_experts:
+            self._measure_experts()
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
             prefer_varlen(self.model)
         if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):
             raise UserError("data.packing: in this architecture documents packed into one row see each other. Set "
                             "data.packing to false; data.group_by_length saves most of the padding too.")
 
+    def _measure_experts(self) -> None:
+        mixture = routed_mixture(self.model)
+        require(not (mixture and self.compile and self.balance_loss), "model.balance_loss", self.balance_loss,
+                "0 with model.compile, which cannot see the routers")
+        check_balance(self.model.config, self.balance_loss, mixture is not None)
+        if mixture is not None and self.compile:
+            say("Experts: their load is not measured, as model.compile cannot see the routers.")
+        elif mixture is not None:
+            self._mixture, self.metric_names = mixture, METRICS
+            self.accumulation = GradientAccumulation(METRICS)
+
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        return causal_loss(self.model, self.head, batch, count_correct)
+        if count_correct:  # in evaluation
+            return causal_loss(self.model, self.head, batch, count_correct)
+        return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """New tokens [B, T_new] after left-padded prompts [B, T], padded at the end; draws depend on seed and row."""

@@ -25,6 +25,8 @@ OPERATIONS = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, re
 class Preference(PreferenceFields, CausalModule):
     """Train a causal LM to prefer answers to others; predict generates answers."""
 
+    measures_experts = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.eval_metrics = torch.nn.ModuleDict({name: WeightedMean() for name in ("loss", *self.metric_names)})

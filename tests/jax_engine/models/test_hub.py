@@ -42,7 +42,7 @@ def test_configurations_by_mapping_and_with_overrides(make_ref):
 
 
 @pytest.mark.parametrize(("config", "head", "message"), [
-    ({"model_type": "opt"}, "causal", "'opt'.*albert, bert.*qwen3, roberta"),
+    ({"model_type": "opt"}, "causal", "'opt'.*albert, bert.*qwen3, qwen3_moe, roberta"),
     ({"model_type": "bert"}, "causal", "no causal head for 'bert'.*gpt2, .*llama"),
     ({"model_type": "gpt2"}, "masked", "no masked head for 'gpt2'"),
     ({"model_type": "gemma"}, "qa", "no qa head for 'gemma'"),

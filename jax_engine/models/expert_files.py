@@ -1,0 +1,60 @@
+"""The matrices of experts in files: one by one, where the network has those of all experts in one leaf."""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from jax_engine.models.architecture import ExpertFiles, Family
+
+# Name of the module; number of the expert; its matrix.
+_ONE = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight$")
+_ALL = re.compile(r"^(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+Part = tuple[int, int, int]  # number of the expert; of so many pieces of its matrix, stacked by rows, which
+
+
+def whole(family: Family, key: str) -> tuple[str, Part | None]:
+    """The network's name of what a key of a file belongs to, and which part of it, if not all."""
+    files = family.expert_files
+    if files is None:
+        return key, None
+    key = key.replace(f".{files.mlp}.", ".mlp.")
+    found = _ONE.match(key)
+    pieces = {files.gate: ("gate_up_proj", 2, 0), files.up: ("gate_up_proj", 2, 1), files.down: ("down_proj", 1, 0)}
+    if found is None or found[3] not in pieces:
+        return key, None
+    leaf, count, place = pieces[found[3]]
+    return f"{found[1]}.{leaf}", (int(found[2]), count, place)
+
+
+def part_of(leaf: np.ndarray, part: Part) -> np.ndarray:
+    """The view of a stacked leaf [E, ...] that a part of it is."""
+    expert, count, place = part
+    size = leaf.shape[1] // count
+    return leaf[expert, place * size:(place + 1) * size]
+
+
+def parts(leaf_name: str, num_experts: int) -> set[Part]:
+    """All parts that a file holds of a stacked leaf."""
+    count = 2 if leaf_name.endswith("gate_up_proj") else 1
+    return {(expert, count, place) for expert in range(num_experts) for place in range(count)}
+
+
+def apart(family: Family, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors by the network's names as a file has them."""
+    if family.expert_files is None:
+        return tensors
+    return dict(pair for name, value in tensors.items() for pair in _pieces(family.expert_files, name, value))
+
+
+def _pieces(files: ExpertFiles, name: str, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    found = _ALL.match(name)
+    if found is None:
+        yield name.replace(".mlp.", f".{files.mlp}."), value
+        return
+    module, names = found[1].replace(".mlp.", f".{files.mlp}."), (files.down,)
+    if found[2] == "gate_up_proj":
+        names = (files.gate, files.up)
+    for place, piece in enumerate(names):
+        for expert in range(len(value)):
+            yield f"{module}.{expert}.{piece}.weight", part_of(value, (expert, len(names), place))

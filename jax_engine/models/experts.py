@@ -1,0 +1,243 @@
+"""Mixtures of experts (Shazeer et al. 2017): a router, and MLPs of which each token goes through a few.
+
+No token is dropped, however many like the same expert, and none depends on another. Three forms of the same function:
+all experts on all tokens, which is the reference; tokens sorted by expert through `jax.lax.ragged_dot`, for which TPUs
+and GPUs have an instruction; and sorted tokens in blocks of one expert each, in a loop, for CPUs, where XLA makes of
+`ragged_dot` a product of all experts with all sorted tokens.
+
+Shapes: N tokens of D features, E experts of F features inside, K of them for each token, M sorted rows.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jax_engine.distributed.interface import DATA_AXES
+from jax_engine.models.architecture import Architecture
+from jax_engine.models.linear import ACTIVATIONS, Build, product
+from jax_engine.models.parameters import parameter
+from lmmods.core.initialization import Normal
+
+# Rows of a block: with more, matrices are read less often, and more rows are empty where few tokens share an expert.
+BLOCK_SIZES = (8, 128)
+
+
+class Load(NamedTuple):
+    """How a router has spread the real tokens of each row.
+
+    Args:
+        counts: How often each expert was taken, float32 [B, E].
+        probabilities: Summed over tokens, float32 [B, E]; differentiable.
+        num_tokens: float32 [B].
+    """
+
+    counts: Array
+    probabilities: Array
+    num_tokens: Array
+
+
+class Router(nnx.Module):
+    """Logits of the experts for each token."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.build = build
+        self.weight = parameter((arch.experts.num, arch.hidden_size), Normal(arch.layer_std))
+        self.bias = parameter((arch.experts.num,), Normal(arch.layer_std)) if arch.experts.bias else None
+
+    def __call__(self, x: Array) -> Array:
+        """[..., E] float32 of [..., D]."""
+        logits = product(x, self.weight[...], self.build)
+        return (logits if self.bias is None else logits + self.bias[...].astype(logits.dtype)).astype(jnp.float32)
+
+
+class ExpertMatrices(nnx.Module):
+    """The matrices of all experts; leaves have torch's names."""
+
+    def __init__(self, arch: Architecture):
+        experts, size = arch.experts, arch.hidden_size
+        shapes = {"gate_up_proj": (2 * experts.size, size), "down_proj": (size, experts.size)}
+        stds = {"gate_up_proj": arch.layer_std, "down_proj": arch.residual_std}
+        for name, shape in shapes.items():
+            shape = shape[::-1] if experts.transposed else shape
+            setattr(self, name, parameter((experts.num, *shape), Normal(stds[name])))
+            if experts.bias:
+                setattr(self, f"{name}_bias", parameter((experts.num, shapes[name][0]), 0.0))
+
+    def arrays(self, dtype: jnp.dtype) -> dict[str, Array]:
+        """All of them by name."""
+        return {name: value[...].astype(dtype) for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+
+
+class SparseMLP(nnx.Module):
+    """Sum over the experts of each token, weighted by the router's shares."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.arch, self.build = arch, build
+        self.router, self.experts = Router(arch, build), ExpertMatrices(arch)
+
+    def __call__(self, x: Array, real: Array | None) -> tuple[Array, Load | None]:
+        """[B, T, D] of [B, T, D]; and the load, given which tokens are real, [B, T] booleans."""
+        experts = self.arch.experts
+        probabilities = jax.nn.softmax(self.router(x), axis=-1)
+        shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
+        if experts.normalised:
+            shares = shares / shares.sum(-1, keepdims=True)
+        matrices = self.experts.arrays(self.build.dtype)
+        mix = partial(_mix, self._inner, self.build.experts, experts.transposed)
+        if self.build.experts != "dense" and set(DATA_AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+            mix = _over_mesh(mix, experts.num)
+        mixed = mix(x.astype(self.build.dtype), shares, chosen, matrices)
+        return mixed.astype(x.dtype), None if real is None else _load(probabilities, chosen, real)
+
+    def _inner(self, gate_up: Array) -> Array:
+        """[..., F] of [..., 2 F]."""
+        if self.arch.experts.clamp is None:
+            gate, up = jnp.split(gate_up, 2, axis=-1)
+            return ACTIVATIONS[self.arch.activation](gate) * up
+        gain, limit = self.arch.experts.clamp
+        gate, up = jnp.minimum(gate_up[..., ::2], limit), jnp.clip(gate_up[..., 1::2], -limit, limit)
+        return gate * jax.nn.sigmoid(gain * gate) * (up + 1)
+
+
+def _load(probabilities: Array, chosen: Array, real: Array) -> Load:
+    weights = real.astype(jnp.float32)
+    taken = jax.nn.one_hot(chosen, probabilities.shape[-1]).sum(-2)
+    return Load(*(jnp.einsum("bte,bt->be", x, weights) for x in (jax.lax.stop_gradient(taken), probabilities)),
+                weights.sum(1))
+
+
+def _over_mesh(mix, num_experts: int):
+    """`mix` on each rank's own tokens. Devices along `tensor` share the experts, or repeat them if they cannot."""
+    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    shared = tensor > 1 and num_experts % tensor == 0
+
+    def local(x, shares, chosen, matrices):
+        if not shared:
+            return mix(x, shares, chosen, matrices)
+        first = jax.lax.axis_index("tensor") * (num_experts // tensor)
+        return jax.lax.psum(mix(x, shares, chosen - first, matrices), "tensor")
+
+    over_ranks = PartitionSpec(DATA_AXES)
+    return jax.shard_map(local, in_specs=(over_ranks,) * 3 + (PartitionSpec("tensor") if shared else PartitionSpec(),),
+                         out_specs=over_ranks, check_vma=False)
+
+
+def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array, shares: Array, chosen: Array,
+         matrices: dict[str, Array]) -> Array:
+    """[B, T, D] of [B, T, D], shares and choices [B, T, K]; of a choice outside of the experts nothing.
+
+    Args:
+        inner: From gates and ups [..., 2 F] to [..., F].
+        transposed: Matrices are [E, in, out].
+    """
+    tokens, shares, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, shares, chosen))
+    num = len(matrices["down_proj"])
+    shares = jnp.where((chosen >= 0) & (chosen < num), shares, 0)
+
+    if form == "dense":
+        def layer(rows: Array, name: str) -> Array:
+            found = jnp.einsum("eni,eio->eno" if transposed else "eni,eoi->eno", rows, matrices[name])
+            return found + matrices[f"{name}_bias"][:, None] if f"{name}_bias" in matrices else found
+
+        found = layer(inner(layer(jnp.broadcast_to(tokens, (num, *tokens.shape)), "gate_up_proj")), "down_proj")
+        each = (jax.nn.one_hot(chosen, num) * shares[..., None]).sum(1)
+        return jnp.einsum("end,ne->nd", found, each).reshape(x.shape)
+    order = _sorted(chosen, num, 1 if form == "ragged" else _block_size(chosen, num))
+
+    def layer(blocks: Array, name: str) -> Array:
+        if form == "ragged":
+            matrix = matrices[name] if transposed else matrices[name].swapaxes(1, 2)
+            found = jax.lax.ragged_dot(blocks[:, 0], matrix, order.sizes)[:, None]
+        else:
+            found = _times_blocks(transposed, blocks, matrices[name], order.owners, order.num_blocks)
+        return found + matrices[f"{name}_bias"][order.owners][:, None] if f"{name}_bias" in matrices else found
+
+    blocks = jnp.take(tokens, order.tokens, axis=0, mode="fill", fill_value=0)
+    blocks = blocks.reshape(len(order.owners), -1, x.shape[-1])
+    rows = layer(inner(layer(blocks, "gate_up_proj")), "down_proj").reshape(-1, x.shape[-1])
+    found = jnp.take(rows, order.places, axis=0, mode="fill", fill_value=0)
+    return (found * shares[..., None]).sum(1).reshape(x.shape)
+
+
+class _Order(NamedTuple):
+    """Tokens, once for each of their choices, as rows sorted by expert; those of an expert fill whole blocks.
+
+    Args:
+        tokens: [M] which token a row is; N where it is empty.
+        places: [N, K] the row of each choice; M for a choice outside of the experts.
+        sizes: [E] rows of each expert that are not empty.
+        owners: [M / block] expert of each block; `num_blocks` of them are in use.
+    """
+
+    tokens: Array
+    places: Array
+    sizes: Array
+    owners: Array
+    num_blocks: Array
+
+
+def _block_size(chosen: Array, num: int) -> int:
+    """The power of two next to the rows of an expert where all have the same."""
+    smallest, largest = BLOCK_SIZES
+    size = smallest
+    while size < min(largest, chosen.size // num):
+        size *= 2
+    return size
+
+
+def _sorted(chosen: Array, num: int, block: int) -> _Order:
+    flat = jnp.where((chosen >= 0) & (chosen < num), chosen, num).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    expert = flat[order]
+    sizes = jnp.zeros(num, jnp.int32).at[flat].add(1, mode="drop")
+    blocks = -(-sizes // block)
+    ends = jnp.cumsum(blocks)
+    max_blocks = flat.size // block + min(num, flat.size) if block > 1 else flat.size
+    before = jnp.cumsum(sizes) - sizes
+    place = (ends - blocks)[expert % num] * block + jnp.arange(flat.size) - before[expert % num]
+    place = jnp.where(expert < num, place, max_blocks * block)
+    tokens = jnp.full(max_blocks * block, len(chosen), jnp.int32).at[place].set(order // chosen.shape[1], mode="drop")
+    places = jnp.zeros(flat.size, jnp.int32).at[order].set(place).reshape(chosen.shape)
+    owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(max_blocks), side="right"), num - 1)
+    return _Order(tokens, places, sizes, owners, ends[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _times_blocks(transposed: bool, blocks: Array, matrices: Array, owners: Array, num_blocks: Array) -> Array:
+    """Blocks [M / block, block, in] by their expert's matrix; zeros where none is in use."""
+    return _each_block(transposed, blocks, matrices, owners, num_blocks)
+
+
+def _each_block(transposed: bool, blocks: Array, matrices: Array, owners: Array, num_blocks: Array) -> Array:
+    def step(number, found):
+        new = jnp.einsum("bi,io->bo" if transposed else "bi,oi->bo", blocks[number], matrices[owners[number]])
+        return jax.lax.dynamic_update_index_in_dim(found, new, number, 0)
+
+    size = matrices.shape[2 if transposed else 1]
+    return jax.lax.fori_loop(0, num_blocks, step, jnp.zeros((*blocks.shape[:2], size), blocks.dtype))
+
+
+def _blocks_forward(transposed, blocks, matrices, owners, num_blocks):
+    return _times_blocks(transposed, blocks, matrices, owners, num_blocks), (blocks, matrices, owners, num_blocks)
+
+
+def _blocks_backward(transposed, kept, gradient):
+    blocks, matrices, owners, num_blocks = kept
+
+    def step(number, found):
+        sides = (blocks[number], gradient[number]) if transposed else (gradient[number], blocks[number])
+        return found.at[owners[number]].add(jnp.einsum("bx,by->xy", *sides, preferred_element_type=jnp.float32))
+
+    # A loop of its own, which goes where experts do not train.
+    d_matrices = jax.lax.fori_loop(0, num_blocks, step, jnp.zeros(matrices.shape, jnp.float32))
+    d_blocks = _each_block(not transposed, gradient, matrices, owners, num_blocks)
+    return d_blocks, d_matrices.astype(matrices.dtype), None, None
+
+
+_times_blocks.defvjp(_blocks_forward, _blocks_backward)

@@ -1,0 +1,205 @@
+"""Mixtures of experts: their forms against each other, their files, their load against transformers' functions."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hf_reference import labels_of, our_loss
+from safetensors.torch import load_file, save_file
+from tested import WITH_EXPERTS
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from jax_engine.distributed.loss import LossSums
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.tree import flatten
+from jax_engine.models import experts, hub, loading, mxfp4
+from jax_engine.models.lora import adapter_settings
+from jax_engine.models.network import Network
+from jax_engine.tasks.expert_load import with_load
+from lmmods.core.errors import UserError
+from lmmods.core.experts import METRICS, Mixture
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn import experts as on_torch
+from lmmods.torch_engine.nn import loss as torch_losses
+from lmmods.torch_engine.nn.lora import add_lora
+
+
+def in_form(ref, form):
+    net = ref.net
+    return Network(net.config, net.family, net.arch, net.head, dataclasses.replace(net.build, experts=form))
+
+
+@pytest.mark.parametrize(("name", "form"), [
+    ("gpt_oss", "blocks"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
+        ("gpt_oss", "ragged"), ("mixtral", "blocks"), ("mixtral", "ragged")))])
+def test_the_sorted_forms_are_the_dense_one(make_ref, name, form, monkeypatch):
+    monkeypatch.setattr(experts, "BLOCK_SIZES", (2, 4))
+    ref = make_ref(name)
+    batch = ref.batch()
+
+    def gradients(net):
+        run = jax.jit(jax.value_and_grad(lambda p: our_loss(net, p, batch, labels_of(batch))[0]))
+        value, grads = run(ref.params)
+        return {"loss": value, **flatten(grads)}
+
+    ours, dense = gradients(in_form(ref, form)), gradients(in_form(ref, "dense"))
+    for path, leaf in dense.items():
+        assert np.abs(ours[path] - leaf).max() <= 2e-5 * max(np.abs(leaf).max(), 1e-3), path
+
+
+def test_all_tokens_may_like_one_expert_and_others_may_have_none():
+    random = np.random.default_rng(0)
+    tokens, shares = random.normal(size=(1, 7, 4)), random.uniform(size=(1, 7, 2))
+    matrices = {"gate_up_proj": random.normal(size=(3, 6, 4)), "down_proj": random.normal(size=(3, 4, 3))}
+    tokens, shares, matrices = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tokens, shares, matrices))
+    inner = lambda x: x[..., :3] * x[..., 3:]  # noqa: E731
+    for chosen in ([[1, 1]] * 7, [[0, 2]] * 7, [[0, 1], [2, 1], [9, 2], [-1, 0], [2, 0], [1, 2], [2, 9]]):
+        found = {form: experts._mix(inner, form, False, tokens, shares, jnp.array([chosen]), matrices)
+                 for form in ("dense", "ragged", "blocks")}
+        for form in ("ragged", "blocks"):
+            assert np.allclose(found[form], found["dense"], atol=1e-5), (form, chosen)
+
+
+def test_padding_reaches_neither_tokens_nor_load(make_ref):
+    ref = make_ref("mixtral")
+    batch = ref.batch()
+    real = batch["attention_mask"] > 0
+    run = jax.jit(ref.net.hidden_and_load)
+    hidden, load = run(ref.params, batch)
+    other, again = run(ref.params, batch | {"input_ids": np.where(real, batch["input_ids"], 7)})
+    assert np.array_equal(np.asarray(hidden)[real], np.asarray(other)[real])
+    assert all(np.array_equal(a, b) for a, b in zip(load, again, strict=True))
+    assert np.array_equal(load.counts.sum(-1), 2 * real.sum(1)[None].repeat(2, 0))
+    packed = {"input_ids": batch["input_ids"], "segment_ids": real.astype(int)}
+    assert np.array_equal(run(ref.params, packed)[1].num_tokens[0], real.sum(1))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
+    """Logits from transformers' network and its function for one row and layer; both engines; their gradients."""
+    ref = make_ref(name)
+    batch, coefficient = ref.batch(), 0.3
+    real, weights = batch["attention_mask"], np.array([5.0, 0.0, 3.5, 7.0], np.float32)
+    inputs = {key: torch.tensor(value) for key, value in batch.items()}
+    ref.torch.zero_grad()
+    logits = ref.torch(**inputs, output_router_logits=True).router_logits
+    num, by_layer = logits[0].shape[-1], [layer.view(*real.shape, -1) for layer in logits]
+    expected = sum(weight * sum(load_balancing_loss_func((layer[row],), num, 2, inputs["attention_mask"][row:row + 1])
+                                for layer in by_layer) / len(by_layer) for row, weight in enumerate(weights))
+    (coefficient * expected).backward(retain_graph=True)
+    wanted = {key: parameter.grad.clone() for key, parameter in ref.torch.named_parameters()
+              if parameter.grad is not None}
+    chosen = [layer.topk(2, -1).indices.numpy() for layer in by_layer]
+    counts = np.array([[np.bincount(layer[row][real[row] > 0].ravel(), minlength=num) for row in range(4)]
+                       for layer in chosen]) / real.sum(1)[:, None] * num / 2
+    values = [expected.item(), *(counts.max(-1).mean(0) @ weights, counts.min(-1).mean(0) @ weights)]
+
+    ref.torch.zero_grad()
+    zero = torch.zeros(())
+    sums = on_torch.with_load(torch_losses.LossSums(zero, zero), logits, Mixture(num, 2), inputs["attention_mask"] > 0,
+                              torch.tensor(weights), coefficient)
+    sums.total.backward()
+    assert np.allclose(sums.metrics.numpy(), np.stack([values, [weights.sum()] * 3], 1), rtol=1e-5)
+    for key, gradient in wanted.items():
+        assert torch.allclose(ref.torch.get_parameter(key).grad, gradient, rtol=1e-4, atol=1e-6), key
+
+    def ours(params):
+        _, load = ref.net.hidden_and_load(params, batch, True)
+        found = with_load(LossSums(jnp.zeros(()), jnp.zeros(())), load, jnp.asarray(weights), coefficient)
+        return found.total, found.metrics
+
+    (total, metrics), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(ref.params)
+    assert np.allclose(total, coefficient * values[0], rtol=1e-5) and tuple(metrics) == METRICS
+    assert np.allclose([metrics[name] for name in METRICS], sums.metrics, rtol=1e-5)
+    named, largest = ref.net.to_torch(grads), max(float(gradient.abs().max()) for gradient in wanted.values())
+    for key, gradient in wanted.items():
+        assert np.abs(named[key] - gradient.numpy()).max() <= 1e-4 * max(gradient.abs().max(), 1e-3 * largest), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 1}, {"data": 1, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("form", ["blocks", "ragged"])
+def test_ranks_sort_their_own_tokens_and_tensor_devices_share_experts(make_ref, sizes, form):
+    ref = make_ref("qwen3_moe")
+    net = in_form(ref, form)
+    rows = {key: value.astype(np.int32) for key, value in ref.batch().items()}
+    batch = {key: value.reshape(2, 2, -1) for key, value in rows.items()}
+
+    def gradients(params, batch):
+        batch = {key: value.reshape(4, -1) for key, value in batch.items()}
+        real = batch["attention_mask"][..., None] > 0
+        return (jax.grad(lambda p: jnp.where(real, jnp.tanh(net.logits(p, net.hidden(p, batch))), 0).sum())(params),)
+
+    mesh = ShardedMesh(**sizes, devices=jax.devices()[:2 * sizes["tensor"]])
+    placed = mesh.put_state(ref.params)
+    held = placed["layers"]["mlp"]["experts"]["down_proj"]
+    assert held.addressable_shards[0].data.size * mesh.num_devices == held.size
+    step = mesh.compile(gradients, ("state", "batch"), ("state",))
+    found = flatten(mesh.fetch_state(step(placed, mesh.put_batch(batch))[0]))
+    for path, leaf in flatten(jax.jit(gradients)(ref.params, batch)[0]).items():
+        assert np.abs(found[path] - leaf).max() <= 1e-4 * np.abs(leaf).max(), path
+
+
+def rewritten(ref, folder, change):
+    folder.mkdir(exist_ok=True)
+    tensors = change(load_file(ref.folder / "model.safetensors"))
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    return loading.load(ref.net, str(folder))
+
+
+def test_stacked_files_and_renamed_modules_load_the_same_bits(make_ref, tmp_path):
+    ref = make_ref("mixtral")
+    assert any(".block_sparse_moe.experts.4.w2.weight" in key for key in load_file(ref.folder / "model.safetensors"))
+    ref.torch.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(
+        tmp_path / "stacked" / "model.safetensors"))
+    stacked = loading.load(ref.net, str(tmp_path / "stacked"))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(ref.params), strict=True))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda t: {k: v for k, v in t.items() if "1.mlp.experts.3.up_proj" not in k}, "layers.1.mlp.experts.gate_up_proj"),
+    (lambda t: t | {"model.layers.0.mlp.experts.4.up_proj.weight": torch.ones(12, 16)}, "4.up_proj.weight .*4 experts"),
+    (lambda t: t | {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(11, 16)}, r"\(11, 16\).*\(12, 16\)"),
+    (lambda t: t | {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(12, 16)}, "a second time"),
+    (lambda t: t | {"model.layers.0.mlp.experts.0.w1.weight": torch.ones(12, 16)}, "experts.0.w1.weight"),
+])
+def test_experts_that_do_not_fit_are_refused_by_name(make_ref, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        rewritten(make_ref("qwen3_moe"), tmp_path, change)
+
+
+def test_mxfp4_codes_have_the_values_of_transformers():
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
+    scales = random.integers(100, 140, (3, 10, 2), dtype=np.uint8)
+    ours = np.empty(mxfp4.shape(blocks), np.float32)
+    mxfp4.fill(ours, blocks, scales)
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    assert np.array_equal(ours, theirs.numpy())
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_all_linear_is_the_attention_on_both_engines(make_ref, name, tmp_path):
+    ref, lora = make_ref(name), LoRA(rank=2)
+    model = add_lora(copy.deepcopy(ref.torch), lora, [], torch.float32, "CAUSAL_LM")
+    net = hub.network(ref.net.config, "causal", lora=lora)
+    trained = {key for key, path, _ in net.names() if net.trains(path)}
+    assert trained == {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(".self_attn." in key for key in trained) and len(trained) == 16
+    model.save_pretrained(tmp_path)
+    assert adapter_settings(tmp_path).rank == 2  # of PEFT's folder
+
+
+@pytest.mark.parametrize("target", ["gate", "gate_up_proj", "experts", "w1"])
+def test_adapters_on_experts_are_refused_by_name(make_ref, target):
+    ref, lora = make_ref("mixtral"), LoRA(targets=[target])
+    for adapt in (lambda: hub.network(ref.net.config, "causal", lora=lora),
+                  lambda: add_lora(ref.torch, lora, [], torch.float32)):
+        with pytest.raises(UserError, match=f"'{target}'.*k_proj.*Experts and their router are no linear layers"):
+            adapt()
