@@ -32,6 +32,8 @@ TIMED = {"train/tokens_per_second"}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
          "attention_dropout": 0.1}
+EXPERTS = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.2}
 GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -234,3 +236,22 @@ def test_a_base_that_is_saved_quantised(recipe, saved_in_nf4, tmp_path, capsys):
 def test_a_base_that_is_saved_quantised_stays_so(recipe, saved_in_nf4, engine, changes, message, capfd):
     assert main(["fit", *recipe(engine=engine, model__init_args__pretrained=saved_in_nf4, **changes)]) == 2
     assert re.search(message, capfd.readouterr().err)
+
+
+@pytest.mark.slow
+def test_experts_their_balance_and_load(both):
+    """From scratch, packed: losses, which hold the balance loss, and the load of experts, also under another cut."""
+    changes = {"model__init_args__pretrained": None, "model__init_args__config": EXPERTS,
+               "model__init_args__balance_loss": 0.5, "data__init_args__packing": True, "trainer__max_steps": 6,
+               "trainer__val_check_interval": 6}
+    by_cut = [[[{key: value for key, value in row.items() if "train/" in key and "epoch" not in key}
+                for row in rows(run)]
+               for run in both("CLM", **changes, **cut)] for cut in (
+        {"data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2},
+        {"data__init_args__batch_size": 4, "trainer__accumulate_grad_batches": 1, "overwrite": True})]
+    first = by_cut[0][0]
+    assert len(first) == 6 and all(row["train/experts/balance"] >= 2 * 0.999 for row in first)
+    assert all(row["train/experts/max_load"] > 1 > row["train/experts/min_load"] >= 0 for row in first)
+    for other in (by_cut[0][1], *by_cut[1]):
+        for row, wanted in zip(other, first, strict=True):
+            assert row == pytest.approx(wanted, rel=2e-4, abs=1e-6)
