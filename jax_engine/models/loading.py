@@ -31,7 +31,8 @@ BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_t
 # Heads of other tasks and poolers, which the networks here do not have.
 OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
                          r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|head|decoder|"
-                         r"discriminator_predictions|generator_predictions|generator_lm_head)\.")
+                         r"discriminator_predictions|generator_predictions|generator_lm_head|lm_predictions|"
+                         r"mask_predictions)\.")
 Slot = tuple[LeafPath, int | None]  # a leaf, and the layer where leaves are stacked
 
 

@@ -54,6 +54,12 @@ def renamed(*pairs):
                                       "cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()}),
     ("llama", "causal", lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}),
     ("gpt_neox", "causal", renamed(("embed_out.", "lm_head."))),
+    ("electra", "qa", lambda t: t | {"electra.embeddings.position_ids": torch.arange(32)[None],
+                                     "discriminator_predictions.dense.weight": torch.ones(24, 24)}),
+    ("deberta-v2", "qa", lambda t: t | {"lm_predictions.lm_head.bias": torch.ones(37),
+                                        "mask_predictions.classifier.weight": torch.ones(1, 24)}),
+    ("modernbert", "qa", lambda t: t | {"decoder.bias": torch.ones(37)}),
+    ("modernbert", "masked", renamed(("model.", ""))),
     ("gpt_neox", "qa", lambda t: t | {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4),
                                       "gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}),
 ])
