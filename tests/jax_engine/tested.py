@@ -34,7 +34,7 @@ LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
 TESTED: dict[str, list[Pair]] = {
     "quantize": LANGUAGE,
     "lora": LANGUAGE,
-    "packing": LANGUAGE,
+    "packing": HEADS["CLM, SFT, Preference"],
     "generation": HEADS["CLM, SFT, Preference"],
     "mesh": LANGUAGE,
 }
