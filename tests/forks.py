@@ -113,12 +113,18 @@ def train(*arguments: str) -> None:
 
 
 def together(arguments: list[str], processes: int = 1, status: int = 0, program: Callable = train,
-             **environment: str) -> list[str]:
-    """What so many processes say that are started by hand and joined on this machine, and that end with this status."""
+             devices: int | None = None, **environment: str) -> list[str]:
+    """What so many processes say that are started by hand and joined on this machine, and that end with this status.
+
+    Args:
+        devices: Simulated ones of JAX in each process.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+    if devices is not None:
+        flags += f" --xla_force_host_platform_device_count={devices}"
     joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     forks = [Fork(program, *arguments, **{"XLA_FLAGS": flags, **environment},
                   **({**joined, "RANK": str(rank)} if processes > 1 else {})) for rank in range(processes)]

@@ -474,8 +474,7 @@ def test_two_devices_answer_as_one(recipe, tmp_path, plain, questions, strategy,
                                 trainer__default_root_dir=str(one.root))]) == 0
     arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
                        trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
-    devices = f"--xla_force_host_platform_device_count={2 // processes}"
-    said = "".join(together(["fit", *arguments], processes, XLA_FLAGS=devices))
+    said = "".join(together(["fit", *arguments], processes, devices=2 // processes))
     assert asked_at(one)[-1] == asked_at(two)[-1] == 6 and said.count("23 questions") == len(asked_at(two))
     assert final(two) == pytest.approx(final(one), abs=1e-4)
 

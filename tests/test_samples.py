@@ -326,8 +326,7 @@ def test_two_devices_sample_as_one(recipe, tmp_path, plain, strategy, engine, ch
                                 trainer__default_root_dir=str(one.root))]) == 0
     arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
                        trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
-    devices = f"--xla_force_host_platform_device_count={2 // processes}"
-    said = "".join(together(["fit", *arguments], processes, XLA_FLAGS=devices))
+    said = "".join(together(["fit", *arguments], processes, devices=2 // processes))
     assert samples(two) == samples(one) and said.count("sample at step 6") == 2
 
 

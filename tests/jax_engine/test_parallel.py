@@ -189,7 +189,7 @@ def train_in_two() -> None:
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(toy):
     """Two processes of two devices each against four devices here; one micro-batch may belong to both processes."""
-    said = together([], 2, program=train_in_two, XLA_FLAGS=f"{FLAG}=2")
+    said = together([], 2, program=train_in_two, devices=2)
     wanted_losses, wanted = train(toy, Replicas(jax.devices()[:4]), 1, num_steps=2, per_step=4)
     ranks = [[[0, 1], [0, 1], [0]], [[2, 3], [2, 3], [0]]]
     for text, own in zip(said, ranks, strict=True):
