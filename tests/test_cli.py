@@ -76,6 +76,7 @@ def test_evaluation_and_prediction_of_a_run(finished):
     assert 0 <= json.loads(folder.metrics_json.read_text())["predict/exact_match"] <= 1
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_the_batch_size(recipe, folder):
     assert main(["fit", *recipe(trainer__max_steps=2, trainer__val_check_interval=2)]) == 0
     losses = []
@@ -344,6 +345,7 @@ def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folde
     torch.testing.assert_close(merged.get_input_embeddings().weight[:320], original)
 
 
+@pytest.mark.slow
 def test_packing_changes_no_loss(recipe, folder):
     """Packed and padded rows hold the same tokens, so evaluation says the same."""
     changes = {"trainer__max_steps": 2, "trainer__val_check_interval": 2, "data__init_args__val_size": 12}

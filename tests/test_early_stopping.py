@@ -52,6 +52,7 @@ def test_more_patience_goes_on(flat, tmp_path):
     assert folder.names()[-1] == "step=10" and state(folder)["wait_count"] == 4
 
 
+@pytest.mark.slow
 def test_validation_once_an_epoch_is_counted_in_its_checkpoint(flat, tmp_path, stop_at):
     """An epoch is 8 steps: validations after 8, 16 and 24."""
     folder = RunFolder(tmp_path / "run")

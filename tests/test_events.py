@@ -113,6 +113,7 @@ def performed(monkeypatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_both_engines_perform_them_in_this_order(recipe, tmp_path, instructions, engine, performed):
     questions = tmp_path / "questions.csv"

@@ -50,6 +50,7 @@ def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path, engine, sizes
             torch.testing.assert_close(weight, results[0][1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, accumulate):
     changes = {"data__init_args__batch_size": 12 // accumulate, "model__init_args__gradient_checkpointing": True,
@@ -63,6 +64,7 @@ def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, accumula
             torch.testing.assert_close(weight, whole[1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_row_of_weight_two_is_two_rows(recipe, tmp_path, no_dropout, engine):
     """Whole epochs of 36 rows that weigh 1 to 3, and of 72 that weigh nothing, cut otherwise; validation too."""

@@ -276,6 +276,7 @@ def together(cases: list[tuple[dict, str]]) -> tuple[dict, set[str]]:
     return {key: value for changes, _ in cases for key, value in changes.items()}, {line for _, line in cases}
 
 
+@pytest.mark.slow
 def test_what_would_be_another_run_is_refused_in_one_message(resume):
     changes, expected = together(REFUSALS)
     _, error = resume(**changes)
@@ -330,6 +331,7 @@ def test_what_asks_a_model_may_have_other_data_and_settings(resume, instructions
     assert "model.lora.alpha  16.0  4" in error.replace("4.0", "4")
 
 
+@pytest.mark.slow
 def test_a_resume_is_noted_and_its_identity_is_the_new_one(trained, recipe, tmp_path, capfd):
     engine, run = trained
     other = "jax" if engine == "torch" else "torch"

@@ -445,6 +445,7 @@ def test_checkpoints_and_early_stopping_go_by_the_answers(recipe, folder, questi
     assert folder.resolve("best").name == f"step={min(rows, key=rows.get)}"
 
 
+@pytest.mark.slow
 @SLOW_ON_JAX
 def test_validate_and_test_ask_too(recipe, folder, questions, instructions, engine):
     changes = {**LORA, "engine": engine, "mmlu": {"source": questions, "every_n_steps": 3, "name": "test"},

@@ -16,6 +16,7 @@ from tests.runs import rows
 OLD = Path(__file__).parent / "golden" / "old_runs.tar.gz"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_an_old_run_goes_on(engine, tmp_path, monkeypatch):
     """From inside a gradient accumulation window, to the numbers that the old version would have reached."""

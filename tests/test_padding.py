@@ -97,6 +97,7 @@ def test_prompts_of_a_batch_are_answered_as_if_alone(clm, tmp_path, engine):
     assert found[0] == found[1] and any(found[0])
 
 
+@pytest.mark.slow
 @SLOW_ON_JAX
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
 def test_a_run_that_began_with_a_row_for_padding_keeps_it(clm, tmp_path, monkeypatch, stop_at, engine, lora):

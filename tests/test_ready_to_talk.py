@@ -60,6 +60,7 @@ def said_by(folder: Path, base: Path, monkeypatch) -> dict[str, list[int]]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["full", "lora"])
 def test_a_chat_model_says_what_predict_says_and_ends(engine, lora, finished, chat_base, chats, tmp_path, monkeypatch):

@@ -110,6 +110,7 @@ def test_signals_save_and_leave_with_130(recipe, tmp_path, number):
     assert f"{folder.resolve('last')}" in said.replace(str(folder.checkpoints), str(folder.checkpoints.resolve()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_resumed_run_follows_its_recipe(recipe, tmp_path, engine):
     """Longer and with another learning rate: the schedule is the new recipe's from the next step on."""
@@ -132,6 +133,7 @@ def test_validate_says_that_there_is_nothing_to_validate_on(recipe, engine, capf
     assert "There is no validation set" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_fields_of_a_pretrained_configuration_may_be_changed(recipe, tmp_path, engine, capfd):
     changes = {"engine": engine, "model__init_args__quantize": None, "model__init_args__lora": None,

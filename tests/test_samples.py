@@ -205,6 +205,7 @@ def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, see
     assert broken.samples.read_bytes() == straight.samples.read_bytes()
 
 
+@pytest.mark.slow
 @ENGINES
 def test_later_rows_come_again(recipe, folder, engine):
     """As after a kill: the file is ahead of the checkpoint."""
@@ -216,6 +217,7 @@ def test_later_rows_come_again(recipe, folder, engine):
     assert folder.samples.read_bytes() == expected
 
 
+@pytest.mark.slow
 @ENGINES
 def test_a_lost_file_is_reported_and_the_base_is_not_asked_again(recipe, folder, engine, capsys):
     changes = {**LORA, **block(), "engine": engine, "trainer__limit_val_batches": 0,
@@ -275,6 +277,7 @@ def test_rows_of_a_file(tmp_path, capsys):
 # Loggers -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ENGINES
 def test_wandb_gets_tables_and_tensorboard_texts(recipe, folder, engine, tmp_path, monkeypatch):
     import wandb
@@ -298,6 +301,7 @@ def test_wandb_gets_tables_and_tensorboard_texts(recipe, folder, engine, tmp_pat
 # Both engines, several devices ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SFT", pytest.param("CLM", marks=pytest.mark.slow)])
 def test_both_engines_say_the_same(recipe, tmp_path, plain, clm, name):
     changes = {"SFT": {}, "CLM": {"data": clm}}[name]

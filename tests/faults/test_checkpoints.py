@@ -258,6 +258,7 @@ def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
         read_checkpoint(folder.checkpoint(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, number", [("torch", errno.ENOSPC), ("torch", errno.EDQUOT), ("torch", errno.EIO),
                                             ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
 def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatch, capfd, engine, number):

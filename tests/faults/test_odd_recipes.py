@@ -207,6 +207,7 @@ def test_what_lightning_refuses_is_reported_under_its_key(recipe, capsys, change
     told(capsys, ["inspect", *recipe(**changes)], pattern)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_all_devices_of_a_cpu_are_one(recipe, engine):
     """-1 is Lightning's word for all, which auto is too."""

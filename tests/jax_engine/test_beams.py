@@ -71,6 +71,7 @@ def test_without_a_cache_the_tokens_are_the_same(refs, name, options):
     assert bare == cached
 
 
+@pytest.mark.slow
 def test_sampled_beams_are_draws_without_replacement(refs):
     """Of one token: four candidates are drawn in turn; the likelier of the first two is the answer."""
     ref, rows = refs["gpt2"], 3000

@@ -78,6 +78,7 @@ NO_TYPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", NO_TYPES)
 def test_models_without_token_types_take_a_tokenizer_that_offers_them(qa, bert_folder, tmp_path, model_type):  # noqa: F811
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)

@@ -140,6 +140,7 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
         assert not np.array_equal(flatten(params)[q][0], flatten(params)[q][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_is_on_the_adapters_input_alone(make_ref, dora):
     """Averaged over many masks the adapter's part is what it is without dropout, and the base never moves."""

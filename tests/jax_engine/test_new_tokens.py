@@ -181,6 +181,7 @@ def both(request, finished, changes):
     return tuple(finished(engine=engine, **changes(request.param)) for engine in ("torch", "jax"))
 
 
+@pytest.mark.slow
 def test_both_engines_train_the_same_rows(both):
     on_torch, on_jax = both
     for row, wanted in zip(rows(on_jax), rows(on_torch), strict=True):
@@ -214,6 +215,7 @@ def test_peft_and_merge_read_what_jax_leaves(both, changes, tmp_path):
     assert torch.equal(merged.get_output_embeddings().weight[NEW], model.get_output_embeddings().weight[NEW])
 
 
+@pytest.mark.slow
 def test_each_engine_starts_from_the_adapter_of_the_other(both, changes, recipe, tmp_path):
     """The tokens come with its folder. Metrics are those of the run that left it, and answers the same on both."""
     answers = []

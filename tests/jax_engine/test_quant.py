@@ -171,6 +171,7 @@ def test_folders_that_bitsandbytes_saved(folder_of, name, kind, tmp_path):
                 assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-7), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [LoRA(rank=3, alpha=5), LoRA(rank=3, alpha=5, dora=True)], ids=["lora", "dora"])
 def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
     folder = folder_of("llama", "causal")

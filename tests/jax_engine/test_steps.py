@@ -108,6 +108,7 @@ def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clippi
         assert np.abs(moments[name] / (1 - SETTINGS.betas[0]) - p.grad.numpy()).max() <= 1e-6 * np.abs(scale).max()
 
 
+@pytest.mark.slow
 def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
     """8 rows at once = 2 x 4 = 4 x 2, dropout on, lengths of their own, padding rows in between."""
     settings = Optimizer(name="sgd", lr=0.1)
