@@ -76,11 +76,13 @@ class FinishedRun:
         return PeftModel.from_pretrained(base, self.folder.model).eval() if self.has_adapter else base
 
     def saved_quantization(self) -> str | None:
-        """How the base itself is saved, if not in plain numbers."""
-        from lmmods.core.hf_config import load_config, saved_quantization
+        """How the base itself is saved, if it is not read into plain numbers."""
+        from lmmods.core.hf_config import MXFP4, load_config, saved_quantization
 
-        return saved_quantization(load_config(self.pretrained, None, self.revision, self.trust_remote_code)
-                                  ) if self.has_adapter else None
+        if not self.has_adapter:
+            return None
+        saved = saved_quantization(load_config(self.pretrained, None, self.revision, self.trust_remote_code))
+        return None if saved == MXFP4 else saved
 
     def unpack(self):
         """A base that is saved quantised, in the plain numbers that it computes with."""

@@ -18,8 +18,10 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
         writes: Whether this process is the one that writes.
     """
     # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
-    # transformers would write names as they were read, which it could not read itself where `base_names` helped.
-    options = {"save_embedding_layers": False} if adapter_only else {"save_original_format": not _is_renamed(model)}
+    # transformers would write names as they were read, which it could not read itself where `base_names` helped, and
+    # where they are those of MXFP4 codes (5.23).
+    keeps_names = _is_renamed(model) or getattr(model, "is_unpacked", False)
+    options = {"save_embedding_layers": False} if adapter_only else {"save_original_format": not keeps_names}
     sharded = any(sharding.is_cut(param) for param in model.parameters())
     if sharded:
         options["state_dict"] = _whole_state(model, adapter_only, dtype)

@@ -88,6 +88,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
+    model.is_unpacked = saved == MXFP4  # what `export.save` must know
     if is_packed:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():

@@ -19,8 +19,9 @@ KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_
 
 @pytest.mark.parametrize("block", [4, 16])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("causal", "window", "cap"), [(True, None, None), (True, 3, 0.8), (False, None, None)])
-def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window, cap):
+@pytest.mark.parametrize(("causal", "window", "cap", "has_sinks"), [
+    (True, None, None, False), (True, 3, 0.8, True), (False, None, None, False)])
+def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window, cap, has_sinks):
     monkeypatch.setattr(blocked, "CAUSAL_BLOCK", block)
     monkeypatch.setattr(blocked, "BLOCK", block)
     random = np.random.default_rng(0)
@@ -29,17 +30,20 @@ def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, ca
     real = next(iter(KINDS[kind].values()), np.ones((3, LENGTH))) > 0
     weights = (weights * real[..., None, None]).reshape(3, LENGTH, -1)
     mask, scale = attention_mask(jax.tree.map(jnp.asarray, batch), causal, window), jnp.float32(0.3)
+    sinks = random.normal(size=4).astype(np.float32) if has_sinks else None
 
     def run(function):
-        def weighted(*qkv):
-            mixed = function(*qkv)
+        def weighted(*arguments):
+            mixed = function(*arguments)
             return (mixed * weights).sum(), mixed
 
-        (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(q, k, v)
-        return [np.asarray(mixed)[real], *gradients]
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
+        return [np.asarray(mixed)[real], *jax.tree.leaves(gradients)]
 
-    plain = run(lambda *qkv: attend(*qkv, mask, scale, cap=cap))
-    for ours, theirs in zip(run(lambda *qkv: attend_blocked(causal, cap, *qkv, mask, scale)), plain, strict=True):
+    plain = run(lambda *qkv: attend(*qkv[:3], mask, scale, cap=cap, sinks=qkv[3]))
+    blocks = run(lambda *qkv: attend_blocked(causal, cap, *qkv[:3], mask, scale, qkv[3]))
+    assert len(blocks) == 4 + has_sinks
+    for ours, theirs in zip(blocks, plain, strict=True):
         assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(theirs).max()
 
 

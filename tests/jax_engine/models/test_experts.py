@@ -2,13 +2,15 @@
 
 import copy
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import labels_of, our_loss
+import transformers
+from hf_reference import FAMILIES, labels_of, our_loss
 from safetensors.torch import load_file, save_file
 from tested import WITH_EXPERTS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -23,9 +25,14 @@ from jax_engine.models.network import Network
 from jax_engine.tasks.expert_load import with_load
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture
+from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn import experts as on_torch
+from lmmods.torch_engine.nn import export
 from lmmods.torch_engine.nn import loss as torch_losses
+from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
+from lmmods.torch_engine.nn.loading import load_pretrained
 from lmmods.torch_engine.nn.lora import add_lora
 
 
@@ -203,3 +210,82 @@ def test_adapters_on_experts_are_refused_by_name(make_ref, target):
                   lambda: add_lora(ref.torch, lora, [], torch.float32)):
         with pytest.raises(UserError, match=f"'{target}'.*k_proj.*Experts and their router are no linear layers"):
             adapt()
+
+
+@pytest.fixture(scope="module")
+def in_mxfp4(tmp_path_factory):
+    """A folder of gpt-oss whose experts are in MXFP4, and the values of their codes by transformers."""
+    random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("mxfp4")
+    config = transformers.GptOssConfig(**FAMILIES["gpt_oss"] | {"hidden_size": 32, "intermediate_size": 64})
+    model = transformers.GptOssForCausalLM(config)
+    model.save_pretrained(folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name, sizes in (("gate_up_proj", (4, 128, 1, 16)), ("down_proj", (4, 32, 2, 16))):
+        for layer in range(2):
+            key = f"model.layers.{layer}.mlp.experts.{name}"
+            blocks, scales = random.integers(0, 256, sizes, np.uint8), random.integers(118, 124, sizes[:3], np.uint8)
+            tensors |= {f"{key}_blocks": torch.tensor(blocks), f"{key}_scales": torch.tensor(scales)}
+            values[key] = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+            del tensors[key]
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder, values
+
+
+def test_a_folder_in_mxfp4_is_read_into_plain_weights_on_both_engines(in_mxfp4, tmp_path):
+    folder, values = in_mxfp4
+    net = hub.network(load_config(str(folder)), "causal")
+    params = loading.load(net, str(folder))
+    model = load_pretrained(transformers.AutoModelForCausalLM, str(folder))
+    ours, theirs = net.to_torch(params), dict(model.named_parameters())
+    assert list(ours) == list(theirs) and all(torch.equal(theirs[key], value) for key, value in values.items())
+    assert all(np.array_equal(ours[key], value.detach().numpy()) for key, value in theirs.items())
+    hub.save(net, params, tmp_path / "jax")
+    export.save(model, tmp_path / "torch", False, None, True)
+    for engine in ("jax", "torch"):
+        assert "quantization_config" not in json.loads((tmp_path / engine / "config.json").read_text())
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / engine)
+        assert all(torch.equal(value, theirs[key]) for key, value in again.named_parameters())
+
+
+def test_mxfp4_is_not_quantised_again_and_half_of_it_is_missing(in_mxfp4, tmp_path):
+    folder, _ = in_mxfp4
+    with pytest.raises(UserError, match="model.quantize is nf4, but .* is saved in mxfp4"):
+        load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize="nf4", frozen=True)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    net = hub.network(load_config(str(folder)), "causal")
+    with pytest.raises(UserError, match="Missing: model.layers.1.mlp.experts.down_proj"):
+        loading.load(net, str(tmp_path))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, checkpointing):
+    """Loss and gradient with the balance loss: of four rows at once as of each by itself."""
+    ref, mixture = make_ref("qwen3_moe"), Mixture(4, 2)
+    model = copy.deepcopy(ref.torch).train()
+    if checkpointing:
+        enable_checkpointing(model)
+    batch = {key: torch.tensor(value) for key, value in ref.batch().items()}
+    batch["labels"] = torch.tensor(labels_of(ref.batch()))
+    head = LMHead(model)
+
+    def gradients(pieces):
+        model.zero_grad()
+        sums = [causal_loss(model, head, piece, mixture=mixture, balance_loss=0.3) for piece in pieces]
+        sum(part.total for part in sums).backward()
+        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        return sum(part.total.item() for part in sums), sum(part.metrics for part in sums), found
+
+    total, metrics, whole = gradients([batch])
+    cut, of_rows, by_row = gradients([{key: value[row:row + 1] for key, value in batch.items()} for row in range(4)])
+    assert cut == pytest.approx(total, rel=1e-5) and torch.allclose(of_rows, metrics, rtol=1e-4)
+    plain = causal_loss(model, head, batch)
+    assert total == pytest.approx(plain.total.item() + 0.3 * metrics[0, 0].item(), rel=1e-5)
+    for name, gradient in whole.items():
+        assert torch.allclose(by_row[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max()), name
+    assert whole["model.layers.0.mlp.gate.weight"].abs().max() > 0
