@@ -215,12 +215,15 @@ def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
 
 
 def test_rows_split_and_report_count_all_answers(chat_folder, write_jsonl):
-    rows = [{**TEXTS, "prompt": f"{n}?"} for n in range(20)]
+    rows = [{**TEXTS, "prompt": f"{n}?", "topic": "numbers"} for n in range(20)]
     data = data_of(write_jsonl(rows), chat_folder, "single", val_size=5)
     train, val = (data._splits.sets[role] for role in ("train", "val"))
     assert (len(train), len(val)) == (30, 10) and not set(train.index) & set(val.index)
     paired = data_of(write_jsonl(rows), chat_folder, batch_size=4)
     split = paired.report["splits"]["train"]
+    for each in (data, paired):
+        source, = each.report["sources"].values()
+        assert source["not_used"] == {"topic": 20}  # once a row, of which two answers are read
     batches = list(zip(range(5), paired.train_dataloader(), strict=False))
     real = sum(int(batch["attention_mask"].sum()) for _, batch in batches)
     area = sum(batch["attention_mask"].numel() for _, batch in batches)

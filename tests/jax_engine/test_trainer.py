@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -110,6 +111,34 @@ def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, device
     for name, weight in load_file(many.resolve("last") / "model.safetensors").items():
         wanted = load_file(one.resolve("last") / "model.safetensors")[name]
         torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", {"class_path": MESH, "init_args": {"data": 1, "fsdp": 2, "tensor": 2}}],
+                         ids=["ddp2", "mesh2x2"])
+def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, strategy, tmp_path):
+    """Seven rows, on two devices with micro-batches of three; KTO needs those of answers to other prompts as well."""
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("".join(json.dumps({
+        "prompt": f"Count from {n}.", "chosen": f"{n} and " * (n % 3 + 1), "rejected": "none " * (n % 4 + 1)}) + "\n"
+        for n in range(7)))
+    common = {**FULL, "model__class_path": "Preference", "model__init_args__loss": "kto",
+              "model__init_args__reference": "cache", "model__init_args__optimizer": {"name": "sgd", "lr": 0.01},
+              "data__class_path": "PreferenceData", "data__init_args__source": str(source),
+              "data__init_args__pad_to_multiple_of": 192, "data__init_args__batch_size": 3,
+              "data__init_args__eval_batch_size": 3, "data__init_args__val_size": 0, "trainer__max_steps": 3}
+    found = []
+    for name, devices in (("one", {"trainer__accumulate_grad_batches": 2}),
+                          ("many", {"trainer__accumulate_grad_batches": 1, "trainer__strategy": strategy,
+                                    "trainer__devices": 2 if strategy == "ddp" else 4})):
+        run, arguments = jax_recipe(name, **common, **devices, data__init_args__cache_dir=str(tmp_path / f"c-{name}"))
+        assert main(["fit", *arguments]) == 0
+        logps, = (tmp_path / f"c-{name}").glob("reference-*/logps.npy")
+        found.append((rows(run, TIMED | {"train/epoch"}), np.load(logps)))
+    (one, wanted), (many, logps) = found
+    assert wanted.min() < 0 and logps == pytest.approx(wanted, rel=1e-5)
+    for row, other in zip(many, one, strict=True):
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.slow

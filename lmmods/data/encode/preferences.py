@@ -90,6 +90,10 @@ class PreferenceEncoder:
         encoder = self.conversations
         judged = [Judged(encoder.prepared(conversation), is_wanted) for conversation, is_wanted in read_answers(
             encoder.dataset_format, row, encoder.roles, encoder.turn_fields)]
+        told: set[str] = set()
+        for conversation, _ in judged:  # of both answers a row has not used a key once
+            conversation.unused = tuple(key for key in conversation.unused if key not in told)
+            told.update(conversation.unused)
         if self.answers == "pair":
             if len(judged) == 1:
                 raise RowProblem("a single answer, not a pair")
