@@ -24,6 +24,7 @@ def measure(task: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
     """
     with jax.default_matmul_precision("highest"):
         trainable, frozen = task.build("32-true", datamodule, datamodule.run_seed)
+        task.network.drops = False  # else a loss as in training
         trainable = jax.device_put(_moved(task.network, jax.tree.map(np.asarray, trainable)))
         frozen = jax.device_put(jax.tree.map(np.asarray, frozen))
         _measure(task, trainable, frozen, rows, folder)
@@ -33,7 +34,7 @@ def _measure(task: Task, trainable: Tree, frozen: Tree, rows: list[Row], folder:
     network = task.network
 
     def loss(trainable: Tree, frozen: Tree, row: dict[str, Array], statistics: tuple) -> tuple[Array, Array]:
-        sums = task.batch_loss(merge(trainable, frozen), row, False, False, *statistics)
+        sums = task.batch_loss(merge(trainable, frozen), row, True, False, *statistics)
         return sums.total, sums.weight
 
     @partial(jax.jit, donate_argnums=2)

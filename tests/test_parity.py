@@ -13,6 +13,8 @@ from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.2}
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
 LORA = {"rank": 2, "targets": ["q_proj", "down_proj"], "dropout": 0.2}
@@ -58,11 +60,12 @@ def compared(recipe, llama_folder, tmp_path, bert_folder, tokenizer_folder, caps
     ("SFT", {"quantize": "nf4", "lora": LORA}, {}),
     pytest.param("SFT", {}, {"packing": True, "max_length": 128}, marks=pytest.mark.slow),
     ("CLM", {}, {}),
+    pytest.param("CLM", {"config": MIXTRAL, "balance_loss": 0.5}, {}, marks=pytest.mark.slow),
     ("MLM", {}, {}),
     pytest.param("QA", {}, {}, marks=pytest.mark.slow),
     ("Preference", {"lora": LORA}, {}),
     pytest.param("Preference", {"loss": "kto", "lora": LORA}, {}, marks=pytest.mark.slow),
-], ids=["sft-qlora", "sft-packed", "clm", "mlm", "qa", "dpo", "kto"])
+], ids=["sft-qlora", "sft-packed", "clm", "experts", "mlm", "qa", "dpo", "kto"])
 def test_engines_agree_on_every_task(compared, task, model, data):
     status, said = compared(task, model=model, data=data)
     assert status == 0, said

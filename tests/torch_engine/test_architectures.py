@@ -26,6 +26,7 @@ DECODERS = {
              "attn_pdrop": 0},
     "llama": GROUPED, "qwen2": GROUPED, "qwen3": {**GROUPED, "head_dim": 8}, "mistral": GROUPED,
     "gemma": {**GROUPED, "head_dim": 8}, "gpt_neox": SMALL, "phi": SMALL,
+    "mixtral": {**GROUPED, "num_local_experts": 4}, "gpt_oss": {**GROUPED, "head_dim": 8, "num_local_experts": 4},
     "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
             "max_position_embeddings": 72, "word_embed_proj_dim": 32, "dropout": 0.0},
 }
@@ -138,7 +139,8 @@ def encoder(tmp_path_factory, bert_folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [pytest.param(
+    name, marks=[pytest.mark.slow] if name in ("mixtral", "gpt_oss") else []) for name in DECODERS])
 def test_causal_lm(name, lora, decoder, recipe, seen, tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(line[: 20 + 9 * n] for n, line in enumerate(CORPUS)))
     data = {"source": str(tmp_path / "text.txt"), "documents": "paragraph", "join": False}
@@ -149,7 +151,8 @@ def test_causal_lm(name, lora, decoder, recipe, seen, tmp_path):
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_documents_are_kept_apart_or_found_leaking(name, decoder):
     model = transformers.AutoModelForCausalLM.from_pretrained(decoder(name))
-    assert keeps_packed_apart(model) is (name != "opt")
+    # gpt-oss makes its masks without position_ids (transformers 5.23)
+    assert keeps_packed_apart(model) is (name not in ("opt", "gpt_oss"))
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -23,9 +23,11 @@ from jax_engine.models import experts, hub, loading, mxfp4
 from jax_engine.models.lora import adapter_settings
 from jax_engine.models.network import Network
 from jax_engine.tasks.expert_load import with_load
+from jax_engine.tasks.sft import SFT
 from lmmods.core.errors import UserError
-from lmmods.core.experts import METRICS, Mixture
+from lmmods.core.experts import METRICS, Mixture, check_balance, note_quantized
 from lmmods.core.hf_config import load_config
+from lmmods.core.model_sizes import widths_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn import experts as on_torch
 from lmmods.torch_engine.nn import export
@@ -34,6 +36,8 @@ from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
 from lmmods.torch_engine.nn.loading import load_pretrained
 from lmmods.torch_engine.nn.lora import add_lora
+from lmmods.torch_engine.nn.summary import training_flops
+from lmmods.torch_engine.tasks.sft import SFT as TorchSFT
 
 
 def in_form(ref, form):
@@ -289,3 +293,29 @@ def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, chec
     for name, gradient in whole.items():
         assert torch.allclose(by_row[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max()), name
     assert whole["model.layers.0.mlp.gate.weight"].abs().max() > 0
+
+
+def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
+    ref = make_ref("qwen3_moe")
+    task = SFT(pretrained=str(ref.folder))
+    task.network = ref.net
+    sizes = {name: parameter.numel() for name, parameter in ref.torch.named_parameters()}
+    active = sum(size // 2 if ".experts." in name else size for name, size in sizes.items())  # two of four
+    for_step = 6 * active - 4 * sizes["model.embed_tokens.weight"]
+    assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == for_step
+    assert widths_of(ref.config).wide == 2 * 12
+
+
+def test_balance_is_asked_by_one_key_alone(make_ref, capsys):
+    folder = str(make_ref("mixtral").folder)
+    for field, value in (("output_router_logits", True), ("router_aux_loss_coef", 0.02)):
+        for task in (SFT, TorchSFT):
+            with pytest.raises(UserError, match=f"{field} is {value}, which asks.*model.balance_loss"):
+                task(pretrained=folder, config_overrides={field: value})
+    with pytest.raises(UserError, match="model.balance_loss is 0.1, but llama has no experts"):
+        check_balance(make_ref("llama").config, 0.1, False)
+    check_balance(load_config(folder, {"output_router_logits": True}), 0.0, True)
+    assert "It is off." in capsys.readouterr().out
+    note_quantized(make_ref("mixtral").config, "nf4")
+    note_quantized(make_ref("llama").config, "nf4")
+    assert capsys.readouterr().out.count("experts are not stored in nf4") == 1
