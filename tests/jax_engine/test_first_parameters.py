@@ -131,13 +131,16 @@ def test_the_head_for_answers_keeps_what_another_head_has_of_it(tmp_path):
     assert np.array_equal(loaded["head.dense.weight"], load_file(tmp_path / "model.safetensors")["head.dense.weight"])
 
 
-def test_a_head_beside_a_quantised_base_is_the_same_too(tmp_path):
-    transformers.MistralForCausalLM(configuration("mistral", hidden_size=64)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("base", "name", "output"), [
+    ("MistralForCausalLM", "mistral", "qa_outputs"), ("ModernBertForMaskedLM", "modernbert", "classifier")])
+def test_a_head_beside_a_quantised_base_is_the_same_too(tmp_path, base, name, output):
+    config = configuration(name, hidden_size=64, num_attention_heads=4)
+    getattr(transformers, base)(config).save_pretrained(tmp_path)
     model = load_pretrained(transformers.AutoModelForQuestionAnswering, str(tmp_path), seed=5, quantize="nf4",
                             frozen=True)
     net = hub.network(load_config(str(tmp_path)), "qa")
     head = flatten(loading.load(net, str(tmp_path), seed=5, quantize="nf4"))["head", "weight"]
-    assert np.array_equal(head, model.qa_outputs.weight.detach().numpy()) and head.std() > 0.04
+    assert np.array_equal(head, model.get_submodule(output).weight.detach().numpy()) and head.std() > 0.04
 
 
 ADAPTERS = [

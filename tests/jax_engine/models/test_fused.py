@@ -17,6 +17,7 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import Fused, checked, choose, mismatch, unfit
+from jax_engine.models.relative import Relative
 from lmmods.core.hf_config import load_config
 
 RANDOM = np.random.default_rng(0)
@@ -181,6 +182,8 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
     ({"attention_dropout": 0.1}, "float16", None, "dropout"),
     ({"windows": (None, 3, 3)}, "float16", None, "window or scale"),
     ({"attention_scales": (1.0, 0.5, 0.3)}, "float16", None, "window or scale"),
+    ({"causal": False, "windows": (3, 3, 3)}, "float16", None, "window to both sides"),
+    ({"relative": Relative(8, None, ("c2p",), True, True)}, "float16", None, "relative positions"),
 ])
 def test_plain_attention_is_chosen_with_its_reason(make_ref, gpu, capsys, changes, dtype, requested, why):
     arch = arch_of(make_ref, "llama", **changes)
