@@ -28,7 +28,8 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False)
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
         return set(linear)
-    note = " Experts and their router are no linear layers, and carry no adapters." if has_experts else ""
+    note = (" Experts and their router are no linear layers and carry no adapters; lora.modules_to_save trains them in "
+            "full.") if has_experts else ""
     return _matching("lora.targets", targets, linear, linear, note)
 
 

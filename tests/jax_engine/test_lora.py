@@ -69,6 +69,8 @@ CASES = [
     ("modernbert", "qa", LoRA(rank=4, alpha=16, targets=["Wqkv", "head.dense"], modules_to_save=["classifier"])),
 ]
 EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3", "modernbert"), LoRA(rank=3, alpha=6))
+EVERY += [pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, modules_to_save=["mlp.gate", "experts"]),
+                       id="mixtral-causal-in-full", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "head", "lora"), EVERY + [

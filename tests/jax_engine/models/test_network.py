@@ -95,7 +95,7 @@ def test_packed_documents_are_as_apart(make_ref, name, head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "albert"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "albert", "mixtral"])
 def test_remat_and_unroll_change_no_gradient(make_ref, name):
     head = "masked" if name == "albert" else "causal"
     ref = make_ref(name, head)
