@@ -109,7 +109,7 @@ def test_the_page_of_this_machine(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr()
     text = " ".join(said.out.split())
     for part in ("HF_TOKEN is set", "an API key is set", "1 tokenised sources (5 KiB)",
-                 "log-probabilities of 1 references (7 KiB)", f"rm -r {cache}/reference-* {cache}/sftdata-*",
+                 "log-probabilities of 1 sets of answers (7 KiB)", f"rm -r {cache}/reference-* {cache}/sftdata-*",
                  "bitsandbytes on cpu: nf4, fp4, int8 multiply", "two processes of this machine meet", "jax 0.",
                  "MASTER_ADDR=elsewhere"):
         assert part in text, (part, said.out)

@@ -225,7 +225,7 @@ def _check_cache(findings: Findings) -> None:
         return findings.add("ok", "the cache is empty")
     kinds = sorted({store.name.rsplit("-", 1)[0] for store in (*stores, *references)})
     names = [*(f"{root / kind}-*" for kind in kinds), *([str(compiled)] if compiled.is_dir() else [])]
-    kept = f", log-probabilities of {len(references)} references ({_size_of(references)})" if references else ""
+    kept = f", log-probabilities of {len(references)} sets of answers ({_size_of(references)})" if references else ""
     findings.add("ok", f"the cache holds {len(stores)} tokenised sources ({_size_of(stores)}){kept} and programs "
                        f"compiled by XLA ({_size_of([compiled])}); all of it is made anew when it is needed. To clear "
                        f"it while no run is under way: rm -r {' '.join(names)}")
