@@ -246,9 +246,9 @@ class _LinearHead:
 
     def backward(self, grad_logits: Tensor) -> Tensor:
         if self._squashed is not None:  # tanh' = 1 - tanh^2, in float32
-            grad_logits = grad_logits * (1 - self._squashed.float().square_())
+            grad_logits *= self._squashed.float().square_().neg_().add_(1)
         if self._scale != 1:
-            grad_logits = grad_logits * self._scale
+            grad_logits *= self._scale
         grad = grad_logits.to(self._dtype)
         if self._trains and self._sum is None:
             self._sum = (grad.t() @ self._piece).float()
