@@ -103,6 +103,16 @@ def test_a_row_loses_the_same_alone_and_under_padding(name):
     assert not torch.allclose(outputs(model.eval(), alone), wanted, atol=1e-2)
 
 
+@every_model
+def test_a_copy_of_a_network_computes_with_its_own_parameters(name):
+    model = made(name)
+    TokenDropout(model)
+    copied = copy.deepcopy(model)
+    outputs(copied, batch_of((5, 3))).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert any(param.grad is not None for param in copied.parameters())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_padding_on_the_left_moves_no_mask(name):
     model = made(name)

@@ -7,7 +7,7 @@ A module of torch's Dropout is given another forward. What other modules call, t
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
@@ -63,14 +63,13 @@ class TokenDropout:
 
     def _spare_table(self, module: nn.Module) -> None:
         """No dropout in DeBERTa's table of relative positions, whose rows are no token's but all rows'."""
-        scores = module.disentangled_attention_bias
-
-        def without(*args: Any) -> Tensor:
-            with self.off():
-                return scores(*args)
-
         module.pos_dropout.p = 0.0  # before, of the table; within the scores an adapter has dropout too
-        module.disentangled_attention_bias = without
+        # A partial, unlike a function within this one, is copied with the network.
+        module.disentangled_attention_bias = partial(self._without, module.disentangled_attention_bias)
+
+    def _without(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        with self.off():
+            return function(*args)
 
     @classmethod
     def of(cls, model: nn.Module) -> "TokenDropout | None":
