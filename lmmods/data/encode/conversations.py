@@ -1,10 +1,12 @@
 """Rows of conversations to ids and labels. Free of torch, so that worker processes start fast."""
 
 import re
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +18,25 @@ from lmmods.data.sources.cells import check_unicode
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.formats import find_format, read_conversation
 from lmmods.data.sources.turns import Roles
+
+Cut = TypeVar("Cut")
+
+
+def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> Cut:
+    """What a conversation is that begins at the first of these turns from which it is within the limits.
+
+    Args:
+        places: Of turns, ascending: the more is left out, the shorter it is.
+        encoded: Makes it of the turns from a place on; None where that is over the limits.
+
+    Raises:
+        RowProblem: It is too long from the last of them on.
+    """
+    made = cache(encoded)
+    first = bisect_left(places, True, key=lambda place: made(place) is not None)
+    if first == len(places):
+        raise RowProblem("longer than the limits, without its earlier turns too")
+    return made(places[first])
 
 
 @dataclass
@@ -186,18 +207,8 @@ class SFTEncoder:
         messages = conversation.messages
         start = int(messages[0]["role"] == "system")
         asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place > start]
-        fitting = None
-        low, high = 0, len(asked)
-        while low < high:  # the more is cut, the shorter it is
-            middle = (low + high) // 2
-            shorter = replace(conversation, messages=[*messages[:start], *messages[asked[middle]:]])
-            if (found := self._encoded(shorter)) is not None:
-                fitting, high = found, middle
-            else:
-                low = middle + 1
-        if fitting is None:
-            raise RowProblem("longer than the limits, without its earlier turns too")
-        return fitting
+        return fewest_left_out(asked, lambda first: self._encoded(
+            replace(conversation, messages=[*messages[:start], *messages[first:]])))
 
     def _encoded(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray] | None:
         """The one row of a conversation; None where it is over the limits or nothing in it is learned."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.encode.conversations import SFTEncoder, Truncation
+from lmmods.data.encode.conversations import SFTEncoder, Truncation, fewest_left_out
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.encode.templates import RenderedRow
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
@@ -164,17 +164,12 @@ class PreferenceEncoder:
         answered = next(place for place, message in enumerate(messages)
                         if message["role"] == "assistant" and message.get("scored", True))
         asked = [place for place in range(start + 1, answered) if messages[place]["role"] == "user"]
-        low, high, fitting = 0, len(asked), None
-        while low < high:  # the more is cut, the shorter it is
-            middle = (low + high) // 2
-            found = self._from_turn(conversations, start, asked[middle])
-            if found is not None and all(map(self._fits, found)):
-                fitting, high = found, middle
-            else:
-                low = middle + 1
-        if fitting is None:
-            raise RowProblem("longer than the limits, without its earlier turns too")
-        return fitting
+
+        def fitting(first: int) -> list[Tokens] | None:
+            found = self._from_turn(conversations, start, first)
+            return found if found is not None and all(map(self._fits, found)) else None
+
+        return fewest_left_out(asked, fitting)
 
     def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
         """The answers with the system turn and the turns from `first` on; None where a template makes more rows."""
