@@ -253,6 +253,16 @@ def instructions(shared) -> Path:
 
 
 @pytest.fixture
+def pairs(tmp_path) -> str:
+    """Eight rows of preferences, their answers of different lengths."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({
+        "prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"The sum is {2 * n + 1}." * (1 + n % 2),
+        "rejected": "No idea." * (1 + n % 4)}) + "\n" for n in range(8)))
+    return str(path)
+
+
+@pytest.fixture
 def recipe(tmp_path, llama_folder, instructions):
     """A function that writes the recipe of a tiny QLoRA run, changed by dotted keys, and returns its arguments."""
     import copy

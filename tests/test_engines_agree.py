@@ -1,6 +1,5 @@
 """The same recipe on both engines: the same losses step by step, the same metrics, the same predictions."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -23,12 +22,11 @@ from lmmods.runs.checkpoint_io import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
-from tests.runs import paths
+from tests.runs import TIMED, paths, rows
 
 # A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
 WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 CORPUS = Path(__file__).parent.parent / "demo" / "corpus"
-TIMED = {"train/tokens_per_second"}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
          "attention_dropout": 0.1}
@@ -39,12 +37,6 @@ GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positi
 BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 64, "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.1, "initializer_range": 0.2}
-
-
-def rows(run: RunFolder) -> list[dict[str, float]]:
-    with open(run.metrics_csv, newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value and key not in TIMED}
-                for row in csv.DictReader(file)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from lmmods.core.preference_losses import PreferenceLoss
 from lmmods.data.preference import PreferenceData
 from lmmods.torch_engine.tasks.preference import OPERATIONS
 from tests.runs import assert_same_run, rows
-from tests.test_reference_cache import CACHE, arguments, fit, losses, pairs  # noqa: F401 - fixtures
+from tests.test_reference_cache import CACHE, arguments, fit, losses  # noqa: F401 - fixtures
 
 QLORA = {"model__init_args__quantize": "nf4", "model__init_args__lora": {"rank": 4, "dropout": 0.1},
          "model__init_args__optimizer": {"lr": 0.01}, "model__init_args__gradient_checkpointing": True,

@@ -1,6 +1,5 @@
 """Every shipped recipe on both engines, as it stands: the same losses, metrics, samples, outputs."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -9,17 +8,12 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.runs import rows
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
 STEPS = 20
-
-
-def rows(run: RunFolder) -> list[dict[str, float]]:
-    with open(run.metrics_csv, newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value and key != "train/tokens_per_second"}
-                for row in csv.DictReader(file)]
 
 
 def lines(path: Path) -> list[dict]:

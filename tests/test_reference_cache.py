@@ -15,16 +15,7 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_facts import first_weights
 from tests.runs import rows
 
-PAIRS = [{"prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"The sum is {2 * n + 1}." * (1 + n % 2),
-          "rejected": "No idea." * (1 + n % 4)} for n in range(8)]
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
-
-
-@pytest.fixture
-def pairs(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    return str(path)
 
 
 @pytest.fixture

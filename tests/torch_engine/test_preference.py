@@ -28,21 +28,12 @@ from tests.runs import assert_same_run, rows
 ALONE = SimpleNamespace(  # what a step asks of a trainer
     precision_plugin=SimpleNamespace(forward_context=nullcontext),
     strategy=SimpleNamespace(batch_to_device=lambda batch: batch, reduce=lambda sums, reduce_op: sums))
-ROWS = [{"prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"The sum is {2 * n + 1}." * (1 + n % 2),
-         "rejected": "No idea." * (1 + n % 4)} for n in range(8)]
 
 
 def settings_of(loss: str) -> dict:
     smoothed = {"label_smoothing": 0.1} if METHODS[loss].smooths else {}
     weights = {"sft_weight": 0.3} if METHODS[loss].is_paired else {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     return {"loss": loss, **smoothed, **weights}
-
-
-@pytest.fixture
-def pairs(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
 
 
 @pytest.fixture
