@@ -1,8 +1,8 @@
 """What a training loop may ask of `Replicas` and `ShardedMesh`, the two ways to spread a run over devices.
 
 A step takes one micro-batch of the loader for each data-parallel rank. With replicas a rank is a device; on a mesh it
-is a position along `data` x `fsdp`, whose devices along `tensor` work on the micro-batch together. Arrays of a step are
-of three kinds:
+is a position along `data` x `fsdp`, whose devices along `sequence` and `tensor` work on the micro-batch together.
+Arrays of a step are of three kinds:
 
     state    parameters, optimiser state, sums: replicated, or sharded by the table in `mesh`
     batch    [data_parallel_size, B, ...]: split over the ranks
@@ -25,6 +25,7 @@ from jax_engine.distributed.tree import Tree
 
 Kind = Literal["state", "batch", "scalar"]
 DATA_AXES = ("data", "fsdp")  # mesh axes over which a batch is split
+SEQUENCE = "sequence"  # and the one over which each of its rows is
 
 
 class Parallel(ABC):
@@ -34,11 +35,13 @@ class Parallel(ABC):
         data_parallel_size: Number of data-parallel ranks over all processes: the micro-batches that a step takes.
         num_devices: Devices that work on them.
         local_ranks: The ranks that this process feeds.
+        sequence_parts: Parts of a row, each on a device of its own; lengths are multiples of it.
     """
 
     data_parallel_size: int
     num_devices: int
     local_ranks: tuple[int, ...]
+    sequence_parts: int = 1
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,16 @@ def num_visible_ranks() -> int:
     """Inside a step: how many ranks' rows its arrays hold, rank after rank: 1 on replicas, all of them on a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in DATA_AXES if axis in mesh.axis_names)
+
+
+def num_sequence_parts() -> int:
+    """Inside a step: over how many devices each row is cut along the sequence."""
+    return jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
+
+
+def cut(x: Array) -> Array:
+    """Inside a step: x [B, T, ...] with each row cut along the sequence, where the mesh has devices for that."""
+    return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE)) if num_sequence_parts() > 1 else x
 
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:

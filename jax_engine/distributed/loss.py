@@ -16,7 +16,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, constrain, num_visible_ranks
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num_sequence_parts, num_visible_ranks
 from lmmods.core.labels import IGNORED
 
 # The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
@@ -119,6 +119,8 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
 class _Lines(NamedTuple):
     """Positions of R ranks, each rank's in one line; the line of M is continued to M', a multiple of the chunk.
 
+    Where rows are cut along the sequence, each part of a rank's rows is a line of its own.
+
     Args:
         hidden: [R, M, D], in the order of the batch.
         targets: [R, M'], the labelled ones first; `weights` likewise.
@@ -136,8 +138,7 @@ class _Lines(NamedTuple):
 
 def _lines(hidden: Array, targets: Array, weights: Array, vocab_size: int) -> _Lines:
     """Of rows [B, T]; they stay on their rank."""
-    hidden = _split_over_ranks(hidden.reshape(num_visible_ranks(), -1, hidden.shape[-1]))
-    targets, weights = (_split_over_ranks(x.reshape(num_visible_ranks(), -1)) for x in (targets, weights))
+    hidden, targets, weights = (_split_over_ranks(_in_lines(x)) for x in (hidden, targets, weights))
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
     chunk = _chunk_length(targets, vocab_size)
     pad = ((0, 0), (0, -targets.shape[1] % chunk))
@@ -149,11 +150,28 @@ def _lines(hidden: Array, targets: Array, weights: Array, vocab_size: int) -> _L
 def _chunk_length(targets: Array, vocab_size: int) -> int:
     """Positions whose logits are made at once, of each rank; `targets` are those of all visible ranks."""
     chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
-    return min(max(chunk_bytes // (4 * vocab_size), 1), targets.size // num_visible_ranks())
+    return min(max(chunk_bytes // (4 * vocab_size), 1), targets.size // (num_visible_ranks() * num_sequence_parts()))
+
+
+def _in_lines(x: Array) -> Array:
+    """[R, M, ...] of rows [B, T, ...]."""
+    parts = num_sequence_parts()
+    if parts == 1:
+        return x.reshape(num_visible_ranks(), -1, *x.shape[2:])
+    rows = x.reshape(num_visible_ranks(), -1, parts, x.shape[1] // parts, *x.shape[2:])
+    return rows.swapaxes(1, 2).reshape(num_visible_ranks() * parts, -1, *x.shape[2:])
+
+
+def _in_rows(x: Array, shape: tuple[int, ...]) -> Array:
+    """Undo `_in_lines`: [R, M] to [B, T]."""
+    parts = num_sequence_parts()
+    if parts == 1:
+        return x.reshape(shape)
+    return x.reshape(num_visible_ranks(), parts, -1, shape[1] // parts).swapaxes(1, 2).reshape(shape)
 
 
 def _split_over_ranks(x: Array) -> Array:
-    return constrain(x, PartitionSpec(DATA_AXES))
+    return constrain(x, PartitionSpec((*DATA_AXES, SEQUENCE) if num_sequence_parts() > 1 else DATA_AXES))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -229,7 +247,7 @@ def _chunked_log_probs(head, vocab_size, hidden, params, targets):
         return jax.lax.dynamic_update_slice_in_dim(losses, new, start, 1)
 
     losses = jax.lax.fori_loop(0, lines.num_chunks, step, _split_over_ranks(jnp.zeros(lines.targets.shape)))
-    return -jnp.take_along_axis(losses, _places(lines.order, lines.hidden), axis=1).reshape(targets.shape)
+    return -_in_rows(jnp.take_along_axis(losses, _places(lines.order, lines.hidden), axis=1), targets.shape)
 
 
 def _log_probs_forward(head, vocab_size, hidden, params, targets):

@@ -1,4 +1,4 @@
-"""Fully sharded and tensor parallelism: state and batches sharded over a mesh of devices, by a table."""
+"""Fully sharded, sequence and tensor parallelism: state and batches sharded over a mesh of devices, by a table."""
 
 import math
 import re
@@ -11,14 +11,15 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, Compiled, Parallel, own_positions
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, own_positions
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 
 # Pattern in a parameter's dotted path -> the mesh axis over which each of its last dimensions is sharded; () and paths
 # without a match: replicated. The first match counts. Dimensions in front (stacked layers) are never sharded. Matrices
-# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with.
+# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with. `fsdp` stands for
+# `sequence` too: devices that share rows hold no copies of the parameters either.
 SHARDING: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
     # By rows along fsdp: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to
@@ -39,17 +40,19 @@ class ShardedMesh(Parallel):
     Args:
         data: Number of copies of the parameters.
         fsdp: Devices over which each copy is sharded, each with a micro-batch of its own. -1: all that are left.
-        tensor: Devices that compute one micro-batch together.
+        sequence: Devices that compute one micro-batch together, each a part of every row.
+        tensor: Devices that compute one micro-batch together, each a part of every matrix.
         devices: Devices to use, of all processes; None takes all there are.
 
     Raises:
         UserError: The product is not the number of devices.
     """
 
-    def __init__(self, data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, data: int = 1, fsdp: int = -1, sequence: int = 1, tensor: int = 1,
+                 devices: Sequence[jax.Device] | None = None):
         devices = list(devices or jax.devices())
-        sizes, count = {"data": data, "fsdp": fsdp, "tensor": tensor}, len(devices)
-        wanted = f"strategy: mesh sizes data {data}, fsdp {fsdp}, tensor {tensor}"
+        sizes, count = {"data": data, "fsdp": fsdp, SEQUENCE: sequence, "tensor": tensor}, len(devices)
+        wanted = "strategy: mesh sizes " + ", ".join(f"{name} {size}" for name, size in sizes.items())
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1 or any(size < 1 for size in sizes.values() if size != -1):
             raise UserError(f"{wanted}: each must be 1 or more, or one of them -1 for all devices that are left.")
@@ -61,7 +64,9 @@ class ShardedMesh(Parallel):
         grid = np.array(devices).reshape(*sizes.values())
         self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
         self.data_parallel_size, self.num_devices = sizes["data"] * sizes["fsdp"], count
-        self.local_ranks = tuple(sorted({place // sizes["tensor"] for place in own_positions(devices)}))
+        self.sequence_parts, sharers = sizes[SEQUENCE], count // self.data_parallel_size
+        self.local_ranks = tuple(sorted({place // sharers for place in own_positions(devices)}))
+        self._shards = ("fsdp", SEQUENCE) if self.sequence_parts > 1 else "fsdp"
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._over_ranks = NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
         self._reported = False
@@ -72,13 +77,14 @@ class ShardedMesh(Parallel):
         if len(axes) > len(shape):
             return self._replicated
         trailing = shape[len(shape) - len(axes):]
-        divides = [axis is None or length % self.mesh.shape[axis] == 0
-                   for length, axis in zip(trailing, axes, strict=True)]
+        sizes = {**self.mesh.shape, None: 1, "fsdp": self.mesh.shape["fsdp"] * self.sequence_parts}
+        divides = [length % sizes[axis] == 0 for length, axis in zip(trailing, axes, strict=True)]
         if not all(divides) and not self._reported:
             self._reported = True
             say(f"Some dimensions are not divisible by the mesh {dict(self.mesh.shape)} and stay whole on each device, "
                 f"the first of them in {name} {list(shape)}.")
-        fitting = [axis if fits else None for axis, fits in zip(axes, divides, strict=True)]
+        fitting = [(self._shards if axis == "fsdp" else axis) if fits else None
+                   for axis, fits in zip(axes, divides, strict=True)]
         return NamedSharding(self.mesh, PartitionSpec(*[None] * (len(shape) - len(axes)), *fitting))
 
     def shardings(self, tree: Tree) -> Tree:

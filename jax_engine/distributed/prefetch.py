@@ -45,7 +45,8 @@ class Prefetcher:
     Args:
         loader: Yields dicts of CPU tensors, rows first.
         batch_size: Rows of a micro-batch; smaller ones are filled up.
-        max_length: Lengths are rounded up, but not above this; None leaves them as they are.
+        max_length: Lengths are rounded up, but not above this; None leaves them as they are. Rows that are cut along
+            the sequence are padded until all parts are of one length.
         ahead: Groups to prepare in advance.
     """
 
@@ -122,6 +123,7 @@ class Prefetcher:
         length = max(batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
+        length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
         own = self._parallel.local_ranks
         return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
                                 for rank in own]) for name, x in group[0].items()}

@@ -25,7 +25,7 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) ->
         window: How many tokens back a query sees, itself included; without `causal` as many ahead.
     """
     length = batch["input_ids"].shape[1]
-    seen = _places_seen(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
+    seen = seen_places(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]
         same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
@@ -49,11 +49,12 @@ def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> 
         valid: [B, S] which slots of the cache hold real tokens, the new ones included.
     """
     queries = start + jnp.arange(length)[:, None]
-    seen = _places_seen(queries, jnp.arange(valid.shape[1])[None], True, window)
+    seen = seen_places(queries, jnp.arange(valid.shape[1])[None], True, window)
     return seen[None, None] & valid[:, None, None]
 
 
-def _places_seen(queries: Array, keys: Array, causal: bool, window: int | None) -> Array:
+def seen_places(queries: Array, keys: Array, causal: bool, window: int | Array | None) -> Array:
+    """Whether queries at these places of a row see keys at those."""
     seen = keys <= queries if causal else jnp.broadcast_to(True, jnp.broadcast_shapes(queries.shape, keys.shape))
     if window is None:
         return seen
@@ -152,6 +153,8 @@ class Attention(nnx.Module):
             return mask(q, k, v)
         rate = 0.0 if seeds is None else self.arch.attention_dropout
         sinks = None if self.sinks is None else self.sinks[...]
+        if not isinstance(mask, Array):
+            return mask.attend(q, k, v, scale, rate, seeds, self.arch.attention_cap, sinks)
         if whole_rows and not rate and self.blocked and more is None:
             return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale, sinks)
         return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more, sinks)

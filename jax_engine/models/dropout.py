@@ -20,10 +20,12 @@ class Seeds(NamedTuple):
     Args:
         tokens: [B, T] uint32.
         sites: Seeds of the places where dropout happens, by our names of them; inside a layer, of that layer.
+        queries: Those of `tokens` whose attention weights are at hand, [B, t]; None: all.
     """
 
     tokens: Array
     sites: dict[str, Array]
+    queries: Array | None = None
 
 
 def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: frozenset[str]) -> dict[str, np.ndarray]:
@@ -56,23 +58,25 @@ def dropout(x: Array, rate: float, seeds: Seeds | None, site: str) -> Array:
 
 
 def dropped_weights(weights: Array, rate: float, seeds: Seeds, site: str) -> Array:
-    """Dropout of attention weights [B, heads, T, T]."""
-    return _dropped(rate, weights, seeds.tokens, seeds.sites[site])
+    """Dropout of attention weights [B, heads, t, T], query by key."""
+    return _dropped(rate, weights, seeds.tokens, seeds.sites[site], seeds.queries)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dropped(rate: float, x: Array, tokens: Array, site: Array) -> Array:
-    kept = feature_mask(tokens, site, x.shape[-1], rate) if x.ndim == 3 else attention_mask(tokens, site, x.shape[1],
-                                                                                           rate)
+def _dropped(rate: float, x: Array, tokens: Array, site: Array, queries: Array | None = None) -> Array:
+    if x.ndim == 3:
+        kept = feature_mask(tokens, site, x.shape[-1], rate)
+    else:
+        kept = attention_mask(tokens, site, x.shape[1], rate, queries)
     return jnp.where(kept, x.astype(jnp.float32) * keep_scale(rate), 0.0).astype(x.dtype)
 
 
-def _forward(rate, x, tokens, site):
-    return _dropped(rate, x, tokens, site), (tokens, site)
+def _forward(rate, x, tokens, site, queries=None):
+    return _dropped(rate, x, tokens, site, queries), (tokens, site, queries)
 
 
 def _backward(rate, kept, gradient):
-    return _dropped(rate, gradient, *kept), None, None
+    return _dropped(rate, gradient, *kept), None, None, None
 
 
 _dropped.defvjp(_forward, _backward)
@@ -84,9 +88,9 @@ def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, 2)[..., :num]
 
 
-def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float) -> Array:
-    """`core.dropout.attention_mask`: [B, num_heads, T, T] of tokens [B, T]."""
-    queries = _finalise(tokens ^ site)
+def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float, queries: Array | None = None) -> Array:
+    """`core.dropout.attention_mask`: [B, num_heads, T, T] of tokens [B, T], or of some `queries` [B, t] among them."""
+    queries = _finalise((tokens if queries is None else queries) ^ site)
     keys = _finalise(tokens[:, None] ^ feature_seeds(-(-num_heads // 2))[:, None])
     return _split(queries[:, None, :, None] ^ keys[:, :, None], rate, 1)[:, :num_heads]
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
 from jax_engine.models.architecture import Architecture
 from jax_engine.models.linear import ACTIVATIONS, Build, product
 from jax_engine.models.parameters import parameter
@@ -124,7 +124,7 @@ def _over_mesh(mix, num_experts: int):
         first = jax.lax.axis_index("tensor") * (num_experts // tensor)
         return jax.lax.psum(mix(x, shares, chosen - first, matrices), "tensor")
 
-    over_ranks = PartitionSpec(DATA_AXES)
+    over_ranks = PartitionSpec(DATA_AXES, SEQUENCE)
     return jax.shard_map(local, in_specs=(over_ranks,) * 3 + (PartitionSpec("tensor") if shared else PartitionSpec(),),
                          out_specs=over_ranks, check_vma=False)
 

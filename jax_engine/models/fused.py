@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, constrain
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num_sequence_parts
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
 from lmmods.core.console import say
@@ -52,9 +52,11 @@ class Fused:
         Args:
             batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` that begins with its ones, or neither.
         """
-        length = batch["input_ids"].shape[1]
+        length, by_mask = batch["input_ids"].shape[1], "segment_ids" in batch or not self.by_length
+        if num_sequence_parts() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
+            return None
         options = {"scale": self.scale, "is_causal": self.causal, "implementation": self.implementation}
-        if "segment_ids" in batch or not self.by_length:
+        if by_mask:
             if not self.by_mask or length % 2 or length == 1:  # the kernel has no gradient for odd lengths under a mask
                 return None
             options["mask"] = constrain(attention_mask(batch, self.causal, self.window), PartitionSpec(DATA_AXES))
@@ -178,6 +180,15 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
 
 
 def _laid_out(x: Array, num_kv_heads: int) -> Array:
-    """On a mesh: rows sharded over the ranks, heads over `tensor` if divisible; positions and features unsharded."""
-    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-    return constrain(x, PartitionSpec(DATA_AXES, None, "tensor" if num_kv_heads % tensor == 0 else None))
+    """On a mesh: rows sharded over the ranks, heads over `tensor` if divisible; positions and features unsharded.
+
+    Devices along `sequence`, each of which has a part of every row, trade it for some heads of whole rows (all-to-all,
+    Jacobs et al. 2023).
+    """
+    axes = ("tensor", SEQUENCE) if num_sequence_parts() > 1 else "tensor"
+    return constrain(x, PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _num_sharers() == 0 else None))
+
+
+def _num_sharers() -> int:
+    """Devices over which heads are sharded."""
+    return jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * num_sequence_parts()

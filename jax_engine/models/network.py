@@ -14,11 +14,13 @@ from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
 
+from jax_engine.distributed.interface import cut, num_sequence_parts
 from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, real_tokens
 from jax_engine.models.block import Block
+from jax_engine.models.cut_rows import CutRows
 from jax_engine.models.decoder import DecoderEmbedding, LMHead
 from jax_engine.models.dropout import Seeds, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
@@ -129,7 +131,7 @@ class Network(Names):
         position_ids = self._positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
         embedding = self._part("embed", params)
-        x = embedding(batch, position_ids, seeds)
+        x = cut(embedding(batch, position_ids, seeds))
         angles, key_angles = self._angles(batch, position_ids, cache)
         if self.arch.relative is not None:
             angles = [embedding.places(x.shape[1])]
@@ -137,6 +139,8 @@ class Network(Names):
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
             masks = [kernel]
+        elif num_sequence_parts() > 1 and self.arch.relative is None:
+            masks = [CutRows.of(batch, self.arch.causal, window) for window in windows]
         elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
         else:
@@ -177,7 +181,7 @@ class Network(Names):
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
             x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache"),
                              None if cache is None else cache["length"], key_turns, step.get("has_norm"), real)
-            return x, tuple(kept)
+            return cut(x), tuple(kept)
 
         if self.remat != "none":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None

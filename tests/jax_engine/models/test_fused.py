@@ -106,13 +106,22 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), gradients, plain_gradients)
 
 
-def test_rows_and_heads_stay_laid_out_over_a_mesh():
-    batch = {name: jnp.tile(x, (4, 1)) for name, x in rows("packed").items()}
+@pytest.mark.parametrize(("kind", "sizes"), [("packed", {"tensor": 2}), ("padded", {"sequence": 2})])
+def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes):
+    batch = {name: jnp.tile(x, (4, 1)) for name, x in rows(kind).items()}
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     expected = CAUSAL.over(batch)(q, k, v)
-    with jax.set_mesh(ShardedMesh(data=2, fsdp=2, tensor=2).mesh):
+    with jax.set_mesh(ShardedMesh(data=2, fsdp=2, **sizes).mesh):
         found = jax.jit(lambda batch, *qkv: CAUSAL.over(batch)(*qkv))(batch, q, k, v)
-    assert found.sharding.spec[0] == ("data", "fsdp") and np.allclose(found, expected, atol=1e-5)
+    assert found.sharding.spec[0] == ("data", "fsdp") and found.addressable_shards[0].data.shape == (2, 10, 16)
+    assert np.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("packed", {"sequence": 2}), ("padded", {"sequence": 2, "tensor": 2})])
+def test_rows_cut_along_the_sequence_that_the_kernel_leaves_alone(kind, sizes):
+    """Documents in rows, whose mask would grow with the square of the length; fewer heads than devices."""
+    with jax.set_mesh(ShardedMesh(**sizes).mesh):
+        assert CAUSAL.over(rows(kind)) is None
 
 
 @pytest.mark.parametrize("replicated", [False, True])

@@ -1,4 +1,4 @@
-"""A network over two devices: the gradients of one."""
+"""A network over six devices, which share its matrices in two and its rows in three: the gradients of one."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jax_engine.distributed.tree import flatten
 
 
 @cells("mesh", ("phi3",))
-def test_two_shards_have_the_gradients_of_one(make_ref, name, head):
+def test_shards_and_parts_of_rows_have_the_gradients_of_one(make_ref, name, head):
     ref = make_ref(name, head)
     labels = labels_of(ref.batch())
     batch = {key: value[None].astype(np.int32) for key, value in ref.batch().items()}  # of one rank
@@ -19,7 +19,7 @@ def test_two_shards_have_the_gradients_of_one(make_ref, name, head):
         batch = {key: value[0] for key, value in batch.items()}
         return (jax.grad(lambda p: our_loss(ref.net, p, batch, labels)[0])(params),)
 
-    mesh = ShardedMesh(fsdp=1, tensor=2, devices=jax.devices()[:2])
+    mesh = ShardedMesh(fsdp=1, sequence=3, tensor=2, devices=jax.devices()[:6])
     placed = mesh.put_state(ref.params)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed["layers"]))
     step = mesh.compile(gradients, ("state", "batch"), ("state",))

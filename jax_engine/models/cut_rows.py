@@ -1,0 +1,93 @@
+"""Attention over rows that are cut along the sequence: each device has the queries of its part, and all keys.
+
+Keys and values are gathered (section 3.3.2 of Dubey et al. 2024); their gradients are summed and cut again by one
+reduce-scatter. Scores are made for a block of queries at a time, and again in the backward pass, so that memory grows
+with the length and not with its square.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
+from jax_engine.models.attention import attend, real_tokens, seen_places
+from jax_engine.models.dropout import Seeds
+
+SCORE_BYTES = 512 * 2**20  # of the float32 scores of a block, on each device
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class CutRows:
+    """Who sees whom in rows cut along the sequence; takes the place of a mask, which would grow with their square.
+
+    Args:
+        segments: [B, T] of documents 1, 2, ..., or 1 for real tokens; 0 is padding, which nothing sees.
+        window: How many tokens back a query sees, itself included; without `causal` as many ahead.
+        packed: Whether tokens see those of their own segment only.
+    """
+
+    segments: Array
+    window: Array
+    causal: bool = field(metadata={"static": True})
+    packed: bool = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "CutRows":
+        """Arguments as of `attention_mask`."""
+        packed, length = "segment_ids" in batch, batch["input_ids"].shape[1]
+        segments = batch["segment_ids"] if packed else real_tokens(batch).astype(jnp.int32)
+        return cls(segments, jnp.array(length if window is None else window), causal, packed)
+
+    def attend(self, q: Array, k: Array, v: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
+               cap: float | None = None, sinks: Array | None = None) -> Array:
+        """Inside a step on a mesh: `attend` of [B, T, ...] arrays, with their arguments and result."""
+        drops = bool(rate) and seeds is not None
+        tensor = jax.sharding.get_abstract_mesh().shape["tensor"]
+        over_heads = None if k.shape[2] % tensor or drops else "tensor"  # masks of dropout go by the head's number
+        cut, rows, whole = PartitionSpec(DATA_AXES, SEQUENCE, over_heads), PartitionSpec(DATA_AXES), PartitionSpec()
+        layouts = (cut, cut, cut, rows, whole, whole, rows, whole, PartitionSpec(over_heads))
+
+        def local(q, k, v, segments, window, scale, words, site, sinks):
+            k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
+            rows = CutRows(segments, window, self.causal, self.packed)
+            seeds = Seeds(words, {"layers.attn.weights": site}) if drops else None
+            first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
+            return rows._by_blocks(q, k, v, first, scale, rate, seeds, cap, sinks)
+
+        words, site = (seeds.tokens, seeds.sites["layers.attn.weights"]) if drops else (None, None)
+        return jax.shard_map(local, in_specs=layouts, out_specs=cut, check_vma=False)(
+            q, k, v, self.segments, self.window, scale, words, site, sinks)
+
+    def _by_blocks(self, q: Array, k: Array, v: Array, first: Array, scale: Array, rate: float, seeds: Seeds | None,
+                   cap: float | None, sinks: Array | None) -> Array:
+        """`attend` of the queries [B, t, heads, head_dim] that stand in their rows from `first` on."""
+        batch, length, heads, _ = q.shape
+        num_blocks = -(-length // max(SCORE_BYTES // (4 * batch * heads * k.shape[1]), 1))
+        size = -(-length // num_blocks)
+        num_blocks = -(-length // size)
+        padded = jnp.pad(q, ((0, 0), (0, num_blocks * size - length), (0, 0), (0, 0)))
+        blocks = padded.reshape(batch, num_blocks, size, *q.shape[2:]).swapaxes(0, 1)
+        wide = k.astype(jnp.float32), v.astype(jnp.float32)  # gradients of the blocks are summed in this type
+
+        @jax.checkpoint
+        def block(number_and_queries: tuple[Array, Array]) -> Array:
+            number, queries = number_and_queries
+            places = jnp.minimum(first + number * size + jnp.arange(size), k.shape[1] - 1)
+            own = None if seeds is None else seeds._replace(queries=seeds.tokens[:, places])
+            keys, values = (x.astype(q.dtype) for x in wide)
+            return attend(queries, keys, values, self._mask(places), scale, rate, own, cap, sinks=sinks)
+
+        mixed = jax.lax.map(block, (jnp.arange(num_blocks), blocks))
+        return mixed.swapaxes(0, 1).reshape(batch, num_blocks * size, -1)[:, :length]
+
+    def _mask(self, places: Array) -> Array:
+        """[B, 1, queries, T] booleans of the queries at these places of their rows."""
+        keys = jnp.arange(self.segments.shape[1])
+        seen = seen_places(places[:, None], keys[None], self.causal, self.window)[None] & (self.segments > 0)[:, None]
+        if self.packed:
+            seen &= self.segments[:, places][:, :, None] == self.segments[:, None]
+        return seen[:, None]

@@ -1,0 +1,99 @@
+"""Rows cut along the sequence over devices: losses and gradients of one device, with all that crosses a border."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers import Qwen2Config
+
+from jax_engine.distributed.loss import IGNORED, shift_labels, token_log_probs, token_loss
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.tree import flatten
+from jax_engine.models import cut_rows, hub
+from jax_engine.models.cut_rows import CutRows
+from lmmods.core.settings import LoRA
+
+ROWS, LENGTH, VOCAB = 4, 16, 37
+PACKED = np.array([[1] * 5 + [2] * 11, [1] * 3 + [2] * 2 + [3] * 8 + [0] * 3, [1] * 16, [1] * 9 + [2] * 7])
+LENGTHS = np.arange(LENGTH) < np.array([[16], [7], [11], [16]])
+# Layers that see all and layers with a window, which reaches over a border and more.
+CONFIG = Qwen2Config(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=64, use_sliding_window=True, sliding_window=6,
+                     max_window_layers=1, attention_dropout=0.2)
+
+
+def rows(kind: str) -> dict[str, np.ndarray]:
+    """[ROWS, LENGTH] columns with a label at every token, also at the borders."""
+    random = np.random.default_rng(0)
+    real = PACKED > 0 if kind == "packed" else LENGTHS
+    ids = random.integers(3, VOCAB, (ROWS, LENGTH))
+    columns = {"input_ids": ids, "attention_mask": real, "labels": np.where(real, ids, IGNORED),
+               "token_seeds": random.integers(-(2**31), 2**31, ids.shape)}
+    if kind == "packed":
+        starts = np.array([[row.tolist().index(segment) for segment in row] for row in PACKED])
+        columns |= {"segment_ids": PACKED, "position_ids": np.arange(LENGTH) - starts}
+    return {name: column.astype(np.int32) for name, column in columns.items()}
+
+
+def of_ranks(columns: dict[str, np.ndarray], ranks: int) -> dict[str, np.ndarray]:
+    return {name: column.reshape(ranks, -1, LENGTH) for name, column in columns.items()}
+
+
+def step(net, by_row=False):
+    """Loss and gradients of a batch: a mean over tokens, or of each row's, as of answers that are compared."""
+    def loss(params, batch):
+        batch = {name: x.reshape(-1, LENGTH) for name, x in batch.items()}
+        hidden, targets = net.hidden(params, batch, training=True), shift_labels(batch["labels"])
+        if by_row:
+            found = token_log_probs(hidden, targets, lambda x: net.logits(params, x), VOCAB).sum(1)
+            return jax.nn.softplus(found[1::2] - found[::2]).sum()
+        sums = token_loss(hidden, targets, lambda x: net.logits(params, x), VOCAB)
+        return sums.total / sums.weight
+
+    return lambda params, batch: jax.value_and_grad(loss)(params, batch)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "settings", "by_row"), [
+    ("padded", {"fsdp": 1, "sequence": 4}, {"remat": "full"}, False),
+    ("packed", {"fsdp": 2, "sequence": 2}, {"lora": LoRA(rank=4, dropout=0.3)}, False),
+    ("packed", {"data": 2, "fsdp": 1, "sequence": 2, "tensor": 2}, {}, True),
+], ids=["padded", "packed_lora", "packed_compared"])
+def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, kind, sizes, settings, by_row):
+    net, columns = hub.network(CONFIG, "causal", **settings), rows(kind)
+    random = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), net.shapes)
+    wanted_loss, wanted = jax.jit(step(net, by_row))(params, of_ranks(columns, 1))
+
+    # Three queries at a time of a part of four or eight.
+    monkeypatch.setattr(cut_rows, "SCORE_BYTES", 4 * LENGTH * 4 * 3)
+    mesh = ShardedMesh(**sizes, devices=jax.devices()[:np.prod(list(sizes.values()))])
+    compiled = mesh.compile(step(net, by_row), ("state", "batch"), ("scalar", "state"))
+    batch = mesh.put_batch(of_ranks(columns, mesh.data_parallel_size))
+    loss, found = compiled(mesh.put_state(params), batch)
+    assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss
+    found, wanted = flatten(mesh.fetch_state(found)), flatten(wanted)
+    largest = max(np.abs(leaf).max() for leaf in wanted.values())
+    for path, leaf in wanted.items():
+        assert np.abs(found[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.1 * largest), path
+
+
+def test_devices_that_share_rows_share_the_parameters_too():
+    mesh = ShardedMesh(fsdp=2, sequence=4)
+    placed = mesh.put_state({"up": {"weight": np.ones((16, 32), np.float32)}})["up"]["weight"]
+    assert placed.addressable_shards[0].data.shape == (16, 4)
+
+
+def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
+    """Of rows of 4,096 tokens over eight devices, of which each has 512 queries, 32 at a time here."""
+    length, heads = 4096, 32
+    monkeypatch.setattr(cut_rows, "SCORE_BYTES", 32 * 4 * heads * length)
+    x, ids = (jax.ShapeDtypeStruct((1, length, *more), dtype) for more, dtype in (((heads, 8), jnp.bfloat16),
+                                                                                  ((), jnp.int32)))
+
+    def loss(q, k, v, ids):
+        cut = CutRows.of({"input_ids": ids, "segment_ids": ids}, True, 100)
+        return cut.attend(q, k, v, jnp.float32(1)).astype(jnp.float32).sum()
+
+    with jax.set_mesh(ShardedMesh(fsdp=1, sequence=8).mesh):
+        done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, ids).compile()
+    assert done.memory_analysis().temp_size_in_bytes < 512 * heads * length * 4 / 2
