@@ -21,6 +21,7 @@ from jax_engine.distributed.weights import Weights
 from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter
 from jax_engine.loop import Loop
+from jax_engine.models.experts import check_shared
 from jax_engine.optim import build
 from jax_engine.parity import measure
 from jax_engine.rehearsal import rehearse
@@ -271,6 +272,7 @@ class Trainer(JaxTrainerFields):
             self.mmlu.prepare(datamodule, model)
             model.choice_ids = self.mmlu.choice_ids
         trainable, frozen = model.build(self.precision, datamodule, datamodule.run_seed)
+        check_shared(self.parallel.expert_size, model.network.config.model_type, model.network.arch.experts)
         optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
         needed = model.memory_estimate(trainable, frozen, self.precision, datamodule)

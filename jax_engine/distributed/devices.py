@@ -34,12 +34,14 @@ class MeshSharding:
         fsdp: Devices over which a copy is spread, each with a micro-batch of its own. -1: all that are left.
         sequence: Devices that share a micro-batch, each with a part of every row: for rows too long for one device.
         tensor: Devices that share the work on one micro-batch.
+        expert: Devices that share the experts of a layer, each with a micro-batch of its own.
     """
 
     data: int = 1
     fsdp: int = -1
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
 
 
 def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool
@@ -74,7 +76,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     if strategy in ("auto", "ddp"):
         return Replicas(chosen)
     mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
-    return ShardedMesh(mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor, chosen)
+    return ShardedMesh(mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor, mesh.expert, chosen)
 
 
 def keep_freed_memory() -> None:

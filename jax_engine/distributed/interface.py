@@ -1,8 +1,8 @@
 """What a training loop may ask of `Replicas` and `ShardedMesh`, the two ways to spread a run over devices.
 
 A step takes one micro-batch of the loader for each data-parallel rank. With replicas a rank is a device; on a mesh it
-is a position along `data` x `fsdp`, whose devices along `sequence` and `tensor` work on the micro-batch together.
-Arrays of a step are of three kinds:
+is a position along `data` x `fsdp` x `expert`, whose devices along `sequence` and `tensor` work on the micro-batch
+together. Arrays of a step are of three kinds:
 
     state    parameters, optimiser state, sums: replicated, or sharded by the table in `mesh`
     batch    [data_parallel_size, B, ...]: split over the ranks
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jax_engine.distributed.tree import Tree
 
 Kind = Literal["state", "batch", "scalar"]
-DATA_AXES = ("data", "fsdp")  # mesh axes over which a batch is split
+DATA_AXES = ("data", "fsdp", "expert")  # mesh axes over which a batch is split
 SEQUENCE = "sequence"  # and the one over which each of its rows is
 
 
@@ -36,12 +36,14 @@ class Parallel(ABC):
         num_devices: Devices that work on them.
         local_ranks: The ranks that this process feeds.
         sequence_parts: Parts of a row, each on a device of its own; lengths are multiples of it.
+        expert_size: Ranks that share the experts of a layer.
     """
 
     data_parallel_size: int
     num_devices: int
     local_ranks: tuple[int, ...]
     sequence_parts: int = 1
+    expert_size: int = 1
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

@@ -16,43 +16,45 @@ from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 
-# Pattern in a parameter's dotted path -> the mesh axis over which each of its last dimensions is sharded; () and paths
+_FSDP = ("fsdp", "expert", SEQUENCE)  # devices that have other rows or other parts of them hold no copies either
+# Pattern in a parameter's dotted path -> the mesh axes over which each of its last dimensions is sharded; () and paths
 # without a match: replicated. The first match counts. Dimensions in front (stacked layers) are never sharded. Matrices
-# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with. `fsdp` stands for
-# `sequence` too: devices that share rows hold no copies of the parameters either.
-SHARDING: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with.
+SHARDING: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
     # By rows along fsdp: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to
     # bring them into the layout of the activations.
-    (r"embed\.\w+\.weight$|\bhead\.weight$", ("fsdp", "tensor")),
+    (r"embed\.\w+\.weight$|\bhead\.weight$", (_FSDP, "tensor")),
     (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
-    (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", ("fsdp", "tensor")),  # row-parallel: the input is split
-    (r"experts\.\w+_proj$", ("tensor", None, "fsdp")),  # whole experts, which compute the tokens that take them
-    (r"lora_A$", (None, "fsdp")),
-    (r"lora_B$", ("fsdp", None)),
-    (r"\.weight\b", ("tensor", "fsdp")),  # all other matrices, column-parallel: the output is split
+    (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, "tensor")),  # row-parallel: the input is split
+    (r"experts\.\w+_proj$", (("expert", "tensor"), None, ("fsdp", SEQUENCE))),  # whole ones, each for its tokens
+    (r"lora_A$", (None, _FSDP)),
+    (r"lora_B$", (_FSDP, None)),
+    (r"\.weight\b", ("tensor", _FSDP)),  # all other matrices, column-parallel: the output is split
 )
 
 
 class ShardedMesh(Parallel):
-    """`jax.jit` over a mesh: parameters and optimiser state are sharded by `SHARDING`, batches over data x fsdp.
+    """`jax.jit` over a mesh: parameters and optimiser state are sharded by `SHARDING`, batches over `DATA_AXES`.
 
     Args:
         data: Number of copies of the parameters.
         fsdp: Devices over which each copy is sharded, each with a micro-batch of its own. -1: all that are left.
         sequence: Devices that compute one micro-batch together, each a part of every row.
         tensor: Devices that compute one micro-batch together, each a part of every matrix.
+        expert: Devices over which the experts of each layer are spread, each with a micro-batch of its own. They
+            exchange the rows of all of them, before and after the experts.
         devices: Devices to use, of all processes; None takes all there are.
 
     Raises:
         UserError: The product is not the number of devices.
     """
 
-    def __init__(self, data: int = 1, fsdp: int = -1, sequence: int = 1, tensor: int = 1,
+    def __init__(self, data: int = 1, fsdp: int = -1, sequence: int = 1, tensor: int = 1, expert: int = 1,
                  devices: Sequence[jax.Device] | None = None):
         devices = list(devices or jax.devices())
-        sizes, count = {"data": data, "fsdp": fsdp, SEQUENCE: sequence, "tensor": tensor}, len(devices)
-        wanted = "strategy: mesh sizes " + ", ".join(f"{name} {size}" for name, size in sizes.items())
+        sizes = {"data": data, "fsdp": fsdp, "expert": expert, SEQUENCE: sequence, "tensor": tensor}
+        count, wanted = len(devices), "strategy: mesh sizes " + ", ".join(f"{name} {x}" for name, x in sizes.items())
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1 or any(size < 1 for size in sizes.values() if size != -1):
             raise UserError(f"{wanted}: each must be 1 or more, or one of them -1 for all devices that are left.")
@@ -63,10 +65,10 @@ class ShardedMesh(Parallel):
                             f"that their product is {count}.")
         grid = np.array(devices).reshape(*sizes.values())
         self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-        self.data_parallel_size, self.num_devices = sizes["data"] * sizes["fsdp"], count
-        self.sequence_parts, sharers = sizes[SEQUENCE], count // self.data_parallel_size
+        self.data_parallel_size, self.num_devices = math.prod(sizes[axis] for axis in DATA_AXES), count
+        self.expert_size, self.sequence_parts = sizes["expert"], sizes[SEQUENCE]
+        sharers = count // self.data_parallel_size
         self.local_ranks = tuple(sorted({place // sharers for place in own_positions(devices)}))
-        self._shards = ("fsdp", SEQUENCE) if self.sequence_parts > 1 else "fsdp"
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._over_ranks = NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
         self._reported = False
@@ -77,15 +79,19 @@ class ShardedMesh(Parallel):
         if len(axes) > len(shape):
             return self._replicated
         trailing = shape[len(shape) - len(axes):]
-        sizes = {**self.mesh.shape, None: 1, "fsdp": self.mesh.shape["fsdp"] * self.sequence_parts}
-        divides = [length % sizes[axis] == 0 for length, axis in zip(trailing, axes, strict=True)]
-        if not all(divides) and not self._reported:
+        wanted = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
+        fitting = [self._dividing(length, names) for length, names in zip(trailing, wanted, strict=True)]
+        if fitting != wanted and not self._reported:
             self._reported = True
             say(f"Some dimensions are not divisible by the mesh {dict(self.mesh.shape)} and stay whole on each device, "
                 f"the first of them in {name} {list(shape)}.")
-        fitting = [(self._shards if axis == "fsdp" else axis) if fits else None
-                   for axis, fits in zip(axes, divides, strict=True)]
         return NamedSharding(self.mesh, PartitionSpec(*[None] * (len(shape) - len(axes)), *fitting))
+
+    def _dividing(self, length: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes, without the last ones where a dimension of this length cannot be sharded over all of them."""
+        while length % math.prod(self.mesh.shape[axis] for axis in axes):
+            axes = axes[:-1]
+        return axes
 
     def shardings(self, tree: Tree) -> Tree:
         """`sharding` of each leaf of a state."""

@@ -20,13 +20,22 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
-from jax_engine.models.architecture import Architecture
+from jax_engine.models.architecture import Architecture, Experts
 from jax_engine.models.linear import ACTIVATIONS, Build, product
 from jax_engine.models.parameters import parameter
+from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal
 
 # Rows of a block: with more, matrices are read less often, and more rows are empty where few tokens share an expert.
 BLOCK_SIZES = (8, 128)
+
+
+def check_shared(expert_size: int, model_type: str, experts: Experts | None) -> None:
+    """Raise UserError where `expert_size` ranks cannot share the experts of a layer."""
+    if expert_size > 1 and (experts is None or experts.num % expert_size):
+        has = f"{experts.num} experts in each layer, which {expert_size} does not divide" if experts else "no experts"
+        raise UserError(f"strategy: mesh size expert is {expert_size}, but {model_type} has {has}. Lower it, and raise "
+                        "fsdp or data in its place.")
 
 
 class Load(NamedTuple):
@@ -114,19 +123,22 @@ def _load(probabilities: Array, chosen: Array, real: Array) -> Load:
 
 
 def _over_mesh(mix, num_experts: int):
-    """`mix` on each rank's own tokens. Devices along `tensor` share the experts, or repeat them if they cannot."""
-    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-    shared = tensor > 1 and num_experts % tensor == 0
+    """`mix` on each rank's own tokens, or on those of all ranks along `expert`, whose devices share the experts.
+
+    Devices along `tensor`, which have the same tokens, share them further, or repeat them if they cannot.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = ("expert", "tensor") if num_experts % (sizes["expert"] * sizes["tensor"]) == 0 else ("expert",)
 
     def local(x, shares, chosen, matrices):
-        if not shared:
-            return mix(x, shares, chosen, matrices)
-        first = jax.lax.axis_index("tensor") * (num_experts // tensor)
-        return jax.lax.psum(mix(x, shares, chosen - first, matrices), "tensor")
+        gathered = [jax.lax.all_gather(part, "expert", tiled=True) for part in (x, shares, chosen)]
+        first = jax.lax.axis_index(axes) * len(matrices["down_proj"])
+        found = jax.lax.psum(mix(*gathered[:2], gathered[2] - first, matrices), axes[1:])
+        return jax.lax.psum_scatter(found, "expert", tiled=True)
 
     over_ranks = PartitionSpec(DATA_AXES, SEQUENCE)
-    return jax.shard_map(local, in_specs=(over_ranks,) * 3 + (PartitionSpec("tensor") if shared else PartitionSpec(),),
-                         out_specs=over_ranks, check_vma=False)
+    return jax.shard_map(local, in_specs=(over_ranks,) * 3 + (PartitionSpec(axes),), out_specs=over_ranks,
+                         check_vma=False)
 
 
 def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array, shares: Array, chosen: Array,

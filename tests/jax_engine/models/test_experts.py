@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.tree import flatten
+from jax_engine.distributed.tree import flatten, merge, split, unflatten
 from jax_engine.models import experts, hub, loading, mxfp4
-from jax_engine.models.lora import adapter_settings
+from jax_engine.models.lora import adapter_settings, add_adapter
 from jax_engine.models.network import Network
 from jax_engine.tasks.expert_load import with_load
 from jax_engine.tasks.sft import SFT
@@ -132,28 +134,67 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
         assert np.abs(named[key] - gradient.numpy()).max() <= 1e-4 * max(gradient.abs().max(), 1e-3 * largest), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 1}, {"data": 1, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("form", ["blocks", "ragged"])
-def test_ranks_sort_their_own_tokens_and_tensor_devices_share_experts(make_ref, sizes, form):
-    ref = make_ref("qwen3_moe")
-    net = in_form(ref, form)
-    rows = {key: value.astype(np.int32) for key, value in ref.batch().items()}
-    batch = {key: value.reshape(2, 2, -1) for key, value in rows.items()}
+MESHES = {
+    "fsdp2-expert2": ({"fsdp": 2, "expert": 2}, "blocks", False, 4),
+    "expert2-sequence3": ({"expert": 2, "sequence": 3}, "ragged", False, 6),
+    "data2-expert2-tensor2-lora": ({"data": 2, "expert": 2, "tensor": 2}, "blocks", True, 4),
+    "expert2-tensor4": ({"expert": 2, "tensor": 4}, "ragged", False, 2),  # four experts do not go eight ways
+}
 
-    def gradients(params, batch):
-        batch = {key: value.reshape(4, -1) for key, value in batch.items()}
-        real = batch["attention_mask"][..., None] > 0
-        return (jax.grad(lambda p: jnp.where(real, jnp.tanh(net.logits(p, net.hidden(p, batch))), 0).sum())(params),)
 
-    mesh = ShardedMesh(**sizes, devices=jax.devices()[:2 * sizes["tensor"]])
-    placed = mesh.put_state(ref.params)
-    held = placed["layers"]["mlp"]["experts"]["down_proj"]
-    assert held.addressable_shards[0].data.size * mesh.num_devices == held.size
-    step = mesh.compile(gradients, ("state", "batch"), ("state",))
-    found = flatten(mesh.fetch_state(step(placed, mesh.put_batch(batch))[0]))
-    for path, leaf in flatten(jax.jit(gradients)(ref.params, batch)[0]).items():
-        assert np.abs(found[path] - leaf).max() <= 1e-4 * np.abs(leaf).max(), path
+@pytest.mark.parametrize(("sizes", "form", "adapts", "shards"), [
+    pytest.param(*case, id=name, marks=[] if name == "fsdp2-expert2" else pytest.mark.slow)
+    for name, case in MESHES.items()])
+def test_devices_that_share_experts_compute_what_one_does(make_ref, sizes, form, adapts, shards):
+    """Loss, balance, load and gradients of packed rows; all parameters train, or adapters beside frozen experts."""
+    ref, task = make_ref("qwen3_moe"), SFT(pretrained="-", balance_loss=0.3)
+    task.network, params = in_form(ref, form), ref.params
+    if adapts:
+        adapted = hub.network(ref.net.config, "causal", lora=LoRA(rank=2))
+        task.network = in_form(SimpleNamespace(net=adapted), form)
+        random = np.random.default_rng(0)
+        params = unflatten({path: random.normal(size=leaf.shape).astype(np.float32) if "lora" in path[-1] else leaf
+                            for path, leaf in flatten(add_adapter(adapted, ref.params, 0)).items()})
+    mesh = ShardedMesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:math.prod(sizes.values())])
+    ranks, random = mesh.data_parallel_size, np.random.default_rng(3)
+    real = np.arange(9) < random.integers(6, 10, (2 * ranks, 1))
+    ids, texts = random.integers(4, 37, real.shape), np.where(np.arange(9) < 4, 1, 2)
+    batch = {"input_ids": np.where(real, ids, 0), "attention_mask": real, "segment_ids": real * texts,
+             "position_ids": np.arange(9) - np.where(texts == 2, 4, 0) + np.zeros_like(ids),
+             "labels": np.where(real & (random.random(real.shape) < 0.8), ids, -100)}
+    batch = {key: value.astype(np.int32).reshape(ranks, 2, 9) for key, value in batch.items()}
+
+    def gradients(trainable, frozen, batch):
+        def loss(trainable):
+            rows = {key: value.reshape(-1, 9) for key, value in batch.items()}
+            sums = task.batch_loss(merge(trainable, frozen), rows, True, False)
+            return sums.total, (sums.total, sums.weight, sums.metrics)
+
+        return jax.grad(loss, has_aux=True)(trainable)
+
+    trees = split(params, task.network.trainable(params))
+    placed = [mesh.put_state(tree) for tree in trees]
+    held = merge(*placed)["layers"]["mlp"]["experts"]["down_proj"]
+    assert held.addressable_shards[0].data.size * shards == held.size
+    whole = jax.tree.leaves(mesh.fetch_state(placed))  # which is what a checkpoint holds
+    assert all(np.array_equal(a, b) for a, b in zip(whole, jax.tree.leaves(trees), strict=True))
+    step = mesh.compile(gradients, ("state", "state", "batch"), ("state", "scalar"))
+    found, sums = step(*placed, mesh.put_batch(batch))
+    wanted, one = jax.jit(gradients)(*trees, batch)
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(jax.tree.leaves(sums), jax.tree.leaves(one), strict=True))
+    found, wanted = flatten(mesh.fetch_state(found)), flatten(wanted)
+    largest = max(np.abs(leaf).max() for leaf in wanted.values())
+    for path, leaf in wanted.items():
+        assert np.abs(found[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.01 * largest), path
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("llama", "llama has no experts"), ("mixtral", "mixtral has 5 experts .* 2 does not")])
+def test_experts_that_devices_cannot_share_are_refused(make_ref, name, says):
+    found = make_ref(name).net.arch.experts
+    with pytest.raises(UserError, match=f"mesh size expert is 2, but {says}"):
+        experts.check_shared(ShardedMesh(expert=2).expert_size, name, found)
+    experts.check_shared(ShardedMesh().expert_size, name, found)
 
 
 def rewritten(ref, folder, change):
