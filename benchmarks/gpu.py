@@ -384,7 +384,7 @@ def run_part(name: str, folder: Path, smoke: bool, seconds: float) -> Figures:
 
 def table(found: dict[str, Figures], sizes: Sizes) -> str:
     """All figures as Markdown; what failed is said by the lines before it."""
-    from lmmods.core.throughput import peak_flops
+    from lmmods.core.hardware import peak_flops
 
     shape = sizes.clm
     per_layer = shape["hidden_size"] * (

@@ -17,6 +17,7 @@ from jax_engine.distributed.compile_clock import compile_clock
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
+from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.weights import Weights
 from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter
@@ -29,11 +30,12 @@ from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Task
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import peak_flops
 from lmmods.core.parity import Row
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
-from lmmods.core.throughput import Stopwatch, peak_flops
+from lmmods.core.throughput import Stopwatch
 from lmmods.core.trainer_fields import JaxTrainerFields
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
@@ -251,7 +253,7 @@ class Trainer(JaxTrainerFields):
             num_val_batches=run.num_batches(datamodule.val_dataloader(), "val"), max_epochs=self.max_epochs,
             max_steps=self.max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
-        peak, state = peak_flops(jax.devices()[0].device_kind), run.steps.new_state(run.weights.trainable)
+        peak, state = peak_flops(at_hand().device), run.steps.new_state(run.weights.trainable)
         flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
         metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, flops_share)
         training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state)
@@ -313,4 +315,4 @@ class Trainer(JaxTrainerFields):
     def _outlook(self, run: Training) -> Outlook:
         """What is known of a run before its first step."""
         return Outlook(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
-                       machines.available_memory())
+                       at_hand().memory)

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import psutil
 from jax.experimental import multihost_utils
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
+from jax_engine.distributed.target import target
 from lmmods.core.errors import UserError
 from lmmods.core.machine import COMPILED, cache_folder
 
@@ -96,13 +96,14 @@ def keep_freed_memory() -> None:
 
 
 def choose_precision() -> tuple[str, str]:
-    """What `trainer.precision: auto` means on the devices at hand, and why."""
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
+    """What `trainer.precision: auto` means on the `target`, and why."""
+    on = target()
+    if on.platform == "cpu":
         return "32-true", "XLA multiplies bfloat16 slowly on CPUs"
-    if device.platform == "gpu" and float(device.compute_capability) < 8:
+    if on.platform == "gpu" and not (float(jax.local_devices()[0].compute_capability) >= 8 if on.is_here
+                                     else "bfloat16" in on.kind.peak):
         return "32-true", "this GPU does not multiply bfloat16"
-    return "bf16-mixed", f"this {device.platform.upper()} multiplies bfloat16"
+    return "bf16-mixed", f"this {on.platform.upper()} multiplies bfloat16"
 
 
 def describe(parallel: Parallel) -> dict[str, Any]:
@@ -117,11 +118,6 @@ def describe(parallel: Parallel) -> dict[str, Any]:
 def peak_memory() -> int | None:
     """Peak bytes in use on the first device; None if it does not report them, as on CPUs."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def available_memory() -> int:
-    """Bytes of the first device that a run could use."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().total
 
 
 def _join(num_nodes: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jax_engine.distributed.target import target
 from jax_engine.distributed.tree import Tree
 
 Kind = Literal["state", "batch", "scalar"]
@@ -63,6 +64,14 @@ class Parallel(ABC):
         return tree
 
     # Host to devices and back ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def outline(self, tree: Any, kind: Kind) -> Any:
+        """What stands for arrays of these shapes and dtypes in `Compiled.lower`; no device need be here.
+
+        Args:
+            tree: As on the host: a batch is [`data_parallel_size`, B, ...].
+        """
 
     @abstractmethod
     def put_state(self, tree: Tree) -> Tree:
@@ -115,7 +124,7 @@ class Compiled:
 
     def __init__(self, call: Callable, lower: Callable, num_devices: int):
         self._call, self.lower = call, lower
-        self._waits = jax.default_backend() == "cpu" and num_devices > 1
+        self._waits = target().platform == "cpu" and num_devices > 1
 
     def __call__(self, *args: Any) -> Any:
         results = self._call(*args)

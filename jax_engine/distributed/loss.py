@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num_sequence_parts, num_visible_ranks
+from jax_engine.distributed.target import target
 from lmmods.core.labels import IGNORED
 
 # The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
@@ -149,7 +150,7 @@ def _lines(hidden: Array, targets: Array, weights: Array, vocab_size: int) -> _L
 
 def _chunk_length(targets: Array, vocab_size: int) -> int:
     """Positions whose logits are made at once, of each rank; `targets` are those of all visible ranks."""
-    chunk_bytes = CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES_GPU
+    chunk_bytes = CHUNK_BYTES if target().platform == "cpu" else CHUNK_BYTES_GPU
     return min(max(chunk_bytes // (4 * vocab_size), 1), targets.size // (num_visible_ranks() * num_sequence_parts()))
 
 

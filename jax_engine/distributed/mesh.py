@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, own_positions
+from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -116,9 +117,14 @@ class ShardedMesh(Parallel):
 
         def lower(*args):
             with jax.set_mesh(self.mesh):
-                return program(args).lower(*args)
+                return program(args).trace(*args).lower(lowering_platforms=lowering_platforms())
 
         return Compiled(step, lower, self.mesh.size)
+
+    def outline(self, tree, kind):
+        layout = {"batch": self._over_ranks, "scalar": self._replicated}.get(kind)
+        layouts = self.shardings(tree) if layout is None else jax.tree.map(lambda _: layout, tree)
+        return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts)
 
     def put_state(self, tree):
         return jax.tree.map(_place, tree, self.shardings(tree))

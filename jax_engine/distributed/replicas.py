@@ -9,6 +9,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_engine.distributed.interface import Compiled, Parallel, own_positions
+from jax_engine.distributed.target import lowering_platforms
 
 _AXIS = "replica"
 
@@ -35,6 +36,8 @@ class Replicas(Parallel):
             return tuple(jax.tree.map(lambda x: x[0], result) if kind == "batch" else result
                          for kind, result in zip(outputs, results, strict=True))
 
+        if lowering_platforms() is not None:
+            return self._outlined(local, inputs, outputs, donate)
         step = jax.pmap(local, axis_name=_AXIS, devices=self._devices,
                         donate_argnums=tuple(place + 1 for place in donate),
                         in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
@@ -43,8 +46,32 @@ class Replicas(Parallel):
         first = self._place(np.array(self.local_ranks))
         return Compiled(partial(step, first), partial(step.lower, first), self.data_parallel_size)
 
+    def _outlined(self, local, inputs, outputs, donate):
+        """The program of `jax.pmap`, to be lowered for devices that are not here, which pmap cannot do."""
+        mesh = Mesh(np.array(self._devices), (_AXIS,), axis_types=(AxisType.Auto,))
+        specs, results = ([PartitionSpec() if kind == "scalar" else PartitionSpec(_AXIS) for kind in kinds]
+                          for kinds in (inputs, outputs))
+
+        def step(*args):
+            mapped = local(None, *(arg if kind == "scalar" else jax.tree.map(lambda x: x[0], arg)
+                                   for kind, arg in zip(inputs, args, strict=True)))
+            return tuple(result if kind == "scalar" else jax.tree.map(lambda x: x[None], result)
+                         for kind, result in zip(outputs, mapped, strict=True))
+
+        sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=tuple(specs), out_specs=tuple(results),
+                                        check_vma=False), donate_argnums=donate)
+
+        def lower(*args):
+            return sharded.trace(*args).lower(lowering_platforms=lowering_platforms())
+
+        return Compiled(sharded, lower, self.data_parallel_size)
+
     def sum(self, tree):
         return jax.lax.psum(tree, _AXIS)
+
+    def outline(self, tree, kind):
+        lead = (self.data_parallel_size,) if kind == "state" else ()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
 
     def put_state(self, tree):
         return jax.tree.map(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)

@@ -55,8 +55,9 @@ class Steps:
         compile = parallel.compile
         self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
                                   donate=(0,))
+        self._names = (metric_names, statistic_names)
         self._new_accumulation = compile(
-            lambda trainable: (new_accumulation(trainable, metric_names, statistic_names),), ("state",), ("state",))
+            lambda trainable: (new_accumulation(trainable, *self._names),), ("state",), ("state",))
         self._survey = compile(self._survey_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
         self._accumulate = compile(self._accumulate_step, ("state", "state", "state", "batch"), ("state",), donate=(2,))
         self._update = compile(self._update_step, ("state", "state", "scalar"), ("state", "scalar"), donate=(0,))
@@ -119,6 +120,25 @@ class Steps:
         """Bytes on each device that a compiled `full_step` needs: `arguments` (state and batch) and `temporary`."""
         found = self._full.lower(state, frozen, batch, scalars).compile().memory_analysis()
         return {"arguments": found.argument_size_in_bytes, "temporary": found.temp_size_in_bytes}
+
+    def lowered(self, trainable: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Any], accumulates: bool = False
+                ) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step, for arrays of these shapes and dtypes, of which none need be there.
+
+        Args:
+            batch: Of all ranks, [ranks, B, ...].
+            accumulates: Give `accumulate` and `update`, which gradient accumulation calls, instead of `full_step`.
+        """
+        put = self._parallel.outline
+        state = jax.eval_shape(lambda trainable: new_state(trainable, self._optimizer.init), trainable)
+        state, frozen, rows, scalars = (put(state, "state"), put(frozen, "state"), put(batch, "batch"),
+                                        put(scalars, "scalar"))
+        if not accumulates and not self.surveys:
+            return {"full_step": self._full.lower(state, frozen, rows, scalars)}
+        sums = jax.eval_shape(lambda trainable: new_accumulation(trainable, *self._names), trainable)
+        sums = put(sums, "state")
+        return {"accumulate": self._accumulate.lower(state, frozen, sums, rows),
+                "update": self._update.lower(state, sums, scalars)}
 
     # What is compiled ------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_engine.distributed.tree import Tree, flatten, unflatten
-from jax_engine.models import hub, loading
+from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
+from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
 from jax_engine.models.names import LORA_LEAVES
@@ -18,13 +20,13 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
 from lmmods.core.initialization import mean_row
-from lmmods.core.task_fields import TaskFields
+from lmmods.core.task_fields import Quantize, TaskFields
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 
 
-def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False
-                  ) -> tuple[Network, Tree, Tree]:
+def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False,
+                  abstract: bool = False) -> tuple[Network, Tree, Tree]:
     """The network that the fields of a task describe, and its first parameters: numpy arrays, or still to be drawn.
 
     The last tree has the base's values of what an adapter trains in full; it is empty without one.
@@ -33,6 +35,8 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         precision: Lightning's name.
         seed: Of all parameters that no file holds.
         frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
+        abstract: Give each parameter's shape and dtype only (jax.ShapeDtypeStruct), of quantised ones those of their
+            parts. No weights are read.
 
     Raises:
         UserError: The model cannot be found, read or made, or an adapter does not fit it.
@@ -48,23 +52,59 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
                                "attention": fields.attention if fields.fast_kernels else "eager"}
     network = hub.network(config, head, **options)
     stored = compute if frozen or precision == "bf16-true" else "float32"
-    if fields.pretrained:
+    if abstract:
+        params = {}
+    elif fields.pretrained:
         params = loading.load(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
                               fields.double_quant)
     else:
         params = network.first_values(seed, stored)
     num_rows = network.config.vocab_size
     network, params = _with_rows_for(len(data.tokenizer), network, params, options)
+    kind = fields.quantize or (None if saved == hf_config.MXFP4 else saved)
+    double = fields.double_quant if saved is None else hf_config.is_double_quantized(config)
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
-        return network, params, {}
+        return network, outline(network, stored, precision, kind, double) if abstract else params, {}
     settings = fields.lora or adapters.adapter_settings(fields.adapter)
     if not fields.lora and not fields.adapter_drops:
         settings = dataclasses.replace(settings, dropout=0.0)
     rows = (adapters.rows_beside(network, settings, tokens_to_train(data, num_rows)) if fields.lora
             else adapters.adapter_rows(network, settings, fields.adapter))
     network = hub.network(network.config, head, lora=settings, rows=rows, **options)
+    if abstract:
+        params = outline(network, stored, precision, kind, double)
+        return network, params, unflatten({path: leaf for path, leaf in flatten(params).items()
+                                           if network.trains(path) and path[-1] not in LORA_LEAVES})
     return network, *_with_adapter(network, params, fields.adapter, precision, seed)
+
+
+def outline(network: Network, stored: str, precision: str, quantize: Quantize | None = None, double: bool = True
+            ) -> Tree:
+    """Shape and dtype of each parameter as training begins.
+
+    Args:
+        stored: dtype of what an adapter leaves as it is, and of all parameters without one.
+        quantize: Code of the linear layers of the base.
+        double: Whether the scales of 4-bit codes are quantised too.
+    """
+    linear = {(*ours.split("."), "weight") for ours in network.linears()}
+
+    def leaf(path: Path, shape: tuple[int, ...]) -> Any:
+        if quantize and path in linear and not (network.lora and network.trains(path)):
+            return quant.outline(shape, quantize, double, network.arch.conv1d)
+        return jax.ShapeDtypeStruct(shape, _dtype(network, path, stored, precision))
+
+    return unflatten({path: leaf(path, shape.shape) for path, shape in flatten(network.shapes).items()})
+
+
+def _dtype(network: Network, path: Path, stored: str, precision: str) -> np.dtype:
+    """As torch: what trains is float32, also beside a bfloat16 base, and so are that base's norms."""
+    if network.lora and network.trains(path):
+        stored = "bfloat16" if precision == "bf16-true" else "float32"
+    elif network.lora and precision == "bf16-mixed" and any("norm" in name for name in path):
+        stored = "float32"
+    return jnp.dtype(stored)
 
 
 def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dict[str, Any]) -> tuple[Network, Tree]:
@@ -96,11 +136,8 @@ def _with_adapter(network: Network, base: Tree, folder: str | None, precision: s
     before = {path: leaf for path, leaf in leaves.items() if network.trains(path) and path[-1] not in LORA_LEAVES}
     if folder is not None:
         leaves |= flatten(adapters.load_adapter(network, folder))
-    # As torch: what trains is float32, also beside a bfloat16 base, and so are that base's norms.
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Quantized) and leaf.dtype != (dtype := _dtype(network, path, leaf.dtype, precision)):
+            leaves[path] = leaf.astype(dtype)
     trained = "bfloat16" if precision == "bf16-true" else "float32"
-    for path in leaves:
-        if network.trains(path):
-            leaves[path] = leaves[path].astype(trained)
-        elif precision == "bf16-mixed" and any("norm" in name for name in path):
-            leaves[path] = leaves[path].astype(np.float32)
     return unflatten(leaves), unflatten({path: leaf.astype(trained) for path, leaf in before.items()})

@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num_sequence_parts
+from jax_engine.distributed.target import target
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
 from lmmods.core.console import say
@@ -81,7 +82,7 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
     Args:
         requested: The recipe's choice of attention; `eager` is the plain one.
     """
-    if jax.default_backend() != "gpu":
+    if target().platform != "gpu":
         return None
     reason = unfit(arch, dtype, requested)
     if reason is not None:
@@ -116,7 +117,12 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
 
 
 def checked(fused: Fused) -> Fused | None:
-    """`fused` with only those uses switched on that pass their check; None if none does."""
+    """`fused` with only those uses switched on that pass their check; None if none does.
+
+    A target that is not here is assumed to pass.
+    """
+    if not target().is_here:
+        return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
     problems = {use: mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
     failed = {use: problem for use, problem in problems.items() if problem is not None}
     passed = replace(fused, **dict.fromkeys(failed, False))

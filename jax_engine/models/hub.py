@@ -7,12 +7,12 @@ import pkgutil
 from pathlib import Path
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from jax_engine.distributed.target import target
 from jax_engine.models import expert_files, families
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Family, Head, refuse
@@ -63,7 +63,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         rows: Tokens whose rows train beside the adapters, by torch's name of their table.
         remat: See Network.
         unroll: See Network; without adapters.
-        fast_kernels: Take the forms that are fast on the device at hand.
+        fast_kernels: Take the forms that are fast on the `target`.
         attention: The recipe's choice; `eager` is the plain one.
 
     Raises:
@@ -76,7 +76,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                         "bitsandbytes and MXFP4: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
-    cpu_forms = fast_kernels and jax.default_backend() == "cpu"
+    cpu_forms = fast_kernels and target().platform == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
                   blocked=cpu_forms and attention != "eager", cut=arch.init_cut,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")

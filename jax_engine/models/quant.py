@@ -156,6 +156,27 @@ def quantize(weight: np.ndarray, kind: Quantize, double: bool = True, transposed
     return _four_bit(packed, absmax, nested, kind, weight.shape, transposed)
 
 
+def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transposed: bool = False) -> Quantized:
+    """Shapes and dtypes of the parts of a quantised matrix; `shape` and the rest are as of `quantize`."""
+    *lead, rows, columns = shape
+    matrix = (columns, rows) if transposed else (rows, columns)
+
+    def part(dtype: Any, *inner: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *inner), dtype)
+
+    if kind == "int8":
+        return EightBit(part(jnp.int8, *matrix), part(jnp.float32, matrix[0]), transposed)
+    lines, blocks = _lines(matrix), -(-math.prod(matrix) // BLOCK)
+    nested = (part(jnp.float32, -(-blocks // NESTED_BLOCK)), part(jnp.float32)) if double else None
+    absmax = part(jnp.uint8 if double else jnp.float32, lines, blocks // lines)
+    return FourBit(part(jnp.uint8, lines, blocks // lines * BLOCK // 2), absmax, nested, kind, matrix, transposed)
+
+
+def _lines(matrix: tuple[int, int]) -> int:
+    """Rows in which a matrix's blocks are laid out."""
+    return matrix[0] if matrix[1] % BLOCK == 0 else 1
+
+
 def piece_of(key: str) -> tuple[str, str]:
     """Name of the weight that a tensor in a saved folder belongs to, and which piece of it the tensor is.
 
@@ -195,7 +216,7 @@ def from_bitsandbytes(pieces: dict[str, np.ndarray], transposed: bool = False) -
 def _four_bit(packed: np.ndarray, absmax: np.ndarray, nested: tuple[np.ndarray, np.ndarray] | None, kind: str,
               matrix: tuple[int, int], transposed: bool) -> FourBit:
     """Flat bytes and scales laid out in rows."""
-    rows = matrix[0] if matrix[1] % BLOCK == 0 else 1
+    rows = _lines(matrix)
     whole = np.zeros(absmax.size * BLOCK // 2, np.uint8)
     whole[:packed.size] = packed.reshape(-1)
     return FourBit(whole.reshape(rows, -1), absmax.reshape(rows, -1), nested, kind, tuple(matrix), transposed)

@@ -64,9 +64,14 @@ class Task(TaskFields, ABC):
 
     # The network -----------------------------------------------------------------------------------------------------
 
-    def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
-        """Make the network and its first parameters, on the host: those that train, and the others."""
-        self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed)
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
+        """Make the network and its first parameters, on the host: those that train, and the others.
+
+        Args:
+            abstract: Give the shapes and dtypes of parameters instead; reads no weights.
+        """
+        self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
+                                                abstract=abstract)
         return split(params, self.network.trainable(params))
 
     # Steps -----------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ class CausalTask(CausalFields, Task):
         check_supported(self.generation)
         self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
 
-    def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
-        built = super().build(precision, datamodule, seed)
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
+        built = super().build(precision, datamodule, seed, abstract)
         check_balance(self.network.config, self.balance_loss, self._routes)
         self.metric_names = METRICS if self._routes else ()
         return built

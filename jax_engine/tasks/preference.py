@@ -47,10 +47,11 @@ class Preference(PreferenceFields, CausalTask):
         # Of the evaluation under way, for each group: how to fetch, what is known on the host, what is computed.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
-    def build(self, precision: str, datamodule: Any, seed: int) -> tuple[Tree, Tree]:
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
         if self.reference_kind == "cache":
             datamodule.keeps_references = True
-        return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed))
+        return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed,
+                                        abstract=abstract))
 
     def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
         """Train this network, with a reference made of it; arguments and result as of `build_network` and `build`."""

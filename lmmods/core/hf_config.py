@@ -185,6 +185,11 @@ def saved_quantization(config: Any) -> str | None:
     return "int8" if saved.get("load_in_8bit") else saved.get("bnb_4bit_quant_type", "fp4")
 
 
+def is_double_quantized(config: Any) -> bool:
+    """Whether the scales of a folder's 4-bit codes are quantised too."""
+    return bool((getattr(config, "quantization_config", None) or {}).get("bnb_4bit_use_double_quant"))
+
+
 def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
     """UserError unless a folder that is quantised already keeps its quantisation and trains only an adapter."""
     if kind is None:

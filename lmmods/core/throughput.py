@@ -1,12 +1,8 @@
-"""Training speed, for both engines: tokens per second of training proper, and the peak FLOP/s of known devices."""
+"""Training speed, for both engines: tokens per second of training proper."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-# Peak dense bf16 FLOP/s of one device, from the vendors' data sheets; other devices get no train/mfu.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12,
-              "4090": 165e12, "3090": 71e12, "V100": 125e12, "T4": 65e12}
 
 
 def now() -> float:
@@ -124,8 +120,3 @@ class Pace:
             return None
         each = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
         return seconds / steps * (self._total - step) + each * validations
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of a known GPU, by the name its driver gives."""
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in device_name), None)

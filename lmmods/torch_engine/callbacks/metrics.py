@@ -5,7 +5,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from lmmods.core.throughput import Stopwatch, peak_flops
+from lmmods.core.hardware import peak_flops
+from lmmods.core.throughput import Stopwatch
 from lmmods.runs.step_metrics import StepMetrics
 
 

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from hf_reference import VOCAB
 
+from jax_engine.distributed import target
 from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.target import made_for
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import Fused, checked, choose, mismatch, unfit
 from jax_engine.models.relative import Relative
+from lmmods.core.hardware import Target, target_named
 from lmmods.core.hf_config import load_config
 
 RANDOM = np.random.default_rng(0)
@@ -159,7 +162,7 @@ def gpu(make_ref, monkeypatch):
     """A backend that calls itself a GPU, and XLA's implementation for the kernel."""
     for name, head in (("mistral", "causal"), ("llama", "causal"), ("bert", "qa")):
         make_ref(name, head)  # whose own networks are built, and spoken of, before
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(target, "at_hand", lambda: Target("gpu", "a GPU", 1, 0))
     monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
     for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
@@ -180,6 +183,12 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
     assert capsys.readouterr().out == "Attention: xla's fused kernel, which agrees with the plain one.\n"
     arch = arch_of(make_ref, "bert", "qa", attention_dropout=0.0)
     assert not choose(arch, jnp.dtype("bfloat16"), "qa", None).by_length
+
+
+def test_a_kernel_that_cannot_be_tried_is_assumed(make_ref, gpu, capsys):
+    with made_for(target_named("8xH100")):
+        assert choose(arch_of(make_ref, "mistral"), jnp.dtype("bfloat16"), "causal", None).by_mask
+    assert capsys.readouterr().out == "Attention: xla's fused kernel, assumed: its check takes the device.\n"
 
 
 @pytest.mark.parametrize(("changes", "dtype", "requested", "why"), [

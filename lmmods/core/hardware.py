@@ -1,0 +1,160 @@
+"""What is trained on: a table of devices with their vendors' figures, and a target, here or described by its name.
+
+    8xH100  64xA100-80GB  L4        so many GPUs of a kind
+    v5e-16  v5p-64                  a TPU slice by its cloud name: v4 and v5p count cores, of which a chip has two
+    cpu  4xcpu                      this machine's processor, as one device or as several simulated ones
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import psutil
+
+from lmmods.core.errors import UserError
+from lmmods.core.machine import memory_limit
+
+Platform = Literal["cpu", "gpu", "tpu"]  # as JAX calls them
+
+GIGA, TERA = 10**9, 10**12
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A device as its data sheet has it.
+
+    Args:
+        name: As in a target's name.
+        driver: Part of the name that its driver gives.
+        memory: Bytes.
+        peak: Dense FLOP/s by dtype: `bfloat16`, `float16`, `float32` (of TF32, or of one pass of bfloat16 on a TPU,
+            where the device multiplies so by default).
+        bandwidth: Bytes/s of its memory.
+        link: Bytes/s that it can send, and at the same time receive, to devices of its node; of a TPU, of its slice.
+        network: Bytes/s of its share of the node's network, as the vendor's own servers have it.
+        per_node: Devices that are linked.
+        capability: Of CUDA.
+        cores: That the name of a TPU slice counts for each chip.
+    """
+
+    name: str
+    platform: Platform
+    driver: str
+    memory: float
+    peak: dict[str, float] = field(hash=False)
+    bandwidth: float
+    link: float
+    network: float
+    per_node: int = 8
+    capability: tuple[int, int] = (0, 0)
+    cores: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Dense FLOP/s in 16 bits."""
+        return self.peak.get("bfloat16", self.peak.get("float16", 0.0))
+
+
+def _gpu(name: str, driver: str, gigabytes: float, tera: float, tera32: float, bandwidth: float, link: float,
+         network: float, capability: tuple[int, int], per_node: int = 8) -> DeviceKind:
+    """Memory in GB, arithmetic in TFLOP/s, the rest in GB/s."""
+    narrow = {"float16": tera * TERA} | ({"bfloat16": tera * TERA} if capability >= (8, 0) else {})
+    return DeviceKind(name, "gpu", driver, gigabytes * GIGA, narrow | {"float32": tera32 * TERA}, bandwidth * GIGA,
+                      link * GIGA, network * GIGA, per_node, capability)
+
+
+def _tpu(name: str, driver: str, gibibytes: int, tera: float, bandwidth: float, link: float, cores: int = 1
+         ) -> DeviceKind:
+    """As `_gpu`; memory in GiB."""
+    return DeviceKind(name, "tpu", driver, gibibytes * 2**30, dict.fromkeys(("bfloat16", "float32"), tera * TERA),
+                      bandwidth * GIGA, link * GIGA, 3.125 * GIGA, 10**6, cores=cores)
+
+
+# Vendors' data sheets: without sparsity, 16 bits with float32 sums; NVLink and PCIe per direction. The more special
+# driver names come first.
+KINDS = (
+    _gpu("B200", "B200", 180, 2250, 1125, 8000, 900, 50, (10, 0)),
+    _gpu("H200", "H200", 141, 989.4, 494.7, 4800, 450, 50, (9, 0)),
+    _gpu("H100-NVL", "H100 NVL", 94, 835.5, 417.5, 3900, 300, 25, (9, 0), 2),
+    _gpu("H100-PCIe", "H100 PCIe", 80, 756, 378, 2000, 64, 25, (9, 0)),
+    _gpu("H100", "H100", 80, 989.4, 494.7, 3350, 450, 50, (9, 0)),
+    _gpu("A100-80GB", "A100-SXM4-80GB", 80, 312, 156, 2039, 300, 25, (8, 0)),
+    _gpu("A100-PCIe", "A100 80GB PCIe", 80, 312, 156, 1935, 32, 12.5, (8, 0)),
+    _gpu("A100", "A100", 40, 312, 156, 1555, 300, 25, (8, 0)),
+    _gpu("L40S", "L40S", 48, 362, 183, 864, 32, 12.5, (8, 9)),
+    _gpu("L4", "L4", 24, 121, 60.5, 300, 32, 1.5625, (8, 9)),
+    _gpu("A10", "A10", 24, 125, 62.5, 600, 32, 1.5625, (8, 6)),
+    _gpu("RTX5090", "5090", 32, 209.5, 104.8, 1792, 64, 1.25, (12, 0)),
+    _gpu("RTX4090", "4090", 24, 165.2, 82.6, 1008, 32, 1.25, (8, 9)),
+    _gpu("RTX3090", "3090", 24, 71, 35.6, 936, 32, 1.25, (8, 6)),
+    _gpu("V100", "V100", 32, 125, 15.7, 900, 150, 12.5, (7, 0)),
+    _gpu("T4", "T4", 16, 65, 8.1, 320, 16, 1.5625, (7, 5)),
+    _tpu("v6e", "TPU v6 lite", 32, 918, 1640, 400),
+    _tpu("v5e", "TPU v5 lite", 16, 197, 819, 200),
+    _tpu("v5p", "TPU v5", 95, 459, 2765, 600, 2),
+    _tpu("v4", "TPU v4", 32, 275, 1228, 300, 2),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The devices of a run, whether they are here or only described.
+
+    Args:
+        device: The name of one, by its driver.
+        memory: Bytes of one; on CPUs of all together.
+        kind: What the table knows of it; None of a processor and of what it lacks.
+        is_here: Whether programs can run on it, so that kernels can be tried before they are used.
+    """
+
+    platform: Platform
+    device: str
+    num_devices: int
+    memory: float
+    kind: DeviceKind | None = None
+    is_here: bool = True
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of one device in this dtype; None where nobody says."""
+        return None if self.kind is None else self.kind.peak.get(dtype)
+
+    def link(self, num_devices: int) -> float | None:
+        """Bytes/s at which one of so many devices exchanges with the others: of the slowest link among them."""
+        if self.kind is None:
+            return None
+        return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
+
+    def __str__(self) -> str:
+        return f"{self.num_devices} x {self.kind.name if self.kind else self.device}"
+
+
+def kind_of(device: str) -> DeviceKind | None:
+    """What the table knows of a device, by the name that its driver gives; None: it is not in it."""
+    return next((kind for kind in KINDS if re.search(rf"(?<![A-Za-z0-9]){kind.driver}(?![0-9])", device)), None)
+
+
+def peak_flops(device: str) -> float | None:
+    """Peak FLOP/s of a known device in 16 bits, by the name that its driver gives."""
+    kind = kind_of(device)
+    return None if kind is None else kind.flops
+
+
+def target_named(name: str) -> Target:
+    """The target that a name like 8xH100, v5e-16 or cpu describes.
+
+    Raises:
+        UserError: It describes none.
+    """
+    tpu = re.fullmatch(r"(?:TPU)?(v\d[a-z]*)-(\d+)", name, re.I)
+    other = re.fullmatch(r"(?:(\d+)x)?([A-Za-z]\S*)", name)
+    wanted = (tpu[1] if tpu else other[2] if other else "").lower()
+    count = int(tpu[2] if tpu else (other and other[1]) or 1)
+    if wanted == "cpu" and count:
+        return Target("cpu", "CPU", count, memory_limit() or psutil.virtual_memory().total, is_here=False)
+    kind = next((kind for kind in KINDS if kind.name.lower() == wanted and (kind.platform == "tpu") == bool(tpu)), None)
+    if kind is None or not count or count % kind.cores:
+        gpus, tpus = (", ".join(kind.name for kind in KINDS if kind.platform == platform)
+                      for platform in ("gpu", "tpu"))
+        raise UserError(f"--on {name} describes no target. Say how many of which: 8xH100, v5e-16, cpu. GPUs: {gpus}. "
+                        f"TPUs: {tpus}; behind the dash stand the chips, of v4 and v5p the cores, two a chip.")
+    return Target(kind.platform, kind.driver, count // kind.cores, kind.memory, kind, is_here=False)

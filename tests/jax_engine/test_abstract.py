@@ -1,0 +1,117 @@
+"""Programs for devices that are not here: parameters as shapes alone, and steps lowered for a target."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import VOCAB
+from transformers import BitsAndBytesConfig
+
+from jax_engine.distributed.loss import shift_labels, token_loss
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.replicas import Replicas
+from jax_engine.distributed.steps import Clipping, Steps
+from jax_engine.distributed.target import made_for
+from jax_engine.distributed.tree import flatten
+from jax_engine.optim import build, step_scalars
+from jax_engine.tasks.clm import CLM
+from jax_engine.tasks.mlm import MLM
+from jax_engine.tasks.preference import Preference
+from jax_engine.tasks.qa import QA
+from lmmods.core.hardware import target_named
+from lmmods.core.settings import LoRA, Optimizer
+
+LORA = LoRA(rank=4, alpha=8, dropout=0.0, targets="all-linear")
+
+
+class Tokenizer(SimpleNamespace):
+    """As many tokens as `size`."""
+
+    pad_token_id, bos_token_id, eos_token_id, unk_token_id = 0, 1, 2, 3
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def data_of(size: int = VOCAB) -> SimpleNamespace:
+    return SimpleNamespace(tokenizer=Tokenizer(size=size), trainable_new_tokens=[])
+
+
+CASES = {
+    "full": ("llama", "causal", CLM, {}, "bf16-mixed", VOCAB),
+    "in-16-bits": ("gpt2", "causal", CLM, {}, "bf16-true", VOCAB),
+    "new-tokens": ("llama", "causal", CLM, {}, "32-true", VOCAB + 3),
+    "lora": ("llama", "causal", CLM, {"lora": LORA}, "bf16-mixed", VOCAB + 2),
+    "nf4": ("llama", "causal", CLM, {"lora": LORA, "quantize": "nf4"}, "bf16-mixed", VOCAB),
+    "fp4-once": ("gpt2", "causal", CLM, {"lora": LORA, "quantize": "fp4", "double_quant": False}, "bf16-mixed", VOCAB),
+    "int8-dora": ("llama", "causal", CLM, {"lora": LoRA(rank=4, alpha=8, dora=True), "quantize": "int8"}, "bf16-true",
+                  VOCAB),
+    "tied-head-in-full": ("gpt2", "causal", CLM, {"lora": LoRA(rank=4, alpha=8, targets=["c_attn"],
+                                                              modules_to_save=["lm_head"])}, "bf16-mixed", VOCAB),
+    "masked": ("bert", "masked", MLM, {"lora": LORA, "quantize": "nf4"}, "32-true", VOCAB),
+    "spans": ("bert", "qa", QA, {"lora": LORA}, "bf16-mixed", VOCAB),
+    "copy": ("llama", "causal", Preference, {"reference": "copy"}, "bf16-mixed", VOCAB),
+    "experts": ("mixtral", "causal", CLM, {"lora": LORA, "quantize": "nf4"}, "bf16-mixed", VOCAB),
+}
+
+
+def described(tree) -> dict:
+    """Shape and dtype of every array, and how quantised ones are put together."""
+    return {path: (jax.tree.structure(leaf), [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(leaf)])
+            for path, leaf in flatten(tree).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_abstract_network_is_the_real_one_without_its_numbers(make_ref, case):
+    name, head, task, fields, precision, size = CASES[case]
+    built = [task(pretrained=str(make_ref(name, head).folder), **fields).build(precision, data_of(size), 0, abstract)
+             for abstract in (False, True)]
+    for real, abstract in zip(*built, strict=True):
+        assert described(real) == described(abstract)
+    assert {type(leaf) for leaf in jax.tree.leaves(built[1])} == {jax.ShapeDtypeStruct}
+
+
+@pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, double, tmp_path):
+    ref = make_ref("llama", "causal")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
+    type(ref.torch).from_pretrained(ref.folder, quantization_config=config).save_pretrained(tmp_path)
+    real, abstract = (CLM(pretrained=str(tmp_path), lora=LORA).build("32-true", data_of(), 0, abstract)
+                      for abstract in (False, True))
+    assert [described(part) for part in real] == [described(part) for part in abstract]
+
+
+WAYS = {"replicas": Replicas, "mesh": lambda devices: ShardedMesh(2, 2, 2, devices=devices)}
+
+
+@pytest.mark.parametrize(("way", "name"), [("replicas", "v5e-8"), ("mesh", "8xH100")])
+def test_steps_are_lowered_for_other_devices(toy, way, name):
+    """With all that the same step has here, and as a program of the target."""
+    parallel = WAYS[way](jax.devices()[:8])
+    real = lowered(toy, parallel, "real")
+    with made_for(target_named(name)):
+        away = lowered(toy, parallel, "abstract")
+    assert away.as_text().count("num_partitions = 8") == 1
+    with made_for(target_named("8xcpu")):
+        found = lowered(toy, parallel, "abstract").compile().memory_analysis()
+    assert real == {"arguments": found.argument_size_in_bytes, "temporary": found.temp_size_in_bytes}
+
+
+def lowered(toy, parallel, kind: str):
+    """The step of a toy network lowered without arrays, or what it needs with them."""
+    def loss(params, rows, training, count_correct):
+        return token_loss(toy.hidden(params, rows, training), shift_labels(rows["labels"]),
+                          lambda x: toy.logits(params, x), toy.vocab_size, count_correct)
+
+    settings = Optimizer()
+    params = toy.init(jax.random.key(0))
+    steps = Steps(parallel, loss, build(settings, toy.decays(params)), Clipping(1.0))
+    ranks, scalars = parallel.data_parallel_size, step_scalars(settings, 0, 1)
+    batch = {name: np.ones((ranks, 2, 8), np.int32)
+             for name in ("input_ids", "labels", "attention_mask", "token_seeds")}
+    if kind == "real":
+        state = steps.new_state(parallel.put_state(params))
+        return steps.memory(state, {}, parallel.put_batch(batch), parallel.put_scalars(scalars))
+    return steps.lowered(params, {}, batch, scalars)["full_step"]
