@@ -33,7 +33,6 @@ class DeviceKind:
         link: Bytes/s that it can send, and at the same time receive, to devices of its node; of a TPU, of its slice.
         network: Bytes/s of its share of the node's network, as the vendor's own servers have it.
         per_node: Devices that are linked.
-        capability: Of CUDA.
         cores: That the name of a TPU slice counts for each chip.
     """
 
@@ -46,7 +45,6 @@ class DeviceKind:
     link: float
     network: float
     per_node: int = 8
-    capability: tuple[int, int] = (0, 0)
     cores: int = 1
 
     @property
@@ -56,11 +54,11 @@ class DeviceKind:
 
 
 def _gpu(name: str, driver: str, gigabytes: float, tera: float, tera32: float, bandwidth: float, link: float,
-         network: float, capability: tuple[int, int], per_node: int = 8) -> DeviceKind:
+         network: float, per_node: int = 8, bfloat16: bool = True) -> DeviceKind:
     """Memory in GB, arithmetic in TFLOP/s, the rest in GB/s."""
-    narrow = {"float16": tera * TERA} | ({"bfloat16": tera * TERA} if capability >= (8, 0) else {})
+    narrow = {"float16": tera * TERA} | ({"bfloat16": tera * TERA} if bfloat16 else {})
     return DeviceKind(name, "gpu", driver, gigabytes * GIGA, narrow | {"float32": tera32 * TERA}, bandwidth * GIGA,
-                      link * GIGA, network * GIGA, per_node, capability)
+                      link * GIGA, network * GIGA, per_node)
 
 
 def _tpu(name: str, driver: str, gibibytes: int, tera: float, bandwidth: float, link: float, cores: int = 1
@@ -73,22 +71,22 @@ def _tpu(name: str, driver: str, gibibytes: int, tera: float, bandwidth: float, 
 # Vendors' data sheets: without sparsity, 16 bits with float32 sums; NVLink and PCIe per direction. The more special
 # driver names come first.
 KINDS = (
-    _gpu("B200", "B200", 180, 2250, 1125, 8000, 900, 50, (10, 0)),
-    _gpu("H200", "H200", 141, 989.4, 494.7, 4800, 450, 50, (9, 0)),
-    _gpu("H100-NVL", "H100 NVL", 94, 835.5, 417.5, 3900, 300, 25, (9, 0), 2),
-    _gpu("H100-PCIe", "H100 PCIe", 80, 756, 378, 2000, 64, 25, (9, 0)),
-    _gpu("H100", "H100", 80, 989.4, 494.7, 3350, 450, 50, (9, 0)),
-    _gpu("A100-80GB", "A100-SXM4-80GB", 80, 312, 156, 2039, 300, 25, (8, 0)),
-    _gpu("A100-PCIe", "A100 80GB PCIe", 80, 312, 156, 1935, 32, 12.5, (8, 0)),
-    _gpu("A100", "A100", 40, 312, 156, 1555, 300, 25, (8, 0)),
-    _gpu("L40S", "L40S", 48, 362, 183, 864, 32, 12.5, (8, 9)),
-    _gpu("L4", "L4", 24, 121, 60.5, 300, 32, 1.5625, (8, 9)),
-    _gpu("A10", "A10", 24, 125, 62.5, 600, 32, 1.5625, (8, 6)),
-    _gpu("RTX5090", "5090", 32, 209.5, 104.8, 1792, 64, 1.25, (12, 0)),
-    _gpu("RTX4090", "4090", 24, 165.2, 82.6, 1008, 32, 1.25, (8, 9)),
-    _gpu("RTX3090", "3090", 24, 71, 35.6, 936, 32, 1.25, (8, 6)),
-    _gpu("V100", "V100", 32, 125, 15.7, 900, 150, 12.5, (7, 0)),
-    _gpu("T4", "T4", 16, 65, 8.1, 320, 16, 1.5625, (7, 5)),
+    _gpu("B200", "B200", 180, 2250, 1125, 8000, 900, 50),
+    _gpu("H200", "H200", 141, 989.4, 494.7, 4800, 450, 50),
+    _gpu("H100-NVL", "H100 NVL", 94, 835.5, 417.5, 3900, 300, 25, 2),
+    _gpu("H100-PCIe", "H100 PCIe", 80, 756, 378, 2000, 64, 25),
+    _gpu("H100", "H100", 80, 989.4, 494.7, 3350, 450, 50),
+    _gpu("A100-80GB", "A100-SXM4-80GB", 80, 312, 156, 2039, 300, 25),
+    _gpu("A100-PCIe", "A100 80GB PCIe", 80, 312, 156, 1935, 32, 12.5),
+    _gpu("A100", "A100", 40, 312, 156, 1555, 300, 25),
+    _gpu("L40S", "L40S", 48, 362, 183, 864, 32, 12.5),
+    _gpu("L4", "L4", 24, 121, 60.5, 300, 32, 1.5625),
+    _gpu("A10", "A10", 24, 125, 62.5, 600, 32, 1.5625),
+    _gpu("RTX5090", "5090", 32, 209.5, 104.8, 1792, 64, 1.25),
+    _gpu("RTX4090", "4090", 24, 165.2, 82.6, 1008, 32, 1.25),
+    _gpu("RTX3090", "3090", 24, 71, 35.6, 936, 32, 1.25),
+    _gpu("V100", "V100", 32, 125, 15.7, 900, 150, 12.5, bfloat16=False),
+    _gpu("T4", "T4", 16, 65, 8.1, 320, 16, 1.5625, bfloat16=False),
     _tpu("v6e", "TPU v6 lite", 32, 918, 1640, 400),
     _tpu("v5e", "TPU v5 lite", 16, 197, 819, 200),
     _tpu("v5p", "TPU v5", 95, 459, 2765, 600, 2),
@@ -123,6 +121,10 @@ class Target:
         if self.kind is None:
             return None
         return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
+
+    def streams(self, num_bytes: float) -> float | None:
+        """Seconds in which one device reads or writes so many bytes of its memory; None where nobody says."""
+        return None if self.kind is None else num_bytes / self.kind.bandwidth
 
     def __str__(self) -> str:
         return f"{self.num_devices} x {self.kind.name if self.kind else self.device}"
