@@ -32,6 +32,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import peak_flops
 from lmmods.core.parity import Row
+from lmmods.core.peers import Peers
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
@@ -44,7 +45,7 @@ from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.end import RunEnd
 from lmmods.runs.events import Events
-from lmmods.runs.folder import RunFolder
+from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
@@ -78,6 +79,7 @@ class Trainer(JaxTrainerFields):
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
         self.interruption = Interruption(saves=self.enable_checkpointing)
+        self.peers = Peers(self.heartbeat_timeout)
         self._precision_reason: str | None = None
         # What the data modules ask of a trainer: every process reads all micro-batches, see `Prefetcher`.
         self.global_rank, self.world_size = 0, 1
@@ -90,7 +92,7 @@ class Trainer(JaxTrainerFields):
         """Train."""
         self.interruption.stop_at = stop_at
         with self._in_run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
-            self._fit(model, datamodule, self.run_folder.resolve(ckpt_path) if ckpt_path else None)
+            self._fit(model, datamodule, continued(self.run_folder, ckpt_path))
 
     def _fit(self, model: Task, datamodule: Any, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
@@ -214,7 +216,7 @@ class Trainer(JaxTrainerFields):
     def _connect(self) -> None:
         """Devices and the other processes."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
-                                                self.detect_anomaly)
+                                                self.detect_anomaly, self.heartbeat_timeout)
         if self.precision == "auto":
             self.precision, self._precision_reason = machines.choose_precision()
             if self.recipe:
@@ -231,7 +233,8 @@ class Trainer(JaxTrainerFields):
         self._connect()
         self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
-        with folder.taken(command, check, jax.process_index() == 0, tells_later=several):
+        self.peers.meet(jax.process_index(), jax.process_count(), machines.from_first)
+        with self.peers.end_together(), folder.taken(command, check, jax.process_index() == 0, tells_later=several):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
                 raise UserError(problems[0])
             yield

@@ -112,13 +112,8 @@ def train(*arguments: str) -> None:
     sys.exit(main(list(arguments)))
 
 
-def together(arguments: list[str], processes: int = 1, status: int = 0, program: Callable = train,
-             devices: int | None = None, **environment: str) -> list[str]:
-    """What so many processes say that are started by hand and joined on this machine, and that end with this status.
-
-    Args:
-        devices: Simulated ones of JAX in each process.
-    """
+def environments(processes: int, devices: int | None = None) -> list[dict[str, str]]:
+    """What each of so many processes finds in its environment to join the others; `devices` as of `together`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -126,8 +121,18 @@ def together(arguments: list[str], processes: int = 1, status: int = 0, program:
     if devices is not None:
         flags += f" --xla_force_host_platform_device_count={devices}"
     joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    forks = [Fork(program, *arguments, **{"XLA_FLAGS": flags, **environment},
-                  **({**joined, "RANK": str(rank)} if processes > 1 else {})) for rank in range(processes)]
+    return [{"XLA_FLAGS": flags, **({**joined, "RANK": str(rank)} if processes > 1 else {})}
+            for rank in range(processes)]
+
+
+def together(arguments: list[str], processes: int = 1, status: int = 0, program: Callable = train,
+             devices: int | None = None, **environment: str) -> list[str]:
+    """What so many processes say that are started by hand and joined on this machine, and that end with this status.
+
+    Args:
+        devices: Simulated ones of JAX in each process.
+    """
+    forks = [Fork(program, *arguments, **{**own, **environment}) for own in environments(processes, devices)]
     said = [fork.communicate() for fork in forks]
     assert [fork.returncode for fork in forks] == [status] * processes, said
     return said

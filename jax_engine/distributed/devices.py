@@ -44,8 +44,8 @@ class MeshSharding:
     expert: int = 1
 
 
-def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool
-          ) -> Parallel:
+def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool,
+          heartbeat_timeout: int | None = None) -> Parallel:
     """Connect to the other processes, if any, and choose the devices and how the run is spread over them.
 
     Several processes are started by SLURM, torchrun or by hand (docs/cluster.md). Raises UserError: there are not as
@@ -62,7 +62,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
             keep_freed_memory()
     if detect_anomaly:
         jax.config.update("jax_debug_nans", True)
-    _join(num_nodes)
+    _join(num_nodes, heartbeat_timeout)
     _keep_compiled()
     local = jax.local_devices()
     wanted = len(local) if devices in ("auto", -1) else int(devices)
@@ -120,17 +120,19 @@ def peak_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _join(num_nodes: int) -> None:
+def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
     """Connect the processes of several machines (jax.distributed)."""
     launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
     if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
         return
+    # JAX kills a process that waits for a lost one; `Peers`, which says why, must be faster.
+    patience = {"heartbeat_timeout_seconds": max(100, 2 * (heartbeat_timeout or 0))}
     if "MASTER_ADDR" in os.environ:  # torchrun, which keeps MASTER_PORT for itself, or by hand in its way
         port = int(os.environ.get("MASTER_PORT", "29500")) + 1
         jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{port}", int(os.environ["WORLD_SIZE"]),
-                                   int(os.environ["RANK"]))
+                                   int(os.environ["RANK"]), **patience)
     else:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**patience)
     if jax.process_count() % num_nodes:
         raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
 
@@ -145,6 +147,11 @@ def barrier(name: str) -> None:
     """Wait for all processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def from_first(value: Any) -> Any:
+    """What the first process passes, on every process. A collective call."""
+    return gather({0: value} if jax.process_index() == 0 else {})[0]
 
 
 def any_of(flag: bool) -> bool:

@@ -82,7 +82,8 @@ class EngineCommands:
         """Train.
 
         Args:
-            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path.
+            ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path. `auto` is the last one, or
+                begins the run where there is none yet: the same command starts a run and restarts it.
             overwrite: Delete what an earlier run left in the run folder.
             stop_at: Save and end after this optimiser step. Rates and order stay those of the whole run, which
                 `--ckpt_path last` goes on with.

@@ -53,6 +53,8 @@ class TrainerFields:
         enable_progress_bar: False shows no bar and no lines in its place.
         default_root_dir: The run folder.
         detect_anomaly: Stop at the operation that makes a NaN; slow.
+        heartbeat_timeout: Seconds without a sign of life of another machine after which its processes are lost and the
+            run ends; null waits for them as long as the libraries do.
     """
 
     accelerator: str = "auto"
@@ -80,6 +82,7 @@ class TrainerFields:
     enable_progress_bar: bool = True
     default_root_dir: str = "runs/default"
     detect_anomaly: bool = False
+    heartbeat_timeout: int | None = 30
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

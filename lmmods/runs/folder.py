@@ -80,14 +80,14 @@ class RunFolder:
                   ) -> None:
         """UserError if training would overwrite another run or files that no run wrote, or end before it begins."""
         check_inputs(self.root, NAMES, recipe)
-        checkpoint = self.resolve(ckpt_path) if ckpt_path else None
+        checkpoint = continued(self, ckpt_path)
         if stop_at is not None:
             known = checkpoint is not None and CHECKPOINT_NAME.fullmatch(checkpoint.name)
             check_stop(stop_at, checkpoint_position(checkpoint.name)[0] if known else 0)
         if checkpoint:
             self.check_can_resume(checkpoint, overwrite)
         else:
-            self.check_can_start(overwrite)
+            self.check_can_start(overwrite or ckpt_path == "auto" and not self.completed.exists())
 
     def check_results(self, recipe: dict[str, Any]) -> None:
         """UserError if predict would overwrite its own inputs."""
@@ -267,6 +267,15 @@ class RunFolder:
         self.merge_metrics(scores)
         return (f"Wrote {len(lines)} rows to {self.predictions}. "
                 + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+
+
+def continued(folder: RunFolder, ckpt_path: str | None) -> Path | None:
+    """The checkpoint that fit goes on from, None where it begins a run: `auto` is the last one if there is any.
+
+    Raises:
+        UserError: As of `RunFolder.resolve`.
+    """
+    return folder.find("last") if ckpt_path == "auto" else folder.resolve(ckpt_path) if ckpt_path else None
 
 
 def checkpoint_name(step: int, open_batches: int = 0) -> str:

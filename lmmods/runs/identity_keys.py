@@ -9,7 +9,7 @@ _TRAINER = """accelerator devices num_nodes strategy precision plugins determini
     max_epochs min_epochs max_steps min_steps max_time fast_dev_run barebones accumulate_grad_batches gradient_clip_val
     gradient_clip_algorithm val_check_interval check_val_every_n_epoch limit_val_batches limit_test_batches
     limit_predict_batches num_sanity_val_steps log_every_n_steps logger callbacks enable_checkpointing
-    enable_progress_bar detect_anomaly model_registry"""
+    enable_progress_bar detect_anomaly heartbeat_timeout model_registry"""
 _MODEL = """generation top_k gradient_checkpointing attention save_dtype piece_tokens fast_kernels compile quant_storage
     max_memory trust_remote_code optimizer.lr optimizer.weight_decay optimizer.schedule optimizer.warmup optimizer.decay
     optimizer.min_lr_ratio"""

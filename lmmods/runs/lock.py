@@ -80,7 +80,7 @@ class FolderLock:
 
     def _sign(self, file: int, command: str) -> None:
         record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command,
-                  "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+                  "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "job": _job()}
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(record).encode(), 0)
 
@@ -166,8 +166,18 @@ def _read(file: int) -> dict[str, Any]:
     return record if isinstance(record, dict) and all(key in record for key in wanted) else {}
 
 
+def _job() -> list[str] | None:
+    """The job of a batch system that this process belongs to, and which of its starts this is."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return [job, os.environ.get("SLURM_RESTART_COUNT", "0")] if job else None
+
+
 def _is_dead(record: dict[str, Any]) -> bool:
-    """Whether the process that wrote a record is known to have exited; unknown (False) on other hosts."""
+    """Whether the process that wrote a record is known to have exited; unknown (False) on other hosts, but for those of
+    an earlier start of the same job, which a batch system ends before the next one."""
+    job, was = _job(), record.get("job")
+    if job and isinstance(was, list) and was[0] == job[0] and was[1] != job[1]:
+        return True
     if record["host"] != socket.gethostname():
         return False
     try:

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.parity import Row
+from lmmods.core.peers import Peers
 from lmmods.core.run_length import check_length, num_steps
 from lmmods.core.signals import Interruption
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
-from lmmods.runs.folder import RunFolder
+from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.schedule import Schedule, limited
@@ -57,7 +58,8 @@ class Trainer(L.Trainer):
                  enable_checkpointing: bool = True, enable_progress_bar: bool = True,
                  max_epochs: int | float | None = None, max_steps: int = -1, accelerator: str = "auto",
                  devices: list[int] | int | str = "auto",
-                 plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None, **kwargs: Any):
+                 plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None,
+                 heartbeat_timeout: int | None = 30, **kwargs: Any):
         self._precision_reason: str | None = None
         if precision == "auto":
             precision, self._precision_reason = choose_precision(accelerator)
@@ -108,7 +110,7 @@ class Trainer(L.Trainer):
         self.resumed_from: Path | None = None
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
-        self.interruption = Interruption(saves=enable_checkpointing)
+        self.interruption, self.peers = Interruption(saves=enable_checkpointing), Peers(heartbeat_timeout)
 
     # Commands --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class Trainer(L.Trainer):
         """Train."""
         self.interruption.stop_at = stop_at
         with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
-            self.resumed_from = checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+            self.resumed_from = checkpoint = continued(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.go_on_from(read_plain(checkpoint))
             # Before the processes know each other, and before anything is restored: the first one reads the data.
@@ -198,11 +200,14 @@ class Trainer(L.Trainer):
             say(line)
         return checkpoint
 
-    def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+    @contextmanager
+    def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
         self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
-        return self.run_folder.taken(command, check, self.is_global_zero, tells_later=launched)
+        with self.peers.end_together(), self.run_folder.taken(command, check, self.is_global_zero,
+                                                              tells_later=launched):
+            yield
 
     def _say_engine(self) -> None:
         device = self.strategy.root_device

@@ -107,6 +107,19 @@ def test_where_no_lock_reaches_other_hosts_the_words_decide(tmp_path, monkeypatc
         FolderLock(tmp_path / "alive").take("fit")
 
 
+def test_an_earlier_start_of_the_same_job_is_dead(tmp_path, monkeypatch):
+    """A job that a batch system has put back into its queue, begun on another machine, where no lock reaches."""
+    monkeypatch.setattr(locks, "mount_of", lambda path: "36 35 0:50 / /mnt rw - nfs host:/x rw,local_lock=all")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    record(tmp_path / "before", host="elsewhere", job=["17", "0"])
+    FolderLock(tmp_path / "before").take("fit")
+    for name, job in (("now", ["17", "1"]), ("other", ["16", "0"])):
+        record(tmp_path / name, host="elsewhere", job=job)
+        with pytest.raises(UserError, match="process 1 on elsewhere"):
+            FolderLock(tmp_path / name).take("fit")
+
+
 def test_what_another_host_left_stops_nobody_where_locks_reach(tmp_path):
     record(tmp_path / "run", host="elsewhere")
     lock = FolderLock(tmp_path / "run")

@@ -10,7 +10,7 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import write_manifest
-from lmmods.runs.folder import RunFolder, write_json, write_text
+from lmmods.runs.folder import RunFolder, continued, write_json, write_text
 from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.run_files import LIST, NAMES, RunFiles
 
@@ -52,6 +52,23 @@ def test_a_name_that_something_else_has_is_refused(run, name, overwrite):
     with pytest.raises(UserError, match=f"holds {name}, which no run wrote"):
         run.check_can_start(overwrite)
     assert tree(run.root) == before
+
+
+def test_auto_begins_a_run_or_goes_on(run):
+    """The same command at each start, whenever the one before died; what is finished without a checkpoint stays."""
+    assert continued(run, "auto") is None
+    run.check_fit("auto", False, {})
+    run.begin(None)
+    write_text(run.config, "{}")  # killed before its first checkpoint
+    run.check_fit("auto", False, {})
+    run.complete()
+    with pytest.raises(UserError, match="holds a finished run"):
+        run.check_fit("auto", False, {})
+    add_checkpoint(run, "step=2")
+    run.check_fit("auto", False, {})
+    assert continued(run, "auto") == run.checkpoint("step=2")
+    with pytest.raises(UserError, match="no such checkpoint"):
+        run.resolve("auto")
 
 
 def test_empty_folders_are_room(run, tmp_path):

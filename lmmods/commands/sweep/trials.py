@@ -55,11 +55,10 @@ class Worker:
         run, log = RunFolder(trial_folder(self.folder, trial.number)), self.folder / "logs" / f"{trial.number}.txt"
         log.parent.mkdir(exist_ok=True)
         words = [*self.recipe, *as_words(trial.params), "--trainer.default_root_dir", str(run.root)]
-        begun = ["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"] if run.holds_run() else []
-        say(f"trial {trial.number}{' goes on' if begun else ''}: "
+        say(f"trial {trial.number}{' goes on' if run.holds_run() else ''}: "
             + "  ".join(f"{key} {_shown(value)}" for key, value in trial.params.items()))
         pruned = False
-        with started(["fit", *words, *begun], log, keeps=(held,)) as process:
+        with started(["fit", *words, "--ckpt_path", "auto"], log, keeps=(held,)) as process:
             while process.poll() is None and not pruned:
                 time.sleep(POLL_SECONDS)
                 pruned = self.study.judge(trial, self._points(run))

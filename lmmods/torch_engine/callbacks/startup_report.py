@@ -11,6 +11,7 @@ class StartReport(L.Callback):
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Where the first process may not have the run folder, all end alike; others wait for it since their start."""
+        trainer.peers.meet(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
         problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))
         if problem:
             raise UserError(problem)

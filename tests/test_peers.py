@@ -1,0 +1,116 @@
+"""Processes that watch each other: what the others do where one of them is killed, fails, or ends."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.core.peers import Peers
+
+# A process: it meets the others through a file, says that it works, and goes on as its last argument says.
+PROCESS = """
+import json, os, pathlib, signal, sys, time
+from lmmods.core import peers
+from lmmods.core.errors import UserError
+from lmmods.core.signals import Interrupted
+
+rank, folder, end = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+peers.ENDING, peers.HEARING = 0.5, 1.0
+
+def share(value):
+    if value is not None:
+        (folder / "new").write_text(json.dumps(value))
+        (folder / "new").rename(folder / "address")
+    while not (folder / "address").exists():
+        time.sleep(0.01)
+    return json.loads((folder / "address").read_text())
+
+watch = peers.Peers(30)
+with watch.end_together():
+    watch.meet(rank, 3, share)
+    (folder / f"works-{rank}").touch()
+    while len(list(folder.glob("works-*"))) < 3:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    if end == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "fails":
+        raise RuntimeError("of this process")
+    if end == "mistaken":
+        raise UserError("of all processes")
+    if end == "stopped":
+        raise Interrupted("at once")
+    if end == "misses":
+        time.sleep(0.1)
+        raise RuntimeError("connection reset")
+    if end == "waits":
+        time.sleep(60)
+"""
+GONE = "killed, or its machine cannot be reached. The other processes end, too. --ckpt_path auto goes on from the last"
+
+
+def ends(folder: Path, *how: str) -> tuple[list[int], list[str]]:
+    """Statuses and last lines of three processes that end so; it takes them less than ten seconds."""
+    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(folder), end], text=True,
+                                  stderr=subprocess.PIPE, env={**os.environ, "MASTER_ADDR": "127.0.0.1"})
+                 for rank, end in enumerate(how)]
+    try:
+        said = [process.communicate(timeout=10)[1].strip() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], [text.split("\n")[-1] for text in said]
+
+
+def test_the_first_tells_which_are_lost(tmp_path):
+    statuses, said = ends(tmp_path, "waits", "misses", "dies")
+    assert statuses == [75, 75, -9]
+    assert said[0].startswith("error: Lost process 2 on ") and GONE in said[0] and said[1:] == ["", ""]
+
+
+def test_two_are_told_of_together(tmp_path):
+    statuses, (said, *_) = ends(tmp_path, "misses", "dies", "dies")
+    assert statuses == [75, -9, -9] and "process 1 on " in said.replace("2 on", "1 on") and said.count(" (PID ") == 2
+
+
+def test_all_tell_where_the_first_is_lost(tmp_path):
+    statuses, said = ends(tmp_path, "dies", "waits", "misses")
+    assert statuses == [-9, 75, 75]
+    assert all(text.startswith("error: Lost process 0 on ") and GONE in text for text in said[1:])
+
+
+def test_a_process_that_fails_takes_the_others_along(tmp_path, monkeypatch):
+    statuses, said = ends(tmp_path, "waits", "fails", "waits")
+    assert statuses == [1, 1, 1] and said[1] == "RuntimeError: of this process"
+    assert said[0].startswith("error: Process 1 on ") and said[0].endswith("has ended with an error, so this one ends, "
+                                                                          "too.")
+
+
+@pytest.mark.parametrize(("end", "status", "said"), [("done", 0, ""),
+                                                     ("mistaken", 1, "lmmods.core.errors.UserError: of all processes"),
+                                                     ("stopped", 1, "lmmods.core.signals.Interrupted: at once")])
+def test_processes_that_end_alike_say_nothing_of_each_other(tmp_path, end, status, said):
+    assert ends(tmp_path, end, end, end) == ([status] * 3, [said] * 3)
+
+
+def test_nobody_is_watched_alone_or_without_a_limit():
+    for peers, size in ((Peers(30), 1), (Peers(None), 8)):
+        with peers.end_together():
+            peers.meet(0, size, lambda value: pytest.fail("no address is needed"))
+    with pytest.raises(UserError, match="trainer.heartbeat_timeout is 1, but must be 2 or more seconds"):
+        Peers(1)
+
+
+def test_a_stranger_is_no_process(tmp_path):
+    """Somebody connects to the port and goes."""
+    peers, found = Peers(30), []
+    peers.meet(0, 2, found.append)
+    with socket.create_connection(("127.0.0.1", found[0][1])) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(b"hello 1 on elsewhere\n")
+        assert stranger.recv(1) == b""
+    peers._leave("done")
