@@ -147,10 +147,14 @@ def cut(x: Array) -> Array:
     return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE)) if num_sequence_parts() > 1 else x
 
 
+def on_mesh() -> bool:
+    """Whether this is inside a step on a mesh."""
+    return set(DATA_AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
+
+
 def constrain(x: Array, spec: PartitionSpec) -> Array:
     """Inside a step on a mesh: `x` sharded by `spec`. Elsewhere `x` as it is."""
-    on_mesh = all(axis in jax.sharding.get_abstract_mesh().axis_names for axis in DATA_AXES)
-    return jax.lax.with_sharding_constraint(x, spec) if on_mesh else x
+    return jax.lax.with_sharding_constraint(x, spec) if on_mesh() else x
 
 
 def own_positions(devices: Sequence[jax.Device]) -> tuple[int, ...]:

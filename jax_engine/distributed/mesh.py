@@ -2,16 +2,19 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, own_positions
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, on_mesh, own_positions
 from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
@@ -20,19 +23,75 @@ from lmmods.core.errors import UserError
 _FSDP = ("fsdp", "expert", SEQUENCE)  # devices that have other rows or other parts of them hold no copies either
 # Pattern in a parameter's dotted path -> the mesh axes over which each of its last dimensions is sharded; () and paths
 # without a match: replicated. The first match counts. Dimensions in front (stacked layers) are never sharded. Matrices
-# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with.
-SHARDING: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...] = (
+# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with. An axis named twice
+# takes the first dimension that it divides: rows before columns, since shards of whole rows lie in one piece, and a TPU
+# gathers columns only in multiples of its 128 lanes.
+SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
-    # By rows along fsdp: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to
-    # bring them into the layout of the activations.
-    (r"embed\.\w+\.weight$|\bhead\.weight$", (_FSDP, "tensor")),
+    # By rows alone: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to bring
+    # them into the layout of the activations, or each layer gathers these along `tensor`.
+    (r"embed\.\w+\.weight$|\bhead\.weight$", ((*_FSDP, "tensor"), ())),
     (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
-    (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, "tensor")),  # row-parallel: the input is split
-    (r"experts\.\w+_proj$", (("expert", "tensor"), None, ("fsdp", SEQUENCE))),  # whole ones, each for its tokens
-    (r"lora_A$", (None, _FSDP)),
-    (r"lora_B$", (_FSDP, None)),
-    (r"\.weight\b", ("tensor", _FSDP)),  # all other matrices, column-parallel: the output is split
+    (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, ("tensor", *_FSDP))),  # row-parallel: inputs are split
+    (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole ones, each for its tokens
+    (r"lora_A$", ((), _FSDP)),
+    (r"lora_B$", (_FSDP, ())),
+    (r"\.weight\b", (("tensor", *_FSDP), _FSDP)),  # all other matrices, column-parallel: outputs are split
 )
+
+
+def partition(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Over which axes of a mesh of these sizes the table shards each dimension; an axis that divides none is left out.
+    """
+    wanted, used, dimensions = _axes_of(name, shape), set(), []
+    for length, axes in zip(shape[len(shape) - len(wanted):], wanted, strict=True):
+        taken: tuple[str, ...] = ()
+        for axis in axes:
+            if axis not in used and length % math.prod(sizes[one] for one in (*taken, axis)) == 0:
+                taken += (axis,)
+        used |= set(taken)
+        dimensions.append(taken)
+    return [()] * (len(shape) - len(wanted)) + dimensions
+
+
+def _axes_of(name: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    axes = next((axes for pattern, axes in SHARDING if re.search(pattern, name)), ())
+    return axes if len(axes) <= len(shape) else ()
+
+
+def gathered(name: str, tree: Tree) -> Tree:
+    """Inside a step on a mesh: arrays that the table shards, brought together (all-gather) but along `tensor`.
+
+    Their gradient is brought back into shards (reduce-scatter). Elsewhere `tree` as it is.
+
+    Args:
+        name: Dotted path of the tree in the state.
+    """
+    if not on_mesh():
+        return tree
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def gather(path: Any, leaf: Array) -> Array:
+        dimensions = partition(".".join(filter(None, (name, _dotted(path)))), leaf.shape, mesh.shape)
+        whole = PartitionSpec(*[tuple(axis for axis in axes if axis == "tensor") for axes in dimensions])
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jax.lax.with_sharding_constraint(leaf, whole)
+        return _gather(PartitionSpec(*dimensions), whole, leaf)
+
+    return jax.tree_util.tree_map_with_path(gather, tree)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(shards: PartitionSpec, whole: PartitionSpec, x: Array) -> Array:
+    return jax.lax.with_sharding_constraint(x, whole)
+
+
+_gather.defvjp(lambda shards, whole, x: (_gather(shards, whole, x), None),
+               lambda shards, whole, _, gradient: (jax.lax.with_sharding_constraint(gradient, shards),))
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 class ShardedMesh(Parallel):
@@ -76,28 +135,17 @@ class ShardedMesh(Parallel):
 
     def sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """How an array of the state is sharded, from its dotted path and its shape alone."""
-        axes = next((axes for pattern, axes in SHARDING if re.search(pattern, name)), ())
-        if len(axes) > len(shape):
-            return self._replicated
-        trailing = shape[len(shape) - len(axes):]
-        wanted = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
-        fitting = [self._dividing(length, names) for length, names in zip(trailing, wanted, strict=True)]
-        if fitting != wanted and not self._reported:
+        dimensions = partition(name, shape, self.mesh.shape)
+        if not self._reported and set(chain(*_axes_of(name, shape))) != set(chain(*dimensions)):
             self._reported = True
             say(f"Some dimensions are not divisible by the mesh {dict(self.mesh.shape)} and stay whole on each device, "
                 f"the first of them in {name} {list(shape)}.")
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * (len(shape) - len(axes)), *fitting))
-
-    def _dividing(self, length: int, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes, without the last ones where a dimension of this length cannot be sharded over all of them."""
-        while length % math.prod(self.mesh.shape[axis] for axis in axes):
-            axes = axes[:-1]
-        return axes
+        return NamedSharding(self.mesh, PartitionSpec(*dimensions))
 
     def shardings(self, tree: Tree) -> Tree:
         """`sharding` of each leaf of a state."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.sharding(jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape), tree)
+            lambda path, leaf: self.sharding(_dotted(path), leaf.shape), tree)
 
     def compile(self, function, inputs, outputs, donate=()):
         layouts = {"scalar": self._replicated, "batch": self._over_ranks}

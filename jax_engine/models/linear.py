@@ -6,6 +6,7 @@ block-wise quantisation sees the rows that it would see in torch.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jax_engine.distributed.mesh import gathered
 from jax_engine.models.architecture import NormKind
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.parameters import Rows, parameter
@@ -117,11 +119,11 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(dtype)
 
     def _product(self, x: Array, weight: Any) -> Array:
-        """x W^T. The matrix of a quantised weight is made again in the backward pass instead of being kept for it."""
-        def times(x: Array, weight: Any) -> Array:
-            return product(x, weight.astype(self.build.dtype), self.build, self.conv1d)
-
-        return (jax.checkpoint(times) if isinstance(weight, Quantized) else times)(x, weight)
+        """x W^T."""
+        name = f"{self.path}.weight"
+        if isinstance(weight, Quantized):
+            return _coded_product(name, self.build, self.conv1d, x, weight)
+        return product(x, gathered(name, weight.astype(self.build.dtype)), self.build, self.conv1d)
 
     def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
         """What the adapter adds to y = x W^T."""
@@ -174,6 +176,34 @@ def _product_backward(conv1d, _result, kept, gradient):
 
 
 _product_on_cpu.defvjp(_product_forward, _product_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _coded_product(name: str, build: Build, conv1d: bool, x: Array, weight: Quantized) -> Array:
+    """x times a quantised matrix, which the backward pass makes again: only codes are kept, and where they are sharded
+    their shards.
+    """
+    return product(x, _matrix(name, build, gathered(name, weight)), build, conv1d)
+
+
+def _coded_forward(name, build, conv1d, x, weight):
+    return _coded_product(name, build, conv1d, x, weight), (weight, jnp.zeros(0, x.dtype))
+
+
+def _coded_backward(name, build, conv1d, kept, gradient):
+    weight, like = kept
+    # Layers that are computed again share their gathered codes with this, but not their matrices.
+    matrix = _matrix(name, build, jax.lax.optimization_barrier(gathered(name, weight)))
+    contract = "...o,io->...i" if conv1d else "...o,oi->...i"
+    return jnp.einsum(contract, gradient, matrix, preferred_element_type=gradient.dtype).astype(like.dtype), None
+
+
+def _matrix(name: str, build: Build, codes: Quantized) -> Array:
+    """In the layout of the gathered codes: XLA would else be free to make it in shards and gather those."""
+    return gathered(name, codes.astype(build.dtype))
+
+
+_coded_product.defvjp(_coded_forward, _coded_backward)
 
 
 def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[int, ...], rows: Array | None) -> Array:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
 
-from jax_engine.distributed.interface import cut, num_sequence_parts
+from jax_engine.distributed.interface import cut, num_sequence_parts, on_mesh
 from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
@@ -37,6 +37,9 @@ HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 # So few layers need no loop on a CPU where all of them train: between its steps XLA copies what layers keep, and
 # gradients. In deeper networks that was not measurable, and a loop of one layer compiles in the time of a shallow one.
 UNROLL_CPU = 4
+# What the backward pass finds kept; on a mesh never a gathered weight, which is gathered once more.
+_KEPT = {"none": lambda primitive, *_, **__: primitive.name != "sharding_constraint", "full": None,
+         "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 class Network(Names):
@@ -183,9 +186,8 @@ class Network(Names):
                              None if cache is None else cache["length"], key_turns, step.get("has_norm"), real)
             return cut(x), tuple(kept)
 
-        if self.remat != "none":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "minimal" else None
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        if self.remat != "none" or on_mesh():
+            body = jax.checkpoint(body, policy=_KEPT[self.remat], prevent_cse=False)
         x, (kv, load) = jax.lax.scan(body, x, steps, unroll=self.unroll if cache is None else 1)
         return x, kv, load
 

@@ -94,8 +94,9 @@ class FourBit(Quantized):
         lead, rows = self.packed.shape[:-2], self.packed.shape[-2]
         codes = jnp.stack([self.packed >> 4, self.packed & 15], axis=-1)
         values = jnp.asarray(CODEBOOKS[self.kind])[codes].reshape(*lead, rows, -1, BLOCK) * self._scales()[..., None]
-        size = math.prod(self.matrix)
-        values = values.reshape(*lead, -1)[..., :size].reshape(*lead, *self.matrix).astype(dtype)
+        if rows != self.matrix[0]:  # else no shape that joins rows, along which they may be sharded
+            values = values.reshape(*lead, -1)[..., :math.prod(self.matrix)]
+        values = values.reshape(*lead, *self.matrix).astype(dtype)
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def _scales(self) -> Array:

@@ -111,7 +111,7 @@ def test_state_is_born_and_stays_sharded(toy):
         table = state["trainable"]["embed"]["tokens"]["weight"]
         moment = state["optimizer"]["exp_avg"]["layers"]["mlp"]["up"]["weight"]
         assert table.addressable_shards[0].data.shape == (16, 16)  # [64, 16] by rows
-        assert moment.addressable_shards[0].data.shape == (3, 16, 4)  # never across the stack of layers
+        assert moment.addressable_shards[0].data.shape == (3, 4, 16)  # never across the stack of layers
         assert state["trainable"]["layers"]["attn_norm"]["weight"].sharding.is_fully_replicated
         accumulation = steps.new_accumulation(state)
         assert accumulation["gradients"]["embed"]["tokens"]["weight"].sharding == table.sharding

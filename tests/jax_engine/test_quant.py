@@ -228,7 +228,7 @@ def test_codes_are_sharded_like_their_matrices(kind):
     parallel = ShardedMesh(data=1, fsdp=4, tensor=2)
     placed = parallel.put_state({"layers": {"mlp": {"up": {"weight": stacked}}}})["layers"]["mlp"]["up"]["weight"]
     assert [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(placed)[:2]] == (
-        [(2, 32, 64), (2, 32, 2)] if kind == "nf4" else [(2, 32, 128), (2, 64)])
+        [(2, 8, 256), (2, 8, 8)] if kind == "nf4" else [(2, 8, 512), (2, 64)])
     values = jax.jit(lambda w: w.astype(jnp.float32))(placed)
     assert np.allclose(values, stacked.astype(jnp.float32), rtol=1e-6)
     assert placed.size == stacked.size == 2 * 64 * 512 and str(placed.dtype) == kind

@@ -1,0 +1,95 @@
+"""What a step over a mesh gathers, read from the compiled program, and that its numbers are those of one device."""
+
+import math
+import re
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from jax_engine.distributed.interface import DATA_AXES
+from jax_engine.distributed.loss import shift_labels, token_loss
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.tree import flatten, merge, split, unflatten
+from jax_engine.models import hub
+from jax_engine.models import lora as adapters
+from jax_engine.models.quant import Quantized, quantize
+from lmmods.core.hf_config import load_config
+from lmmods.core.settings import LoRA
+
+V, WIDTH, INNER, LAYERS, ROWS, T = 96, 128, 256, 2, 8, 6
+LLAMA = {"model_type": "llama", "vocab_size": V, "hidden_size": WIDTH, "intermediate_size": INNER,
+         "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+
+
+def collectives(compiled, kind: str) -> list[tuple[str, int]]:
+    """Type and size of the results of one kind of collective in a compiled program, loops counted once."""
+    lines = re.findall(rf"= (.*?) {kind}\(", compiled.as_text())
+    return [(dtype, math.prod(map(int, filter(None, shape.split(",")))))
+            for line in lines for dtype, shape in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", line)]
+
+
+@cache
+def quantised_llama(kind: str, double: bool):
+    """Network, what trains and the quantised rest; the adapters no longer start at zero."""
+    bare, lora = (hub.network(load_config(LLAMA), "causal", lora=lora) for lora in (None, LoRA(rank=2)))
+    params = flatten(adapters.add_adapter(lora, bare.init(0), 0))
+    random = np.random.default_rng(0)
+    for path, leaf in params.items():
+        if path[-1] == "lora_B":
+            params[path] = random.normal(0, 0.02, leaf.shape).astype(np.float32)
+        if path[-1] == "weight" and ".".join(path[:-1]) in bare.linears():
+            params[path] = jax.tree.map(lambda *layers: np.stack(layers),
+                                        *(quantize(layer, kind, double) for layer in 4 * leaf))
+    params = unflatten(params)
+    return lora, *split(params, lora.trainable(params))
+
+
+def batch():
+    random = np.random.default_rng(1)
+    ids = random.integers(0, V, (ROWS, T)).astype(np.int32)
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids),
+            "labels": np.where(random.random((ROWS, T)) < 0.6, ids, -100).astype(np.int32)}
+
+
+def gradient(network):
+    """Loss and its gradient by what trains: (trainable, frozen, rows)."""
+    def loss(trainable, frozen, rows):
+        params = merge(trainable, frozen)
+        return token_loss(network.hidden(params, rows), shift_labels(rows["labels"]),
+                          lambda x: network.logits(params, x), V).total
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def over_mesh(mesh: ShardedMesh, step, trainable, frozen):
+    """The compiled step and what it gives."""
+    rows = {name: jax.device_put(x, jax.NamedSharding(mesh.mesh, jax.P(DATA_AXES))) for name, x in batch().items()}
+    args = (mesh.put_state(trainable), mesh.put_state(frozen), rows)
+    with jax.set_mesh(mesh.mesh):
+        compiled = step.lower(*args).compile()
+        return compiled, compiled(*args)
+
+
+def assert_close(found, wanted):
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(("kind", "double", "sizes"), [
+    ("nf4", True, {}), ("fp4", False, {"fsdp": 4, "tensor": 2}), ("nf4", True, {"fsdp": 2, "tensor": 2, "data": 2}),
+    ("int8", True, {"fsdp": 4, "tensor": 2})])
+def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
+    network, trainable, frozen = quantised_llama(kind, double)
+    step = gradient(network)
+    wanted = step(trainable, frozen, batch())
+    mesh = ShardedMesh(**sizes)
+    compiled, found = over_mesh(mesh, step, trainable, frozen)
+    assert_close(found, wanted)
+    gathers, tensor = collectives(compiled, "all-gather"), mesh.mesh.shape["tensor"]
+    matrices = [leaf for leaf in flatten(frozen["layers"]).values() if isinstance(leaf, Quantized)]
+    codes = sum(leaf.size for matrix in matrices for leaf in jax.tree.leaves(matrix) if leaf.itemsize == 1) // LAYERS
+    assert sum(size for dtype, size in gathers if dtype in ("u8", "s8")) == 2 * codes // tensor  # forwards, backwards
+    whole = {matrix.size // LAYERS // tensor for matrix in matrices}  # of no other array
+    assert not [size for dtype, size in gathers if dtype in ("f32", "bf16") and size in whole]
