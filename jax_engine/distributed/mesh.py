@@ -28,9 +28,9 @@ _FSDP = ("fsdp", "expert", SEQUENCE)  # devices that have other rows or other pa
 # gathers columns only in multiples of its 128 lanes.
 SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
-    # By rows alone: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to bring
-    # them into the layout of the activations, or each layer gathers these along `tensor`.
-    (r"embed\.\w+\.weight$|\bhead\.weight$", ((*_FSDP, "tensor"), ())),
+    # By rows along fsdp: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to
+    # bring them into the layout of the activations.
+    (r"embed\.\w+\.weight$|\bhead\.weight$", (_FSDP, ("tensor",))),
     (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, ("tensor", *_FSDP))),  # row-parallel: inputs are split
     (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole ones, each for its tokens

@@ -80,7 +80,7 @@ def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, 
 def test_devices_that_share_rows_share_the_parameters_too():
     mesh = ShardedMesh(fsdp=2, sequence=4)
     placed = mesh.put_state({"up": {"weight": np.ones((16, 32), np.float32)}})["up"]["weight"]
-    assert placed.addressable_shards[0].data.shape == (16, 4)
+    assert placed.addressable_shards[0].data.shape == (2, 32)
 
 
 def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
