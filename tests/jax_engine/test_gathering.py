@@ -78,8 +78,8 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize(("kind", "double", "sizes"), [
-    ("nf4", True, {}), ("fp4", False, {"fsdp": 4, "tensor": 2}), ("nf4", True, {"fsdp": 2, "tensor": 2, "data": 2}),
-    ("int8", True, {"fsdp": 4, "tensor": 2})])
+    ("nf4", True, {"fsdp": 4, "tensor": 2}), pytest.param("nf4", False, {}, marks=pytest.mark.slow),
+    pytest.param("int8", True, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)])
 def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     network, trainable, frozen = quantised_llama(kind, double)
     step = gradient(network)
