@@ -82,7 +82,7 @@ class Trainer(JaxTrainerFields):
         self.peers = Peers(self.heartbeat_timeout)
         self._precision_reason: str | None = None
         # What the data modules ask of a trainer: every process reads all micro-batches, see `Prefetcher`.
-        self.global_rank, self.world_size = 0, 1
+        self.data_rank, self.num_data_ranks = 0, 1
         self.state = SimpleNamespace(fn=None)
 
     # Commands --------------------------------------------------------------------------------------------------------

@@ -4,13 +4,18 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lmmods.cli import main
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Optimizer
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.tensor_parallel import check_network
+from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 from tests import losses_in_turn
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
@@ -104,6 +109,63 @@ def test_two_processes_take_the_steps_of_one(task, name, strategy):
     same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
     exported, = one.model.glob("*.safetensors")
     same_weights(two.model / exported.name, exported)
+
+
+TENSOR = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"tensor_parallel_size": 2}}
+SHARING = {"model__init_args__optimizer": {"lr": 0.003}, "trainer__val_check_interval": 8, "trainer__max_steps": 4,
+           "model__init_args__config_overrides": {"attention_dropout": 0.0}, "model__init_args__quantize": None,
+           "checkpoint": {"every_n_steps": 2, "keep_last": 9}}
+ADAPTED = {"model__init_args__lora": {"rank": 4, "targets": "all-linear"}, "data__init_args__packing": True,
+           "model__init_args__gradient_checkpointing": True}
+
+
+@pytest.mark.slow
+def test_processes_that_share_matrices_take_the_steps_of_one_and_pass_the_run_on(task):
+    one, arguments = task("full", "one", **SHARING)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("full", "two", 2, TENSOR, **SHARING, trainer__accumulate_grad_batches=2)
+    assert with_two(arguments).count("Parameters:") == 1
+    same_figures(two, one, rel=1e-5)
+    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+    same_weights(two.model / "model.safetensors", one.model / "model.safetensors")
+    _, arguments = task("full", "two", **SHARING)
+    assert main(["fit", *arguments, "--ckpt_path", "2", "--overwrite", "true"]) == 0
+    same_figures(two, one, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_that_share_matrices_take_up_the_adapters_of_one(task):
+    one, arguments = task("qlora", "one", **SHARING, **ADAPTED)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("qlora", "two", 2, TENSOR, **SHARING, **ADAPTED, trainer__accumulate_grad_batches=2)
+    shutil.copytree(one.root, two.root, symlinks=True)
+    with_two([*arguments, "--ckpt_path", "2", "--overwrite", "true"])
+    same_figures(two, one, rel=1e-5)
+    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+    same_weights(two.model / "adapter_model.safetensors", one.model / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(("changes", "names"), [
+    ({"model_type": "gpt2"}, "knows no way to cut gpt2"), ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1")])
+def test_networks_whose_matrices_no_processes_share(changes, names):
+    config = {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 8,
+              "attention_dropout": 0.0} | changes
+    with pytest.raises(UserError, match=names):
+        check_network(SimpleNamespace(**config), 2)
+
+
+@pytest.mark.parametrize(("size", "changes", "names"), [
+    (2, {"quantize": "nf4"}, "does not go with model.quantize nf4"),
+    (2, {"compile": True}, "does not go with model.compile"),
+    (3, {}, "a number that divides that of all processes, 2"), (0, {}, "divides that of all processes, 2"),
+    (2, {"trainer": SimpleNamespace(gradient_clip_algorithm="value")}, "trainer.gradient_clip_algorithm value")])
+def test_settings_that_do_not_go_with_shared_matrices(monkeypatch, size, changes, names):
+    monkeypatch.setattr(FSDP2, "num_processes", 2)
+    module = {"quantize": None, "compile": False, "optimizer": Optimizer(),
+              "trainer": SimpleNamespace(gradient_clip_algorithm="norm")} | changes
+    with pytest.raises(UserError, match=names):
+        FSDP2(tensor_parallel_size=size).check_run(SimpleNamespace(**module))
 
 
 @pytest.fixture

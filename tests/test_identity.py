@@ -401,8 +401,8 @@ def data_module(source: Path, tokenizer: Path, cache: Path) -> SFTData:
 def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_folder, tmp_path, monkeypatch):
     first = data_module(instructions, tokenizer_folder, tmp_path / "cache")
     first.prepare_data()
-    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda _: first.contents), global_rank=1,
-                              world_size=2, state=None, overfit_batches=0)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda _: first.contents), data_rank=1,
+                              num_data_ranks=2, state=None, overfit_batches=0)
     second = data_module(instructions, tokenizer_folder, tmp_path / "cache")
     second.trainer = trainer
     with monkeypatch.context() as patch:

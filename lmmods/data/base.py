@@ -166,8 +166,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     def _shard(self) -> Shard:
         trainer = self.trainer
-        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
-        return Shard(rank, world_size, self.num_workers)
+        rank, num_ranks = (trainer.data_rank, trainer.num_data_ranks) if trainer is not None else (0, 1)
+        return Shard(rank, num_ranks, self.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the data where the training loader stands; plain JSON."""

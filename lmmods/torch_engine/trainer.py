@@ -41,6 +41,7 @@ from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import decide_skip, end_after, epoch_ends, validation_follows
 from lmmods.torch_engine.fit_loop import is_skipped
 from lmmods.torch_engine.machine import describe_machine
+from lmmods.torch_engine.nn.sharding import num_sharers
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
@@ -220,6 +221,18 @@ class Trainer(L.Trainer):
         """Log what a callback has measured at this step, and keep it for the final numbers."""
         self._metrics.steps.log(metrics, self.global_step)
 
+    # Processes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Micro-batches that are computed at a time: one by each process, or by those that share its matrices."""
+        return self.world_size // num_sharers(self.strategy)
+
+    @property
+    def data_rank(self) -> int:
+        """Whose of these micro-batches this process computes."""
+        return self.global_rank // num_sharers(self.strategy)
+
     # Interruption ----------------------------------------------------------------------------------------------------
 
     def interrupt_requested(self) -> bool:
@@ -255,7 +268,7 @@ class Trainer(L.Trainer):
     def outlook(self, batches_per_epoch: int | None = None) -> Outlook:
         """What is known of the run before its first step; arguments as of `schedule`."""
         module = self.lightning_module
-        return Outlook(module, module.describe(), self.schedule(batches_per_epoch), self.world_size,
+        return Outlook(module, module.describe(), self.schedule(batches_per_epoch), self.num_data_ranks,
                        module.memory_estimate(), available_bytes(module.device))
 
     def machine(self) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def test_when_early_stopping_checks(value):
 
 
 def test_all_processes_share_one_copy_of_the_parameters(monkeypatch):
-    strategy = ModelParallelStrategy(tensor_parallel_size=1)
-    monkeypatch.setattr(ModelParallelStrategy, "num_processes", 3)
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    monkeypatch.setattr(ModelParallelStrategy, "num_processes", 6)
     compat.shard_over_all(strategy)
     used = inspect.getsource(ModelParallelStrategy.setup_environment)
     assert strategy._data_parallel_size == 3 and "self._data_parallel_size, self._tensor_parallel_size" in used, mend(

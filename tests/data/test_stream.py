@@ -18,7 +18,7 @@ def build(path, folder, rank=0, world_size=1, **fields):
     data = SFTData(
         path, tokenizer=folder, **{"batch_size": 3, "streaming": True, "stream_window": 16, "max_length": 512, **fields}
     )
-    data.trainer = types.SimpleNamespace(global_rank=rank, world_size=world_size, max_steps=9, state=None)
+    data.trainer = types.SimpleNamespace(data_rank=rank, num_data_ranks=world_size, max_steps=9, state=None)
     data.prepare_data()
     data.setup("fit")
     return data

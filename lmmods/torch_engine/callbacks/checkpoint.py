@@ -23,7 +23,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
         """Note what the run is and the number of processes."""
-        checkpoint["world_size"] = trainer.world_size
+        checkpoint["world_size"] = trainer.num_data_ranks
         checkpoint["identity"] = trainer.identity.tree
         if self._inside_epoch:
             correct_epochs(checkpoint)
@@ -31,7 +31,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
         """Recount micro-batches where the run goes on with another number of processes."""
         if trainer.state.fn == "fit":
-            recount_loops(checkpoint, type(trainer.datamodule).__qualname__, trainer.world_size, "processes")
+            recount_loops(checkpoint, type(trainer.datamodule).__qualname__, trainer.num_data_ranks, "processes")
 
     # Called when it is due --------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class MMLU(MMLUEvaluator, L.Callback):
         logits: dict[int, Any] = {}
         with undisturbed(trainer, module):
             choices = torch.from_numpy(self.choice_ids).to(module.device)
-            for batch in self.batches(trainer.datamodule, trainer.global_rank, trainer.world_size):
+            for batch in self.batches(trainer.datamodule, trainer.data_rank, trainer.num_data_ranks):
                 batch = {name: part.to(module.device) for name, part in batch.items()}
                 found = module(choice_logits, module.model, module.head, batch, choices).cpu().numpy()
                 logits |= {index: row for index, row in zip(batch["index"].tolist(), found) if index >= 0}

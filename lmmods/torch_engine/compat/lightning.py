@@ -52,8 +52,9 @@ def checks_at_epoch_end(callback: EarlyStopping) -> bool | None:
 
 
 def shard_over_all(strategy: ModelParallelStrategy) -> None:
-    """Before set-up: let all processes share one copy of the parameters: `_data_parallel_size`.
+    """Before set-up: let all processes share one copy of the parameters: `_data_parallel_size` by
+    `_tensor_parallel_size`, which its argument of that name has set.
 
     Its argument `data_parallel_size` would do, but how many processes there are is not known when the recipe is read.
     """
-    strategy._data_parallel_size = strategy.num_nodes * strategy.num_processes
+    strategy._data_parallel_size = strategy.num_nodes * strategy.num_processes // strategy._tensor_parallel_size

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lmmods.core.console import say
 from lmmods.core.settings import Optimizer, decays
+from lmmods.torch_engine.nn import sharding
 
 
 def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
@@ -40,8 +42,19 @@ def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     Rows first: on a CPU torch adds the squares of a whole matrix one after the other, and for an embedding of 50,000
     tokens the result is off by up to 3e-3 (torch 2.13).
     """
-    rows = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) if grad.ndim > 1 else grad for grad in grads]
-    return torch.nn.utils.get_total_norm(rows)
+    meshes = {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}
+    if len(meshes) < 2:
+        return torch.nn.utils.get_total_norm([_row_norms(grad) for grad in grads])
+    # torch adds up no norms of several meshes
+    squares = [torch.nn.utils.get_total_norm([_row_norms(sharding.local(grad))]).square() / sharding.num_copies(grad)
+               for grad in grads]
+    total = torch.stack(squares).sum()
+    torch.distributed.all_reduce(total)
+    return total.sqrt()
+
+
+def _row_norms(grad: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) if grad.ndim > 1 else grad
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int) -> LambdaLR:

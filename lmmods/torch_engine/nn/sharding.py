@@ -1,25 +1,48 @@
 """Parameters cut over processes (FSDP2, DeepSpeed ZeRO-3), and whole tensors out of them and back."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lmmods.torch_engine.nn.tensor_parallel import cut_matrices
 
 
 def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `module` over the processes of a one-dimensional mesh, in place.
+    """Cut the parameters of `module` over the processes of Lightning's mesh of two dimensions, in place.
 
     Each block of `network` is gathered when it runs, the rest of `module` (embeddings, head) while its forward runs.
-    Blocks that an architecture runs several times a pass (ALBERT) are kept with the rest.
+    Blocks that an architecture runs several times a pass (ALBERT) are kept with the rest. Of a block only those
+    processes gather a part that have the same part of its matrices.
+
+    Raises:
+        UserError: See `tensor_parallel`.
     """
     from torch.distributed.fsdp import fully_shard
 
+    data = everyone = mesh["data_parallel"]
+    if mesh["tensor_parallel"].size() > 1:
+        cut_matrices(network, mesh["tensor_parallel"])
+        everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
     for block in _blocks(network):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=data)
     # By default the outermost stays whole after a forward pass, and what is saved then would not be its shards.
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    fully_shard(module, mesh=everyone, reshard_after_forward=True)
+
+
+def num_sharers(strategy: Any) -> int:
+    """Processes that compute each micro-batch together under a strategy of Lightning."""
+    return getattr(strategy, "tensor_parallel_size", 1)
+
+
+def num_copies(tensor: Tensor) -> int:
+    """How many processes hold each part of a sharded tensor."""
+    parts = [size for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+             if not placement.is_replicate()]
+    return torch.distributed.get_world_size() // math.prod(parts)
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:

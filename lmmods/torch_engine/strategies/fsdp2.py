@@ -23,11 +23,14 @@ class FSDP2(ModelParallelStrategy):
         sharded_checkpoints: Each process writes its own shard of the checkpoint, in parallel, instead of the first one
             gathering and writing everything. The folder must be on a file system that all processes share.
         process_group_backend: `nccl` or `gloo`; null takes the device's default.
+        tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
+            every layer (see `nn.tensor_parallel`).
     """
 
-    def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None):
-        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend)
-        self.sharded_checkpoints = sharded_checkpoints
+    def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None,
+                 tensor_parallel_size: int = 1):
+        super().__init__(tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend)
+        self.sharded_checkpoints, self.tensor_parallel_size = sharded_checkpoints, tensor_parallel_size
 
     lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as with every other strategy
 
@@ -39,6 +42,21 @@ class FSDP2(ModelParallelStrategy):
         if module.optimizer.name not in ("adamw", "sgd"):
             raise UserError(f"optimizer.name {module.optimizer.name} does not go with strategy fsdp, whose "
                             "parameters are sharded over processes: use adamw or sgd, or strategy ddp.")
+
+        if self.tensor_parallel_size != 1:
+            self._check_tensor_parallel(module)
+
+    def _check_tensor_parallel(self, module: L.LightningModule) -> None:
+        size, num_processes = self.tensor_parallel_size, self.num_nodes * self.num_processes
+        if size < 1 or num_processes % size:
+            raise UserError(f"trainer.strategy: tensor_parallel_size {size} must be a number that divides that of all "
+                            f"processes, {num_processes}.")
+        refused = {f"model.quantize {module.quantize}": module.quantize, "model.compile": module.compile,
+                   "sharded_checkpoints": self.sharded_checkpoints,
+                   "trainer.gradient_clip_algorithm value": module.trainer.gradient_clip_algorithm == "value"}
+        if names := [name for name, is_on in refused.items() if is_on]:
+            raise UserError(f"trainer.strategy: tensor_parallel_size {size} does not go with {', '.join(names)}. Take "
+                            "that out, or set the size to 1: parameters are sharded over all processes anyway.")
 
     def setup_environment(self) -> None:
         self.check_run(self.lightning_module)

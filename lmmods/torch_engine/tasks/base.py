@@ -56,15 +56,15 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
-        shards = self.device_mesh is not None
-        later: dict[str, FirstValues] | None = {} if shards else None
+        shards, cuts_matrices = self.device_mesh is not None, sharding.num_sharers(self.trainer.strategy) > 1
+        later: dict[str, FirstValues] | None = {} if shards and not cuts_matrices else None
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.trainer.strategy.root_device,
                                    seed=base_seed(), later=later)
         self._dropout = TokenDropout.of(self.model)
         if shards:
-            sharding.shard(self, self.model, self.device_mesh["data_parallel"])
-            fill_shards(self.model, later)
+            sharding.shard(self, self.model, self.device_mesh)
+            fill_shards(self.model, later or {})
         with self.trainer.precision_plugin.forward_context():
             self(self.on_model_ready)
 
@@ -101,7 +101,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         # What a network draws beside dropout (noise, layers left out) depends on seed and position alone: no evaluation
         # and no resume can shift it.
-        place = batch_idx * self.trainer.world_size + self.trainer.global_rank
+        place = batch_idx * self.trainer.num_data_ranks + self.trainer.data_rank
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -142,7 +142,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.accumulation.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             torch.nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]],
-                                                 gradient_clip_val, norm)
+                                                 gradient_clip_val, norm,
+                                                 foreach=False if sharding.num_sharers(strategy) > 1 else None)
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -182,11 +183,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))
         self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
-                                 self.trainer.global_rank == 0)
+                                 self.trainer.data_rank == 0)
 
     def on_train_start(self) -> None:
         follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
-        self.accumulation.put_gradients(self.trainable(), self.trainer.world_size, self.trainer.global_rank == 0)
+        self.accumulation.put_gradients(self.trainable(), self.trainer.num_data_ranks, self.trainer.data_rank == 0)
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ class Preference(PreferenceFields, CausalModule):
         return {name: value for name, value in results.items() if value == value}, {}
 
     def _results_of_rows(self) -> dict[str, float]:
-        parts = gather({self.trainer.global_rank: torch.cat(self._evaluated, dim=1)}, self.trainer.world_size)
+        parts = gather({self.trainer.data_rank: torch.cat(self._evaluated, dim=1)}, self.trainer.world_size)
         self._evaluated = []
         weights, desirable, logps, reference, gains = torch.cat(list(parts.values()), dim=1)
         losses, metrics = self.preference_loss.of_answers(OPERATIONS, logps, desirable > 0, reference,

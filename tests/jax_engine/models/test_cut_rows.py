@@ -55,8 +55,9 @@ def step(net, by_row=False):
 
 @pytest.mark.parametrize(("kind", "sizes", "settings", "by_row"), [
     ("padded", {"fsdp": 1, "sequence": 4}, {"remat": "full"}, False),
-    ("packed", {"fsdp": 2, "sequence": 2}, {"lora": LoRA(rank=4, dropout=0.3)}, False),
-    ("packed", {"data": 2, "fsdp": 1, "sequence": 2, "tensor": 2}, {}, True),
+    pytest.param("packed", {"fsdp": 2, "sequence": 2}, {"lora": LoRA(rank=4, dropout=0.3)}, False,
+                 marks=pytest.mark.slow),
+    pytest.param("packed", {"data": 2, "fsdp": 1, "sequence": 2, "tensor": 2}, {}, True, marks=pytest.mark.slow),
 ], ids=["padded", "packed_lora", "packed_compared"])
 def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, kind, sizes, settings, by_row):
     net, columns = hub.network(CONFIG, "causal", **settings), rows(kind)
