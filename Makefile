@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all bench lint smoke clean
+.PHONY: help install demo test test-all bench lint smoke clean plan-tpu plan-cuda
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
@@ -36,6 +36,18 @@ smoke: $(READY) ## Run the demo recipe for a few steps
 
 bench: $(READY) ## Measure speed and memory beside other trainers (about an hour; installs them)
 	$(BIN)/python benchmarks/bench.py
+
+# JAX's compiler for a device that is not here, beside the libraries of $(VENV).
+compiler = test -x .plan-$(1)/bin/python || $(PYTHON) -m venv .plan-$(1); \
+	.plan-$(1)/bin/pip install --quiet "jax[$(2)]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"; \
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$site" > "$$(.plan-$(1)/bin/python -c "$$site")/project.pth"
+
+plan-tpu: $(READY) ## Let `plan --on v5e-16` compile with the TPU's own compiler (0.7 GB)
+	@$(call compiler,tpu,tpu)
+
+plan-cuda: $(READY) ## Let `plan --on 8xH100` compile with that of XLA for NVIDIA GPUs (3 GB)
+	@$(call compiler,cuda,cuda12)
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .

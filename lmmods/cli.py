@@ -121,6 +121,10 @@ def run_engine(arguments: list[str]) -> None:
                 from lmmods.commands.find.command import find
 
                 find(classes, engine, arguments)
+            elif arguments[:1] == ["plan"]:
+                from lmmods.commands.planner import plan
+
+                plan(classes, engine, arguments)
             else:
                 Inspector(classes, engine, arguments)
     except MisconfigurationException as error:

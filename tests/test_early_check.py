@@ -16,6 +16,7 @@ from lmmods.commands.early_check import EarlyCommandLine, check_early
 from lmmods.commands.find.measuring import Finder
 from lmmods.commands.inspector import Inspector
 from lmmods.commands.jsonargparse_compat import options_of, type_of
+from lmmods.commands.planner import Planning
 from lmmods.commands.registry import ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import guarded_imports
@@ -109,7 +110,7 @@ def test_commands_take_what_performs_them_takes(parsers, command):
         return {name: (each.annotation, each.default) for name, each in inspect.signature(function).parameters.items()
                 if name in ours and name != "self"}
 
-    performer = {"find": Finder, "inspect": Inspector}.get(command) or engine_cli.types_of(parsers[0].engine).trainer
+    performer = {"find": Finder, "inspect": Inspector, "plan": Planning}.get(command) or engine_cli.types_of(parsers[0].engine).trainer
     assert own(getattr(performer, command)) == own(getattr(declarations.EngineCommands, command))
 
 

@@ -4,7 +4,7 @@ import ctypes
 import os
 import pickle
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -73,10 +73,15 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     chosen = [device for process in sorted(by_process) for device in by_process[process][:wanted]]
+    return spread(strategy, chosen)
+
+
+def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device]) -> Parallel:
+    """How `trainer.strategy` spreads a run over these devices."""
     if strategy in ("auto", "ddp"):
-        return Replicas(chosen)
+        return Replicas(devices)
     mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
-    return ShardedMesh(mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor, mesh.expert, chosen)
+    return ShardedMesh(mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor, mesh.expert, devices)
 
 
 def keep_freed_memory() -> None:

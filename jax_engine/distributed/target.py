@@ -28,7 +28,9 @@ def lowering_platforms() -> tuple[str, ...] | None:
     """What programs are lowered for where devices of another platform may stand for the target's; None: for their own.
     """
     planned = _planned.get()
-    return None if planned is None else ({"gpu": "cuda"}.get(planned.platform, planned.platform),)
+    if planned is None:
+        return None
+    return ("cpu",) if planned.is_simulated else ({"gpu": "cuda"}.get(planned.platform, planned.platform),)
 
 
 @contextmanager

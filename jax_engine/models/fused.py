@@ -87,10 +87,18 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
     reason = unfit(arch, dtype, requested)
     if reason is not None:
         return _report(None, f"Attention: plain, as {reason}.")
+    if target().is_simulated:
+        return _report(None, "Attention: in blocks, in place of the fused kernel, which simulated devices lack.")
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
     # Rows for extractive QA are padded on the side that the tokenizer names.
     return checked(fused if head != "qa" else replace(fused, by_length=False))
+
+
+def stands_in(arch: Architecture, dtype: str, requested: str | None) -> bool:
+    """Whether attention in blocks takes the place of the kernel, so that a simulated program keeps no more than it."""
+    on = target()
+    return on.is_simulated and on.platform == "gpu" and unfit(arch, jnp.dtype(dtype), requested) is None
 
 
 def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from jax_engine.distributed.target import target
-from jax_engine.models import expert_files, families
+from jax_engine.models import expert_files, families, fused
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
@@ -78,7 +78,8 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     arch = family.architecture(config)
     cpu_forms = fast_kernels and target().platform == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
-                  blocked=cpu_forms and attention != "eager", cut=arch.init_cut,
+                  blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention)),
+                  cut=arch.init_cut,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
     bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is None:

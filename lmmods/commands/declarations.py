@@ -76,7 +76,7 @@ CLASSES = {
 
 
 class EngineCommands:
-    """What `fit`, `validate`, `test`, `predict` and `inspect` take beside the recipe, on either engine."""
+    """What the commands that an engine performs take beside the recipe, on either engine."""
 
     def fit(self, ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
         """Train.
@@ -121,6 +121,13 @@ class EngineCommands:
             recipe: Also print the recipe with every default filled in.
             parity: Instead load the model in both engines, one after the other, and say by how much logits, loss and
                 gradient of the first rows of training differ; the status is 1 where they do not agree.
+        """
+
+    def plan(self, on: str) -> None:
+        """Say whether a recipe fits on devices that need not be here, what takes the memory, and how long it runs.
+
+        Args:
+            on: The devices: `8xH100`, `v5e-16`, `v5p-64`, `cpu`. They take the place of `trainer.devices`.
         """
 
     def find(self, what: Literal["lr", "batch_size", "both", "step"] = "both", steps: int = 100, min_lr: float = 1e-7,

@@ -50,6 +50,7 @@ COMMANDS = {
                        "recipes:recipes"),
     "new": Command("data", "Write a recipe for your own model and data.", "new:new", ("name",)),
     "inspect": Command("data", "Show what would be trained on, and train nothing."),
+    "plan": Command("data", "Say whether a recipe fits on devices that are not here, and how long it runs."),
     "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe."),
     "sweep": Command("tune", "Train a recipe with many settings, on this machine (Optuna) or by W&B's agents.",
                      "sweep.command:sweep", ("parameters",), takes_recipe=True),

@@ -103,6 +103,7 @@ class Target:
         memory: Bytes of one; on CPUs of all together.
         kind: What the table knows of it; None of a processor and of what it lacks.
         is_here: Whether programs can run on it, so that kernels can be tried before they are used.
+        is_simulated: Whether its programs are compiled for CPU devices in its place, which lack its kernels.
     """
 
     platform: Platform
@@ -111,6 +112,7 @@ class Target:
     memory: float
     kind: DeviceKind | None = None
     is_here: bool = True
+    is_simulated: bool = False
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of one device in this dtype; None where nobody says."""

@@ -1,0 +1,107 @@
+"""`plan`: whether a recipe fits on devices that need not be here, what takes the memory, and how long it runs."""
+
+import importlib
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lmmods
+from lmmods.commands.command_line import CommandLine, RecipeTypes
+from lmmods.commands.engine_cli import EngineCLI
+from lmmods.commands.programs import command
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.hardware import Target, target_named
+from lmmods.core.plan import StepPlan, Variant, remedies
+
+PLANNERS = {"jax": "jax_engine.planning"}
+# Environments with the compilers of other devices, by the package that each is made for, and how to make them.
+ENVIRONMENTS = {"libtpu": "plan-tpu", "jax_cuda12_plugin": "plan-cuda"}
+
+
+def plan(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
+    """Perform `plan`, whose options are those of `EngineCommands.plan`.
+
+    Raises:
+        UserError: The options or the recipe are wrong, or the compiler has died.
+        SystemExit: With the status of the process that compiles.
+    """
+    on = target_named(CommandLine(types, engine, arguments).parse(arguments).plan.on)
+    if engine not in PLANNERS:
+        raise UserError(f"plan: recipes of the {engine} engine cannot be planned; the JAX engine plans the same recipe "
+                        "with --engine jax.")
+    python = _compiler(on) if engine == "jax" else None
+    if python is None:
+        Planning(types, engine, arguments)
+        return
+    _, *words = command(arguments)
+    # A process of its own: the compiler of a device must not find JAX started, and may bring the process down.
+    status = subprocess.run([str(python), *words], env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
+    if status < 0:
+        raise UserError(f"--on {on}: the compiler ended with signal {-status}. Without {python.parents[1]} the plan is "
+                        "made on simulated devices.")
+    raise SystemExit(status)
+
+
+def _compiler(on: Target) -> Path | None:
+    """Python of the environment that compiles for a target; None: this one does, or there is none."""
+    from jax_engine.distributed.topologies import has, plugin
+
+    package = plugin(on)
+    if package is None or has(package):
+        return None
+    python = Path(lmmods.__path__[0]).parent / f".{ENVIRONMENTS[package]}" / "bin" / "python"
+    return python if python.exists() else None
+
+
+class Planning(EngineCLI):
+    """One engine's classes for a recipe, on whatever devices are here."""
+
+    def plan(self, model: Any, datamodule: Any, on: str) -> None:
+        """Perform `plan`; arguments as of `EngineCommands.plan`.
+
+        Raises:
+            UserError: There is no such target, or the recipe cannot be planned.
+        """
+        target = target_named(on)
+        planner = importlib.import_module(PLANNERS[self.engine]).Planner(self.trainer, model, datamodule, target)
+        recipe = planner.recipe()
+        found = planner.plan(recipe)
+        say(f"Plan for {target}, {self.engine}, {planner.precision}, {recipe.rows} x {recipe.accumulated} rows on each "
+            f"of {found.ranks}:")
+        for line in found.lines(planner.num_steps(found, recipe)):
+            say(line)
+        if planner.missing:
+            say(f"What is simulated here, `make {ENVIRONMENTS[planner.missing]}` compiles for the device itself.")
+        if not found.fits:
+            self._say_remedy(planner, recipe)
+
+    def _say_remedy(self, planner: Any, recipe: Variant) -> None:
+        """The first change with which the recipe fits."""
+        tried = first_that_fits(planner, recipe, self.model.pretrained is not None)
+        if tried is None:
+            say("No change of rows, gradient checkpointing, sharding or quantisation makes it fit: take more devices, "
+                "shorter rows or a smaller model.")
+            return
+        variant, found = tried
+        say(f"It fits with {', '.join(variant.changed)}:")
+        for line in found.lines(planner.num_steps(found, variant)):
+            say(line)
+
+
+def first_that_fits(planner: Any, recipe: Variant, may_quantize: bool) -> tuple[Variant, StepPlan] | None:
+    """The first variant of a recipe that fits, with as many rows in a micro-batch as fit; None: none does."""
+    for way in [recipe, *remedies(recipe, planner.on.num_devices, may_quantize)]:
+        sizes = list(way.smaller())
+        if way is not recipe and (found := planner.plan(way)).fits:
+            return way, found
+        if not sizes or not (least := planner.plan(sizes[-1])).fits:
+            continue
+        best = sizes[-1], least
+        for variant in sizes[-2::-1]:  # more and more rows, until they no longer fit
+            if not (found := planner.plan(variant)).fits:
+                break
+            best = variant, found
+        return best
+    return None

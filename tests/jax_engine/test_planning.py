@@ -1,0 +1,85 @@
+"""Plans on JAX: collectives counted in programs, and recipes planned on simulated devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_engine.distributed.collectives import collectives
+from jax_engine.distributed.topologies import tpu_shape
+from lmmods.cli import main
+from lmmods.core.errors import UserError
+from lmmods.core.hardware import target_named
+from lmmods.core.plan import Traffic
+
+LAYERS, WIDTH = 5, 64
+MODEL = "{model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 8}"
+
+
+def test_collectives_count_as_often_as_their_loop_runs():
+    """Each layer's matrix is gathered forward and backward, and its gradient added up."""
+    mesh = jax.make_mesh((1, 8), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
+
+    def loss(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0].sum()
+
+    def outline(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    program = jax.jit(jax.grad(loss)).lower(outline((LAYERS, WIDTH, WIDTH), None, None, "fsdp"),
+                                            outline((16, WIDTH), "fsdp")).compile()
+    matrix = 4 * WIDTH * WIDTH
+    assert collectives(program.as_text()) == ({"all-gather": Traffic(2 * LAYERS, 2 * LAYERS * matrix, 8),
+                                               "all-reduce": Traffic(LAYERS, LAYERS * matrix, 8)}, 0)
+
+
+TPU = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[8]{0:T(256)}) while(%t), condition=%below, body=%body
+}
+%below (c: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(40)
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %start = f32[8]{0:T(256)} fusion(%x), kind=kCustom, calls=%started
+  %done = f32[8]{0:T(256)} fusion(%x), kind=kCustom, calls=%ended
+  %reduced = bf16[4]{0} reduce-scatter(%y), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add
+}
+%started (x: f32[2]) -> f32[8] {
+  ROOT %g = f32[8]{0:T(256)} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+%ended (x: f32[2]) -> f32[8] {
+  ROOT %g.1 = f32[8]{0:T(256)} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+"""
+
+
+def test_programs_of_tpus_tell_passes_by_a_constant_and_one_collective_several_times():
+    assert collectives(TPU) == ({"all-gather": Traffic(40, 40 * 32, 4), "reduce-scatter": Traffic(40, 40 * 32, 4)}, 0)
+    assert collectives(TPU.replace("constant(40)", "parameter(1)"))[1] == 1
+
+
+@pytest.mark.parametrize(("name", "shape"), [("v5e-16", (4, 4, 1)), ("v5e-8", (2, 4, 1)), ("v5p-64", (2, 4, 4)),
+                                             ("v4-8", (1, 2, 2)), ("v6e-1", (1, 1, 1))])
+def test_slices_are_as_even_as_they_go(name, shape):
+    assert tpu_shape(target_named(name)) == shape
+
+
+def test_slices_are_powers_of_two():
+    with pytest.raises(UserError, match="no slice of v5e has 12 chips"):
+        tpu_shape(target_named("v5e-12"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", {"all-reduce"}), ("fsdp", {"all-reduce", "all-gather"})])
+def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, strategy, kinds, tmp_path):
+    arguments = ["plan", "--config", "configs/clm.yaml", "--model.config", MODEL, "--engine", "jax",
+                 "--on", "8xRTX3090", "--trainer.strategy", strategy, "--trainer.precision", "bf16-mixed",
+                 "--trainer.default_root_dir", str(tmp_path), "--data.batch_size", "2"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    found = {line.split("  ")[0]: line for line in printed.splitlines()}
+    assert kinds <= found.keys() and "simulated" in found["all-reduce"] and "8 devices" in found["all-reduce"]
+    assert "fits" in found["memory of each device"] and "compiler keeps products" in printed
+    assert "tokens per second, 4,096 a step" in printed and "300 steps" in printed

@@ -1,0 +1,70 @@
+"""What follows from a plan: bounds, remedies in their order, the first that fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from lmmods.commands.planner import first_that_fits
+from lmmods.core.hardware import target_named
+from lmmods.core.plan import GIB, StepPlan, Traffic, Variant, remedies
+
+RECIPE = Variant(rows=8, accumulated=2, checkpointing=False, strategy="auto", quantize=None, lora=None)
+EIGHT = target_named("8xH100")
+
+
+def plan(gibibytes: float, **changes) -> StepPlan:
+    return replace(StepPlan(EIGHT, "compiled", {"temporaries": int(gibibytes * GIB)}, {}, 60 * GIB, None, {}, 0.0,
+                            "bfloat16", 1000, 8), **changes)
+
+
+def test_a_step_takes_as_long_as_the_slowest_of_its_bounds():
+    """989.4 TFLOP at peak are a second; so are 450 GB of an all-reduce, of which 7/8 are sent twice."""
+    found = plan(1, flops=989.4e12, traffic={"all-reduce": Traffic(3, int(450e9 * 8 / 14), 8)},
+                 memory={"parameters": int(3350e9 / 4), "temporaries": 5})
+    assert found.bounds() == pytest.approx({"arithmetic": 1, "links": 1, "memory": 0.5})
+    assert any("1,000 tokens per second" in line for line in found.lines(7200))
+    assert any("2 hours, 16 device-hours" in line for line in found.lines(7200))
+    assert plan(1, target=target_named("cpu")).bounds() == {}
+
+
+def test_the_tpus_compiler_has_the_last_word():
+    v5e = target_named("v5e-16")
+    assert plan(70, target=v5e).fits and not plan(1, target=v5e, refusal="Ran out of memory in memory space hbm.").fits
+    assert not plan(70, target=v5e, source="simulated").fits and not plan(70).fits
+
+
+class Planner:
+    """Memory by a rule; counts what it is asked for."""
+
+    on = EIGHT
+
+    def __init__(self, needs):
+        self.needs, self.asked = needs, []
+
+    def plan(self, variant):
+        self.asked.append(variant)
+        return plan(self.needs(variant))
+
+
+@pytest.mark.parametrize(("needs", "changed", "rows"), [
+    (lambda v: 14 * v.rows, ("data.batch_size: 4, trainer.accumulate_grad_batches: 4",), 4),
+    (lambda v: 200 if not v.checkpointing else 7 * v.rows, ("model.gradient_checkpointing: true",), 8),
+    (lambda v: 50 + v.rows + 100 * (v.strategy != "fsdp"), ("trainer.strategy: fsdp",), 8),
+    (lambda v: 40 + 4 * v.rows + 100 * (v.quantize is None), ("model.quantize: nf4",
+     "data.batch_size: 4, trainer.accumulate_grad_batches: 4"), 4),
+    (lambda v: 61, None, None)], ids=["rows", "checkpointing", "sharding", "quantised", "nothing"])
+def test_the_first_change_that_fits_is_named(needs, changed, rows):
+    found = first_that_fits(Planner(needs), RECIPE, may_quantize=True)
+    if changed is None:
+        assert found is None
+        return
+    variant, _ = found
+    assert set(changed) <= set(variant.changed) and variant.rows == rows
+    assert variant.rows * variant.accumulated == RECIPE.rows * RECIPE.accumulated
+
+
+def test_what_a_recipe_has_is_no_remedy():
+    sharded = replace(RECIPE, checkpointing=True, strategy="fsdp")
+    assert remedies(sharded, 8, may_quantize=False) == []
+    assert [each.quantize for each in remedies(sharded, 1, may_quantize=True)] == ["nf4"]
+    assert [each.rows for each in replace(RECIPE, rows=6).smaller()] == [3, 1]
