@@ -110,7 +110,8 @@ def test_commands_take_what_performs_them_takes(parsers, command):
         return {name: (each.annotation, each.default) for name, each in inspect.signature(function).parameters.items()
                 if name in ours and name != "self"}
 
-    performer = {"find": Finder, "inspect": Inspector, "plan": Planning}.get(command) or engine_cli.types_of(parsers[0].engine).trainer
+    performers = {"find": Finder, "inspect": Inspector, "plan": Planning}
+    performer = performers.get(command) or engine_cli.types_of(parsers[0].engine).trainer
     assert own(getattr(performer, command)) == own(getattr(declarations.EngineCommands, command))
 
 
