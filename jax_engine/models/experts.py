@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
 from jax_engine.models.architecture import Architecture, Experts
-from jax_engine.models.linear import ACTIVATIONS, Build, product
+from jax_engine.models.linear import ACTIVATIONS, Build, lora_scaling, product
 from jax_engine.models.parameters import parameter
 from lmmods.core.errors import UserError
-from lmmods.core.initialization import Normal
+from lmmods.core.initialization import Normal, lora_a
+from lmmods.core.settings import LoRA
 
+MATRICES = ("gate_up_proj", "down_proj")  # of all experts of a layer, in torch's order
 # Rows of a block: with more, matrices are read less often, and more rows are empty where few tokens share an expert.
 BLOCK_SIZES = (8, 128)
 
@@ -66,22 +68,49 @@ class Router(nnx.Module):
         return (logits if self.bias is None else logits + self.bias[...].astype(logits.dtype)).astype(jnp.float32)
 
 
+class ExpertAdapter(nnx.Module):
+    """Adapters of one matrix of all experts, with PEFT's leaves, of which each is one matrix.
+
+    Rows of A are those of the first expert, then of the next; columns of B the first of each expert, then the next.
+    """
+
+    def __init__(self, num: int, in_size: int, out_size: int, rank: int):
+        self.num = num
+        self.lora_A = parameter((num * rank, in_size), lora_a(in_size))
+        self.lora_B = parameter((out_size, num * rank), 0.0)
+
+    def arrays(self, lora: LoRA, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """A [E, rank, in] and B [E, out, rank], which has the scaling in it."""
+        a, b = self.lora_A[...].astype(dtype), self.lora_B[...].astype(dtype)
+        b = b.reshape(len(b), -1, self.num).transpose(2, 0, 1)
+        return a.reshape(self.num, -1, a.shape[-1]), b * lora_scaling(lora)
+
+
 class ExpertMatrices(nnx.Module):
     """The matrices of all experts; leaves have torch's names."""
 
-    def __init__(self, arch: Architecture):
+    def __init__(self, arch: Architecture, build: Build):
+        self.build = build
         experts, size = arch.experts, arch.hidden_size
-        shapes = {"gate_up_proj": (2 * experts.size, size), "down_proj": (size, experts.size)}
-        stds = {"gate_up_proj": arch.layer_std, "down_proj": arch.residual_std}
+        shapes = dict(zip(MATRICES, ((2 * experts.size, size), (size, experts.size)), strict=True))
+        stds = dict(zip(MATRICES, (arch.layer_std, arch.residual_std), strict=True))
         for name, shape in shapes.items():
             shape = shape[::-1] if experts.transposed else shape
             setattr(self, name, parameter((experts.num, *shape), Normal(stds[name])))
             if experts.bias:
                 setattr(self, f"{name}_bias", parameter((experts.num, shapes[name][0]), 0.0))
+            if name in build.adapted_experts:
+                setattr(self, f"{name}_lora", ExpertAdapter(experts.num, *shapes[name][::-1], build.lora.rank))
 
-    def arrays(self, dtype: jnp.dtype) -> dict[str, Array]:
-        """All of them by name."""
-        return {name: value[...].astype(dtype) for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+    def arrays(self) -> dict[str, Array | tuple[Array, Array]]:
+        """All of them by name, in the type of matrix products; of `..._lora` A and B."""
+        found = {}
+        for name, value in vars(self).items():
+            if isinstance(value, nnx.Param):
+                found[name] = value[...].astype(self.build.dtype)
+            elif isinstance(value, ExpertAdapter):
+                found[name] = value.arrays(self.build.lora, self.build.dtype)
+        return found
 
 
 class SparseMLP(nnx.Module):
@@ -89,7 +118,7 @@ class SparseMLP(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch, self.build = arch, build
-        self.router, self.experts = Router(arch, build), ExpertMatrices(arch)
+        self.router, self.experts = Router(arch, build), ExpertMatrices(arch, build)
 
     def __call__(self, x: Array, real: Array | None) -> tuple[Array, Load | None]:
         """[B, T, D] of [B, T, D]; and the load, given which tokens are real, [B, T] booleans."""
@@ -98,7 +127,7 @@ class SparseMLP(nnx.Module):
         shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
         if experts.normalised:
             shares = shares / shares.sum(-1, keepdims=True)
-        matrices = self.experts.arrays(self.build.dtype)
+        matrices = self.experts.arrays()
         mix = partial(_mix, self._inner, self.build.experts, experts.transposed)
         if self.build.experts != "dense" and set(DATA_AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
             mix = _over_mesh(mix, experts.num)
@@ -142,7 +171,7 @@ def _over_mesh(mix, num_experts: int):
 
 
 def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array, shares: Array, chosen: Array,
-         matrices: dict[str, Array]) -> Array:
+         matrices: dict[str, Array | tuple[Array, Array]]) -> Array:
     """[B, T, D] of [B, T, D], shares and choices [B, T, K]; of a choice outside of the experts nothing.
 
     Args:
@@ -154,28 +183,44 @@ def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array,
     shares = jnp.where((chosen >= 0) & (chosen < num), shares, 0)
 
     if form == "dense":
-        def layer(rows: Array, name: str) -> Array:
-            found = jnp.einsum("eni,eio->eno" if transposed else "eni,eoi->eno", rows, matrices[name])
-            return found + matrices[f"{name}_bias"][:, None] if f"{name}_bias" in matrices else found
-
+        layer = partial(_layer, _times_all, slice(None), matrices, transposed)
         found = layer(inner(layer(jnp.broadcast_to(tokens, (num, *tokens.shape)), "gate_up_proj")), "down_proj")
         each = (jax.nn.one_hot(chosen, num) * shares[..., None]).sum(1)
         return jnp.einsum("end,ne->nd", found, each).reshape(x.shape)
     order = _sorted(chosen, num, 1 if form == "ragged" else _block_size(chosen, num))
 
-    def layer(blocks: Array, name: str) -> Array:
+    def times(transposed: bool, blocks: Array, matrix: Array) -> Array:
         if form == "ragged":
-            matrix = matrices[name] if transposed else matrices[name].swapaxes(1, 2)
-            found = jax.lax.ragged_dot(blocks[:, 0], matrix, order.sizes)[:, None]
-        else:
-            found = _times_blocks(transposed, blocks, matrices[name], order.owners, order.num_blocks)
-        return found + matrices[f"{name}_bias"][order.owners][:, None] if f"{name}_bias" in matrices else found
+            matrix = matrix if transposed else matrix.swapaxes(1, 2)
+            return jax.lax.ragged_dot(blocks[:, 0], matrix, order.sizes)[:, None]
+        return _times_blocks(transposed, blocks, matrix, order.owners, order.num_blocks)
 
+    layer = partial(_layer, times, order.owners, matrices, transposed)
     blocks = jnp.take(tokens, order.tokens, axis=0, mode="fill", fill_value=0)
     blocks = blocks.reshape(len(order.owners), -1, x.shape[-1])
     rows = layer(inner(layer(blocks, "gate_up_proj")), "down_proj").reshape(-1, x.shape[-1])
     found = jnp.take(rows, order.places, axis=0, mode="fill", fill_value=0)
     return (found * shares[..., None]).sum(1).reshape(x.shape)
+
+
+def _layer(times: Callable[[bool, Array, Array], Array], owners: Array | slice,
+           matrices: dict[str, Array | tuple[Array, Array]], transposed: bool, blocks: Array, name: str) -> Array:
+    """[M, rows, out] of blocks [M, rows, in], each of one expert, with the matrix of this name.
+
+    Args:
+        times: From whether matrices are [E, in, out], blocks, and the matrices.
+        owners: Expert of each block.
+    """
+    found = times(transposed, blocks, matrices[name])
+    if f"{name}_lora" in matrices:
+        a, b = matrices[f"{name}_lora"]
+        found = found + times(False, times(False, blocks, a), b)
+    return found + matrices[f"{name}_bias"][owners][:, None] if f"{name}_bias" in matrices else found
+
+
+def _times_all(transposed: bool, rows: Array, matrices: Array) -> Array:
+    """Rows [E, N, in] by the matrix of each."""
+    return jnp.einsum("eni,eio->eno" if transposed else "eni,eoi->eno", rows, matrices)
 
 
 class _Order(NamedTuple):

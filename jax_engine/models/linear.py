@@ -68,6 +68,7 @@ class Build:
         dtype: Of matrix products; parameters keep their own.
         lora: Settings of the adapters.
         adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
+        adapted_experts: Names of the experts' matrices that carry one: `gate_up_proj`, `down_proj`.
         rows: Tokens whose rows train beside the adapters, by path of their table: `embed.tokens`, `head`.
         cpu_forms: Take the forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
         blocked: Compute attention in blocks, which is fast on CPUs.
@@ -79,6 +80,7 @@ class Build:
     dtype: jnp.dtype
     lora: LoRA | None = None
     adapted: frozenset[str] = frozenset()
+    adapted_experts: tuple[str, ...] = ()
     rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cpu_forms: bool = False
     blocked: bool = False

@@ -9,12 +9,14 @@ from safetensors.numpy import load_file, save_file
 
 from jax_engine.distributed.tree import flatten, split, unflatten
 from jax_engine.models.architecture import Head
-from jax_engine.models.names import TOKEN_ROWS
+from jax_engine.models.experts import MATRICES
+from jax_engine.models.names import EXPERTS, TOKEN_ROWS
 from jax_engine.models.network import Network, Tree
 from lmmods.core.adapters import (
     ANSWER_HEADS,
     SETTINGS,
     adapted_layers,
+    adapted_parameters,
     adapter_config,
     check_rows,
     modules_in_full,
@@ -31,7 +33,7 @@ WEIGHTS = "adapter_model.safetensors"
 TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 # What an adapter made elsewhere may have beyond these settings, and the value with which it changes nothing.
 NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
-           "layers_to_transform": None, "layer_replication": None, "exclude_modules": None, "target_parameters": None,
+           "layers_to_transform": None, "layer_replication": None, "exclude_modules": None,
            "megatron_config": None, "alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None,
            "ensure_weight_tying": False}
 
@@ -47,8 +49,10 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
     """
     linear, modules = _by_torch_name(network)
     targets = adapted_layers(lora, linear, network.arch.experts is not None)
-    adapted = _in_every_layer(network, "lora.targets", targets, linear)
-    to_save = _in_every_layer(network, "lora.modules_to_save", modules_in_full(lora, modules, linear), modules)
+    adapted = _in_every_layer("lora.targets", targets, linear)
+    in_full, matrices = modules_in_full(lora, modules, linear), _matrices_of_experts(network)
+    of_experts = _in_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full), matrices)
+    to_save = _in_every_layer("lora.modules_to_save", in_full, modules)
     to_save |= {"head"} if network.head == "qa" else set()
     if both := sorted(adapted & to_save):
         raise UserError(f"lora.modules_to_save: {network.torch_modules(both[0])[0]} is also among lora.targets: "
@@ -63,7 +67,8 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
     if network.head == "causal" and arch.tied and ends:
         arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT
     trained = {modules[name]: tuple(tokens) for name, tokens in rows.items()}
-    build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted), rows=trained)
+    build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted), rows=trained,
+                                adapted_experts=tuple(name for name in MATRICES if name in of_experts))
     return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
 
 
@@ -95,12 +100,19 @@ def _ends(network: Network) -> tuple[str, str | None]:
     return network.torch_modules("embed.tokens")[0], None if network.head == "qa" else network.torch_modules("head")[0]
 
 
-def _in_every_layer(network: Network, key: str, names: set[str], ours: dict[str, str]) -> set[str]:
-    """Our modules of these torch names; `ours` has our module of every torch name."""
+def _matrices_of_experts(network: Network) -> dict[str, str]:
+    """The matrix of each torch name of one that all experts of a layer have."""
+    modules = network.torch_modules(EXPERTS) if network.arch.experts is not None else []
+    return {f"{module}.{name}": name for module in modules for name in MATRICES}
+
+
+def _in_every_layer(key: str, names: set[str], ours: dict[str, str]) -> set[str]:
+    """What is ours of these torch names; `ours` has it of every torch name."""
     found = {ours[name] for name in names}
-    for module in sorted(found):
-        if not names.issuperset(network.torch_modules(module)):
-            name = min(names.intersection(network.torch_modules(module)))
+    for part in sorted(found):
+        in_layers = {name for name, own in ours.items() if own == part}
+        if not names >= in_layers:
+            name = min(names & in_layers)
             raise UserError(f"{key}: {name} is named in some layers only. The JAX engine adapts all layers alike: "
                             "leave the layer's number out, or use engine: torch.")
     return found
@@ -144,7 +156,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
         "peft_type": "LORA", "task_type": TASK_TYPES[network.head], "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora, "use_rslora": lora.rslora,
         "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
-        "modules_to_save": to_save or None, "bias": "none",
+        "target_parameters": lora.target_parameters, "modules_to_save": to_save or None, "bias": "none",
         "trainable_token_indices": token_indices(rows, _ends(network)[0]), "fan_in_fan_out": network.arch.conv1d,
         "init_lora_weights": True, "inference_mode": True}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -169,6 +181,7 @@ def adapter_settings(folder: str | Path) -> LoRA:
     # For qa PEFT notes one name of the head whatever the model's is; the head trains in full anyway.
     to_save = [name for name in found.get("modules_to_save") or [] if name not in ANSWER_HEADS]
     return LoRA(rank=found["r"], alpha=found["lora_alpha"], dropout=found.get("lora_dropout", 0.0), targets=targets,
+                target_parameters=found.get("target_parameters") or None,
                 modules_to_save=to_save or None, dora=found.get("use_dora", False),
                 rslora=found.get("use_rslora", False))
 

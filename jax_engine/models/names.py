@@ -16,6 +16,7 @@ LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
 TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train beside an adapter
 ADAPTER_LEAVES = (*LORA_LEAVES, TOKEN_ROWS)
 PEFT_PREFIX = "base_model.model."
+EXPERTS = "layers.mlp.experts"
 
 
 class Names:
@@ -25,19 +26,25 @@ class Names:
         shapes: Tree of shapes of the parameters.
         arch: Numbers of layers.
         adapted: Paths of modules with an adapter.
+        adapted_experts: Names of the experts' matrices with one.
         to_save: Paths of modules that train in full beside adapters.
     """
 
     def __init__(self, family: Family, head: Head, shapes: Tree, arch: Architecture, adapted: frozenset[str],
-                 to_save: frozenset[str]):
+                 adapted_experts: tuple[str, ...], to_save: frozenset[str]):
         self._adapted, self._to_save, self._first_layer = adapted, to_save, arch.first_layer
-        self._wrapped = bool(adapted or to_save)
+        self._adapted_experts = adapted_experts
+        self._wrapped = bool(adapted or adapted_experts or to_save)
         self._leaves = flatten(shapes)
         self._per_group = arch.layers_per_group
         self._base, self._renamed = family.prefix(head), family.renamed.get(head, {})
         inside = {ours: f"{self._base}.{theirs}" for ours, theirs in family.modules.items()}
         parts = [inside, family.head_modules[head]]
         self._modules = {**parts[head in family.first], **parts[head not in family.first]}
+        # PEFT wraps experts once for each adapted matrix: the last one's adapter is the outermost.
+        wraps = ".base_layer" * len(adapted_experts)
+        for depth, name in enumerate(adapted_experts, 1):
+            self._modules[f"{EXPERTS}.{name}_lora"] = self._modules[EXPERTS] + wraps[depth * len(".base_layer"):]
         self._stored = arch.num_stored_layers
         order = list(self._modules)
         ranked = sorted(self._leaves, key=lambda path: (order.index(_module(path)), _leaf_rank(path[-1])))
@@ -110,6 +117,8 @@ class Names:
             return f"{theirs}.token_adapter.base_layer.{leaf}"
         if ours in self._adapted:
             return f"{theirs}.base_layer.{leaf}"
+        if ours == EXPERTS and self._adapted_experts:
+            return f"{theirs}{'.base_layer' * len(self._adapted_experts)}.{leaf}"
         return (f"{theirs}.modules_to_save.default.{leaf}" if self.trains(path)
                 else PEFT_PREFIX + self._inside(path, layer))
 

@@ -76,7 +76,7 @@ class Network(Names):
             path: jax.ShapeDtypeStruct((arch.num_stored_layers - arch.first_layer(f"layers.{path[0]}"), *leaf.shape),
                                        leaf.dtype) for path, leaf in flatten(shapes["layers"]).items()})
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
-        super().__init__(family, head, self.shapes, arch, build.adapted, to_save)
+        super().__init__(family, head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
         self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
                                         arch.mlp_dropout, arch.mlp_inner_dropout, arch.qa_dropout))

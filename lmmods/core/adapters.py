@@ -19,7 +19,7 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False)
 
     Args:
         linear: Names of all layers that can: linear ones, quantised or not, without the output head.
-        has_experts: Whether the model has experts, which cannot: all of a layer are one parameter, and no layer.
+        has_experts: Whether the model has experts, which are none of them: all of a layer are one parameter.
 
     Raises:
         UserError: A target matches none of them.
@@ -28,9 +28,29 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False)
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
         return set(linear)
-    note = (" Experts and their router are no linear layers and carry no adapters; lora.modules_to_save trains them in "
-            "full.") if has_experts else ""
+    note = (" Experts and their router are no linear layers: lora.target_parameters gives experts adapters, and "
+            "lora.modules_to_save trains both in full.") if has_experts else ""
     return _matching("lora.targets", targets, linear, linear, note)
+
+
+def adapted_parameters(lora: LoRA, stacked: Iterable[str], in_full: Collection[str]) -> set[str]:
+    """Names of the parameters with an adapter for each expert.
+
+    Args:
+        stacked: Names of all that can have some: matrices of experts, [E, ...].
+        in_full: Names of the modules that train in full.
+
+    Raises:
+        UserError: A target matches none of them, or is in a module that trains in full.
+    """
+    stacked = list(stacked)
+    if lora.target_parameters and not stacked:
+        raise UserError("lora.target_parameters: this model has no stacked experts. Take it out.")
+    found = _matching("lora.target_parameters", lora.target_parameters or [], stacked, stacked, kind="parameter")
+    if both := sorted(name for name in found if name.rpartition(".")[0] in in_full):
+        raise UserError(f"lora.target_parameters: {both[0]} is in a module that lora.modules_to_save trains in full. "
+                        "Take it out of one of them.")
+    return found
 
 
 def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -> set[str]:
@@ -117,13 +137,14 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
                         "save_pretrained, for example runs/NAME/model.") from error
 
 
-def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[str], note: str = "") -> set[str]:
+def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[str], note: str = "",
+              kind: str = "module") -> set[str]:
     found = set()
     for target in wanted:
         hits = {name for name in present if f".{name}".endswith(f".{target}")}
         if not hits:
             candidates = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise UserError(f"{key}: {target!r} matches no module of this model. Candidates: {', '.join(candidates)}."
+            raise UserError(f"{key}: {target!r} matches no {kind} of this model. Candidates: {', '.join(candidates)}."
                             + note)
         found |= hits
     return found

@@ -92,6 +92,8 @@ class LoRA:
         alpha: The update is scaled by alpha / rank (alpha / sqrt(rank) with `rslora`).
         dropout: Dropout on the adapter's input.
         targets: `all-linear` (every linear layer but the output head) or names of modules, matched at their end.
+        target_parameters: Stacked matrices of experts that carry one for each expert, matched at the end of their
+            names: `[experts.gate_up_proj, experts.down_proj]`.
         modules_to_save: Modules trained in full and saved beside the adapter, for example `[lm_head, embed_tokens]`.
         dora: Weight-decomposed adapters (Liu et al. 2024).
         rslora: Rank-stabilised scaling (Kalajdzievski 2023).
@@ -101,6 +103,7 @@ class LoRA:
     alpha: float = 16
     dropout: float = 0.0
     targets: str | list[str] = "all-linear"
+    target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
     dora: bool = False
     rslora: bool = False
@@ -109,6 +112,10 @@ class LoRA:
         require(self.rank >= 1, "lora.rank", self.rank, "1 or more")
         require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
+        if self.target_parameters:
+            require(self.dropout == 0, "lora.dropout", self.dropout, "0 beside lora.target_parameters: PEFT has none "
+                    "there")
+            require(not self.dora, "lora.dora", self.dora, "false beside lora.target_parameters: PEFT has none there")
 
 
 @dataclass(frozen=True)

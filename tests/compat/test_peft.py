@@ -6,7 +6,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lmmods.core.errors import UserError
 from lmmods.torch_engine.compat import peft as compat
+from lmmods.torch_engine.nn.building import compile_layers
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from tests.compat.contract import mend
 
@@ -31,6 +33,20 @@ def test_adapted_layers_are_found_by_name():
     model = get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), LoraConfig(r=2, target_modules=["1"]))
     [(name, layer)] = compat.lora_layers(model)
     assert name == "base_model.model.1" and layer.base_layer.out_features == 2, mend("peft", compat.lora_layers)
+
+
+def test_adapters_on_parameters_are_known():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrices = nn.Parameter(torch.zeros(2, 4, 4))
+
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["0.matrices"])
+    model = get_peft_model(nn.Sequential(Stack()), config)
+    assert compat.adapts_parameters(model), mend("peft", compat.adapts_parameters)
+    assert not compat.adapts_parameters(adapted())
+    with pytest.raises(UserError, match="model.compile: .*lora.target_parameters"):
+        compile_layers(model)
 
 
 def test_variants_are_known():

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
+from hf_reference import labels_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tested import WITH_EXPERTS, cases
@@ -17,9 +19,15 @@ from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
 from jax_engine.models.dropout import Seeds
+from jax_engine.models.quant import Quantized
+from jax_engine.tasks.sft import SFT
 from lmmods.core.dropout import token_seeds
 from lmmods.core.errors import UserError
+from lmmods.core.experts import Mixture
 from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
+from lmmods.torch_engine.nn.loading import load_pretrained
+from lmmods.torch_engine.nn.lora import add_lora
 
 TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 
@@ -30,8 +38,9 @@ def wrapped(ref, lora):
     if ref.config.model_type in WITH_EXPERTS:  # PEFT's own all-linear counts experts in, which have no adapters here
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
-                        modules_to_save=copy.copy(lora.modules_to_save), use_dora=lora.dora, use_rslora=lora.rslora,
-                        task_type=TASKS[ref.head])
+                        modules_to_save=copy.copy(lora.modules_to_save),
+                        target_parameters=copy.copy(lora.target_parameters), use_dora=lora.dora,
+                        use_rslora=lora.rslora, task_type=TASKS[ref.head])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(copy.deepcopy(ref.torch), config).eval()
@@ -57,6 +66,7 @@ def logits_of(model, batch):
     return output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
 
 
+EXPERTS = ["experts.down_proj", "mlp.experts.gate_up_proj"]
 CASES = [
     ("llama", "causal", LoRA(rank=4, alpha=8, rslora=True, targets=["q_proj", "mlp.down_proj"])),
     ("llama", "causal", LoRA(rank=4, alpha=8, dora=True)),
@@ -70,7 +80,11 @@ CASES = [
 ]
 EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3", "modernbert"), LoRA(rank=3, alpha=6))
 EVERY += [pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, modules_to_save=["mlp.gate", "experts"]),
-                       id="mixtral-causal-in-full", marks=pytest.mark.slow)]
+                       id="mixtral-causal-in-full", marks=pytest.mark.slow),
+          pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, rslora=True, target_parameters=EXPERTS),
+                       id="mixtral-causal-experts"),
+          *(pytest.param(name, "causal", LoRA(rank=2, alpha=8, target_parameters=EXPERTS[:1]), marks=pytest.mark.slow,
+                         id=f"{name}-causal-experts") for name in ("gpt_oss",))]
 
 
 @pytest.mark.parametrize(("name", "head", "lora"), EVERY + [
@@ -211,10 +225,63 @@ def test_only_the_adapters_train(make_ref):
     (LoRA(modules_to_save=["lm_had"]), "lora.modules_to_save: 'lm_had' matches no module"),
     (LoRA(targets=["layers.0.self_attn.q_proj"]), "some layers only"),
     (LoRA(modules_to_save=["o_proj"]), "o_proj is also among lora.targets"),
+    (LoRA(target_parameters=EXPERTS), "this model has no stacked experts"),
 ])
 def test_targets_that_do_not_fit_are_refused_by_name(make_ref, lora, message):
     with pytest.raises(UserError, match=message):
         hub.network(make_ref("llama", "causal").net.config, "causal", lora=lora)
+
+
+def test_adapters_on_experts_that_do_not_fit_are_refused_on_both_engines(make_ref):
+    ref = make_ref("mixtral", "causal")
+    for fields, message in (({"target_parameters": ["w1"]}, "'w1' matches no parameter .*: down_proj, gate_up_proj"),
+                            ({"target_parameters": EXPERTS, "modules_to_save": ["experts"]}, "trains in full"),
+                            ({"target_parameters": EXPERTS, "dropout": 0.1}, "lora.dropout is 0.1, but must be 0"),
+                            ({"target_parameters": EXPERTS, "dora": True}, "lora.dora is True, but must be false")):
+        for adapt in (lambda lora: hub.network(ref.net.config, "causal", lora=lora),
+                      lambda lora: add_lora(ref.torch, lora, [], torch.float32)):
+            with pytest.raises(UserError, match=message):
+                adapt(LoRA(**fields))
+    with pytest.raises(UserError, match="some layers only"):
+        hub.network(ref.net.config, "causal", lora=LoRA(target_parameters=["layers.1.mlp.experts.down_proj"]))
+
+
+def test_experts_with_adapters_on_a_quantised_base_train_alike_on_both_engines(make_ref, tmp_path):
+    """First values, loss with the balance of experts, gradients; PEFT merges the adapter."""
+    ref, lora = make_ref("mixtral", "causal"), LoRA(rank=2, target_parameters=EXPERTS)
+    folder, batch = str(ref.folder), ref.batch()
+    batch["labels"] = labels_of(batch)
+    base = load_pretrained(transformers.AutoModelForCausalLM, folder, quantize="nf4", frozen=True)
+    model = add_lora(base, lora, [], torch.float32, "CAUSAL_LM", seed=3).eval()
+    bare, net = ref.net, hub.network(ref.net.config, "causal", lora=lora)
+    params = adapters.add_adapter(net, loading.load(bare, folder, quantize="nf4"), 3)
+    trained, frozen = split(params, net.trainable(params))
+    peft = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(np.array_equal(value, peft[name].detach()) for name, value in net.to_torch(trained).items())
+    assert isinstance(params["layers"]["attn"]["q"]["weight"], Quantized)
+    random = np.random.default_rng(0)
+    trained = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32) * 0.2, trained)
+    with torch.no_grad():
+        for name, value in net.to_torch(trained).items():
+            peft[name].copy_(torch.tensor(value))
+
+    task = SFT(pretrained=folder, balance_loss=0.3)
+    task.network = net
+    total, grads = jax.jit(jax.value_and_grad(
+        lambda trained: task.batch_loss(merge(trained, frozen), batch, True, False).total))(trained)
+    sums = causal_loss(model, LMHead.of(model), {key: torch.tensor(value) for key, value in batch.items()},
+                       mixture=Mixture(5, 2), balance_loss=0.3)
+    sums.total.backward()
+    assert float(total) == pytest.approx(sums.total.item(), rel=1e-5)
+    largest = max(float(parameter.grad.abs().max()) for parameter in peft.values())
+    for name, gradient in net.to_torch(grads).items():
+        scale = max(float(peft[name].grad.abs().max()), 1e-3 * largest)
+        assert np.abs(gradient - peft[name].grad.numpy()).max() <= 1e-4 * scale, name
+
+    adapters.save_adapter(net, trained, tmp_path, base=folder)
+    plain = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path).eval()
+    expected = logits_of(plain, ref.batch())
+    assert torch.allclose(logits_of(plain.merge_and_unload(safe_merge=True), ref.batch()), expected, atol=1e-5)
 
 
 def test_a_tied_masked_head_cannot_train_apart(make_ref):

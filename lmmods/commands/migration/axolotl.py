@@ -89,12 +89,13 @@ def _take_model(draft: Draft) -> None:
         draft.put("model.lora.alpha", draft.get("lora_alpha", 16), "lora_alpha")
         draft.put("model.lora.dropout", float(draft.get("lora_dropout", 0.0)), "lora_dropout")
         _take_targets(draft)
-        if modules := draft.get("lora_modules_to_save"):
-            draft.put("model.lora.modules_to_save", modules, "lora_modules_to_save")
+        for ours in ("modules_to_save", "target_parameters"):
+            if names := draft.get(f"lora_{ours}"):
+                draft.put(f"model.lora.{ours}", names, f"lora_{ours}")
     elif adapter:
         draft.lose("adapter", f"there is no {adapter}; without model.lora the whole model trains")
     for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
-                "lora_modules_to_save"):
+                "lora_modules_to_save", "lora_target_parameters"):
         draft.get(key)
     if adapter == "qlora" and draft.get("load_in_4bit") is None:
         draft.content["load_in_4bit"] = True

@@ -95,7 +95,7 @@ def _take_model(draft: Draft) -> None:
     peft, targets = draft.get("use_peft", False), draft.get("lora_target_modules")
     options = {key: draft.get(key, default) for key, default in
                (("lora_r", 16), ("lora_alpha", 32), ("lora_dropout", 0.05))}
-    modules = draft.get("lora_modules_to_save")
+    named = {ours: draft.get(f"lora_{ours}") for ours in ("modules_to_save", "target_parameters")}
     if peft:
         for key, ours in (("lora_r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
             draft.put(f"model.lora.{ours}", options[key], key)
@@ -105,8 +105,9 @@ def _take_model(draft: Draft) -> None:
             draft.put("model.lora.targets", ["q_proj", "v_proj"], "")
             draft.note("lora_target_modules is left to PEFT, which adapts q_proj and v_proj in Llama, Qwen, Mistral "
                        "and Gemma; other architectures call them otherwise. all-linear learns more.")
-        if modules:
-            draft.put("model.lora.modules_to_save", modules, "lora_modules_to_save")
+        for ours, names in named.items():
+            if names:
+                draft.put(f"model.lora.{ours}", names, f"lora_{ours}")
     take_quantization(draft, False)
     dtype = str(draft.get("dtype", draft.get("torch_dtype", "float32")))
     bf16, fp16 = draft.get("bf16"), draft.get("fp16", False)

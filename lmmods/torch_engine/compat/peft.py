@@ -29,6 +29,11 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
+def adapts_parameters(model: nn.Module) -> bool:
+    """Whether adapters are on parameters instead of layers: the class `ParamWrapper`, by its name."""
+    return any(type(layer).__name__ == "ParamWrapper" for _, layer in lora_layers(model))
+
+
 def has_variant(layer: nn.Module) -> bool:
     """Whether a LoRA layer computes something else than W x + scaling B A x, as DoRA does: `lora_variant`.
 

@@ -12,6 +12,7 @@ from lmmods.core.errors import UserError, one_line
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
 from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.task_fields import TaskFields
+from lmmods.torch_engine.compat.peft import adapts_parameters
 from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
@@ -111,7 +112,10 @@ def fuse_activations(model: nn.Module) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let torch.compile make one program of each kind of layer."""
+    """Let torch.compile make one program of each kind of layer. Raises UserError: it cannot."""
+    if adapts_parameters(model):
+        raise UserError("model.compile: adapters on experts (lora.target_parameters) put new matrices into the network "
+                        "in each forward pass, and torch.compile would compile for each. Set model.compile to false.")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():

@@ -6,6 +6,7 @@ from torch import nn
 from lmmods.core.adapters import (
     ANSWER_HEADS,
     adapted_layers,
+    adapted_parameters,
     check_rows,
     modules_in_full,
     quantised_in_full,
@@ -36,6 +37,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
             kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
             raise UserError(quantised_in_full(name, kind))
+    adapted_parameters(settings, [name for name, parameter in model.named_parameters()
+                                  if ".experts." in name and parameter.ndim == 3], in_full)
     answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
     if "all-linear" in targets and has_experts:  # PEFT would count them and their router in
@@ -47,6 +50,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         target_modules="all-linear" if "all-linear" in targets else targets,
         # for this task PEFT itself adds one name of the head
         modules_to_save=[*(settings.modules_to_save or []), *(set(answers) - {"qa_outputs"})] or None,
+        target_parameters=settings.target_parameters,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
@@ -54,7 +58,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         task_type=task_type,
     )
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-    if found := config.target_parameters:  # PEFT has put names there that the model's type once had in its experts
+    # PEFT puts names there that the model's type once had in its experts.
+    if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
         raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
                         f"its experts or their router ({', '.join(sorted(found))}). Name layers of the attention.")
     wrapped = _cast_trainable(wrapped, dtype)

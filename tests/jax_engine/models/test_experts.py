@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +41,17 @@ from lmmods.torch_engine.nn.summary import training_flops
 from lmmods.torch_engine.tasks.sft import SFT as TorchSFT
 
 
-def in_form(ref, form):
-    net = ref.net
+def in_form(net, form):
     return Network(net.config, net.family, net.arch, net.head, dataclasses.replace(net.build, experts=form))
+
+
+def with_adapters(ref):
+    """The network with random adapters on its attention and experts, and its parameters."""
+    net = hub.network(ref.net.config, "causal", lora=LoRA(rank=2, target_parameters=[
+        "experts.gate_up_proj", "experts.down_proj"]))
+    random = np.random.default_rng(0)
+    return net, unflatten({path: random.normal(size=leaf.shape).astype(np.float32) if "lora" in path[-1] else leaf
+                           for path, leaf in flatten(add_adapter(net, ref.params, 0)).items()})
 
 
 @pytest.mark.parametrize(("name", "form"), [
@@ -52,15 +59,15 @@ def in_form(ref, form):
         ("gpt_oss", "ragged"), ("mixtral", "blocks"), ("mixtral", "ragged")))])
 def test_the_sorted_forms_are_the_dense_one(make_ref, name, form, monkeypatch):
     monkeypatch.setattr(experts, "BLOCK_SIZES", (2, 4))
-    ref = make_ref(name)
-    batch = ref.batch()
+    net, params = with_adapters(make_ref(name))
+    batch = make_ref(name).batch()
 
     def gradients(net):
         run = jax.jit(jax.value_and_grad(lambda p: our_loss(net, p, batch, labels_of(batch))[0]))
-        value, grads = run(ref.params)
+        value, grads = run(params)
         return {"loss": value, **flatten(grads)}
 
-    ours, dense = gradients(in_form(ref, form)), gradients(in_form(ref, "dense"))
+    ours, dense = gradients(in_form(net, form)), gradients(in_form(net, "dense"))
     for path, leaf in dense.items():
         assert np.abs(ours[path] - leaf).max() <= 2e-5 * max(np.abs(leaf).max(), 1e-3), path
 
@@ -148,13 +155,8 @@ MESHES = {
 def test_devices_that_share_experts_compute_what_one_does(make_ref, sizes, form, adapts, shards):
     """Loss, balance, load and gradients of packed rows; all parameters train, or adapters beside frozen experts."""
     ref, task = make_ref("qwen3_moe"), SFT(pretrained="-", balance_loss=0.3)
-    task.network, params = in_form(ref, form), ref.params
-    if adapts:
-        adapted = hub.network(ref.net.config, "causal", lora=LoRA(rank=2))
-        task.network = in_form(SimpleNamespace(net=adapted), form)
-        random = np.random.default_rng(0)
-        params = unflatten({path: random.normal(size=leaf.shape).astype(np.float32) if "lora" in path[-1] else leaf
-                            for path, leaf in flatten(add_adapter(adapted, ref.params, 0)).items()})
+    net, params = with_adapters(ref) if adapts else (ref.net, ref.params)
+    task.network = in_form(net, form)
     mesh = ShardedMesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:math.prod(sizes.values())])
     ranks, random = mesh.data_parallel_size, np.random.default_rng(3)
     real = np.arange(9) < random.integers(6, 10, (2 * ranks, 1))
