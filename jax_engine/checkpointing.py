@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import jax
+
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.checkpoint_arrays import pack, pack_accumulation, unpack, unpack_accumulation, unpack_trainable
+from jax_engine.distributed import devices as machines
 from jax_engine.distributed.weights import Weights
 from jax_engine.run import Run, Training
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint
+from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity
@@ -23,6 +27,8 @@ class Checkpointer:
         self._callbacks, self._identity = callbacks, identity
         self._latest: Path | None = None  # restored or saved
         self._writer = BackgroundWriter()
+        several = jax.process_count() > 1
+        self._shares = Shares(jax.process_index(), jax.process_count()) if several else None
 
     # Restoring -------------------------------------------------------------------------------------------------------
 
@@ -73,8 +79,8 @@ class Checkpointer:
         with run.stopwatch.paused():
             content = self._content()
             kept = self._policy.decide(path.name)
-            if run.is_first:
-                self._writer.save(path, content, lambda: self._settle(path, kept))
+            self._writer.save(path, content, lambda: self._settle(path, kept), self._shares,
+                              lambda: machines.barrier("checkpoint begins"))
 
     def _settle(self, path: Path, kept: KeptCheckpoints) -> None:
         """Called when a checkpoint stands, by the thread that wrote it."""
@@ -92,9 +98,11 @@ class Checkpointer:
     def _content(self) -> CheckpointContent:
         """All processes must call this."""
         run, network, progress = self._run, self._run.task.network, self._run.progress
-        state, accumulation = run.parallel.fetch_state(run.state), {}
+        fetch, accumulation = run.parallel.pieces if self._shares else run.parallel.fetch_state, {}
+        state = fetch(run.state)
         if run.num_accumulated:
-            sums = run.parallel.fetch_sums(run.accumulation)
+            added = run.parallel.add_up(run.accumulation)
+            sums = {**run.parallel.fetch_state({"sums": added["sums"]}), "gradients": fetch(added["gradients"])}
             accumulation = pack_accumulation(sums, run.num_accumulated, network.to_torch, run.task.metric_names)
         return {
             "engine": "jax",

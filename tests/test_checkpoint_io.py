@@ -3,15 +3,18 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from lmmods.commands.replay import first_difference
 from lmmods.core.errors import UserError
-from lmmods.runs import checkpoint_io
+from lmmods.runs import checkpoint_io, checkpoint_pieces
 from lmmods.runs.checkpoint_io import BackgroundWriter, Writers, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_pieces import Pieces, Shares
 from lmmods.torch_engine.checkpoint_io import TORCH
 from tests.forks import Fork
 from tests.test_checkpoint_format import same
@@ -41,6 +44,74 @@ def test_shards_of_several_processes_are_read_by_both_engines(tmp_path):
         (optimizer,) = found["optimizer_states"]
         assert optimizer["state"][0]["step"] == 7 and optimizer["state"][0]["m"].shape == (4, 3)
         assert found["sums"].shape == (4,) and found["global_step"] == 3
+
+
+def pieces_of(rank: int) -> dict:
+    """What each of two processes has of a matrix cut by columns, of a vector that one holds, and of what both have."""
+    matrix, step = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.array(7.0)
+    columns = (slice(0, 2), slice(2, 3))[rank]
+    return {"state_dict": {"w": Pieces((4, 3), (((0, columns.start), matrix[:, columns]),)),
+                           "b": Pieces((2,), (((0,), np.ones(2)),) if rank == 0 else ())},
+            "optimizer_states": [{"state": {0: {"step": step, "m": Pieces((4, 3), (((2 * rank, 0),
+                                                                                 matrix[2 * rank:2 * rank + 2]),))}}}],
+            "window": {"sums": np.ones(4)}, "global_step": 3}
+
+
+def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
+    """The first process writes beside training and ends the checkpoint when the other one has written its pieces."""
+    first, second, events = BackgroundWriter(), BackgroundWriter(), []
+    first.save(tmp_path / "c", pieces_of(0), lambda: events.append("stands"), Shares(0, 2),
+               lambda: events.append("room"))
+    while not (tmp_path / ".c" / "state-00000-of-00002.safetensors").exists():
+        time.sleep(0.01)
+    assert events == ["room"] and not (tmp_path / "c").exists()
+    second.save(tmp_path / "c", pieces_of(1), lambda: events.append("not by the second"), Shares(1, 2))
+    second.wait()
+    first.wait()
+    assert events == ["room", "stands"] and not (tmp_path / ".c").exists()
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "manifest.json", *(f"{name}-{rank:05d}-of-00002.safetensors" for name in ("model", "optimizer", "state")
+                           for rank in range(2)), "state.json"]
+    whole = np.arange(12.0).reshape(4, 3)
+    for found in (read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")):
+        state = found["optimizer_states"][0]["state"][0]
+        assert np.array_equal(found["state_dict"]["w"], whole) and np.array_equal(state["m"], whole)
+        assert np.array_equal(found["state_dict"]["b"], np.ones(2)) and state["step"] == 7
+        assert found["window"]["sums"].shape == (4,) and found["global_step"] == 3
+
+
+def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
+    content = pieces_of(0)
+    whole = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    content["state_dict"] = {"w": whole, "b": np.ones(2)}
+    content["optimizer_states"][0]["state"][0]["m"] = whole.copy()
+    write_checkpoint(tmp_path / "one", content)
+    checkpoint_pieces.begin_folder(tmp_path / "two")
+    for rank in (1, 0):
+        checkpoint_pieces.write_share(tmp_path / "two", pieces_of(rank), Shares(rank, 2), checkpoint_io.place_of)
+    assert first_difference(tmp_path / "one", tmp_path / "two") == ("", 5)
+    content["optimizer_states"][0]["state"][0]["m"][3, 2] += 1
+    write_checkpoint(tmp_path / "one", content)
+    assert first_difference(tmp_path / "two", tmp_path / "one")[0] == "optimizer_states/0/state/0/m differs"
+
+
+def test_a_missing_piece_is_damage(tmp_path):
+    checkpoint_pieces.begin_folder(tmp_path / "c")
+    content = pieces_of(0)
+    checkpoint_pieces.write_share(tmp_path / "c", content, Shares(0, 1), checkpoint_io.place_of)
+    with pytest.raises(UserError, match="parts of w are missing"):
+        read_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize(("rows", "count"), [(4, 1), (4, 3), (2, 3), (0, 2)])
+def test_what_several_have_is_written_once(rows, count, monkeypatch):
+    """By rows where there are enough of them, and nothing twice."""
+    monkeypatch.setattr(checkpoint_pieces, "SMALL", 1)
+    array = np.arange(rows * 2).reshape(rows, 2)
+    parts = [part for number in range(count) for part in checkpoint_pieces.own_part((5, 1), array, number, count)]
+    assert np.array_equal(np.concatenate([part for _, part in parts]), array)
+    assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
+                                             for place in range(len(parts))]
 
 
 def test_damage_is_found(tmp_path):

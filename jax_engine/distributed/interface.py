@@ -109,7 +109,15 @@ class Parallel(ABC):
 
     def fetch_sums(self, tree: Tree) -> Tree:
         """State that each device has summed for itself, added up over devices, as host arrays in every process."""
-        return self.fetch_state(tree)
+        return self.fetch_state(self.add_up(tree))
+
+    def add_up(self, tree: Tree) -> Tree:
+        """State that each device has summed for itself, added up over devices; all processes must call it."""
+        return tree
+
+    @abstractmethod
+    def pieces(self, tree: Tree) -> Tree:
+        """What this process writes of a state that all processes save together: `Pieces` in host memory, copied."""
 
 
 class Compiled:

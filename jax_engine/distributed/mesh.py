@@ -19,6 +19,7 @@ from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.runs.checkpoint_pieces import Pieces, own_part
 
 _FSDP = ("fsdp", "expert", SEQUENCE)  # devices that have other rows or other parts of them hold no copies either
 # Pattern in a parameter's dotted path -> the mesh axes over which each of its last dimensions is sharded; () and paths
@@ -195,6 +196,9 @@ class ShardedMesh(Parallel):
     def fetch_state(self, tree):
         return jax.tree.map(_whole, tree)
 
+    def pieces(self, tree):
+        return jax.tree.map(_pieces, tree)
+
     def fetch_rows(self, tree):
         return jax.tree.map(self._own_rows, tree)
 
@@ -206,6 +210,14 @@ class ShardedMesh(Parallel):
 def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
     host = np.asarray(x) if isinstance(x, Array) else x  # not what has still to be drawn
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
+
+
+def _pieces(x: Array) -> Pieces:
+    different = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
+    copies = len(x.sharding.device_set) // len(different)
+    parts = [own_part(tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True)), shard.data,
+                      shard.replica_id, copies) for shard in x.addressable_shards]
+    return Pieces(x.shape, tuple(chain.from_iterable(parts)))
 
 
 def _whole(x: Array) -> np.ndarray:

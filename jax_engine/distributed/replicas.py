@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_engine.distributed.interface import Compiled, Parallel, own_positions
 from jax_engine.distributed.target import lowering_platforms
+from lmmods.runs.checkpoint_pieces import Pieces, own_part
 
 _AXIS = "replica"
 
@@ -100,9 +101,12 @@ class Replicas(Parallel):
         return jax.tree.map(
             lambda x: self._place(np.where(is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros_like(x))), tree)
 
-    def fetch_sums(self, tree):
-        added = self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]
-        return self.fetch_state(added)
+    def add_up(self, tree):
+        return self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]
+
+    def pieces(self, tree):
+        return jax.tree.map(lambda x: Pieces(x.shape[1:], own_part(
+            (0,) * (x.ndim - 1), x.addressable_shards[0].data[0], jax.process_index(), jax.process_count())), tree)
 
     def _place(self, x: np.ndarray) -> Array:
         sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))

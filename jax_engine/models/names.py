@@ -10,6 +10,7 @@ from jax_engine.models.architecture import Architecture, Family, Head
 from lmmods.core.adapters import saved_name
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import some
+from lmmods.runs.checkpoint_pieces import Pieces
 
 Tree = dict[str, Any]
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -134,10 +135,14 @@ class Names:
         return not self._wrapped or path[-1] in ADAPTER_LEAVES or _module(path) in self._to_save
 
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
-        """Leaves of any tree shaped like the parameters or a part of them, by torch's names (`plain` as in `names`)."""
-        leaves = {path: np.asarray(leaf) for path, leaf in flatten(tree).items()}
-        return {name: np.ascontiguousarray(leaves[path] if layer is None else leaves[path][layer])
-                for name, path, layer in self.names(plain) if path in leaves}
+        """Leaves of any tree shaped like the parameters or a part of them, by torch's names (`plain` as in `names`).
+
+        Of `Pieces` those of each layer.
+        """
+        leaves = {path: leaf if isinstance(leaf, Pieces) else np.asarray(leaf) for path, leaf in flatten(tree).items()}
+        named = {name: leaves[path] if layer is None else leaves[path][layer]
+                 for name, path, layer in self.names(plain) if path in leaves}
+        return {name: leaf if isinstance(leaf, Pieces) else np.ascontiguousarray(leaf) for name, leaf in named.items()}
 
     def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
         """Undo `to_torch`; the tree has the leaves that are named.

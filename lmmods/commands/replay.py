@@ -145,7 +145,12 @@ def _compare_checkpoints(run: RunFolder, again: RunFolder, num_steps: int, findi
 
 def first_difference(was: Path, now: Path) -> tuple[str, int]:
     """The first array in which two checkpoints differ, in words, empty where none does; and how many are the same."""
+    from lmmods.runs.checkpoint_io import read_arrays
+    from lmmods.runs.checkpoint_pieces import pieces_in
+
     count = 0
+    if any(pieces_in(path) is not None for folder in (was, now) for path in folder.glob("*.safetensors")):
+        return _first_different_array(read_arrays(was), read_arrays(now))
     for path in sorted(was.glob("*.safetensors")):
         if not (now / path.name).is_file():
             return f"{path.name} has no counterpart: it was written by another number of processes", count
@@ -159,6 +164,16 @@ def first_difference(was: Path, now: Path) -> tuple[str, int]:
                     return f"{name} in {path.name} differs", count
                 count += 1
     return "", count
+
+
+def _first_different_array(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, int]:
+    for count, name in enumerate(sorted({**old, **new})):
+        one, other = old.get(name), new.get(name)
+        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{name} has another shape or type", count
+        if one.tobytes() != other.tobytes():
+            return f"{name} differs", count
+    return "", len(old)
 
 
 def _header(file: Any) -> tuple[dict[str, Any], int]:

@@ -7,7 +7,8 @@
     manifest.json           size and checksum of each file
 
 Of sharded parameters each process may write its own shard, `model-00000-of-00002.safetensors` and so on, which joined
-along their first dimension are the whole. The folder appears under its name only when all of it is on disk.
+along their first dimension are the whole; or pieces that say where they belong (lmmods.runs.checkpoint_pieces). The
+folder appears under its name only when all of it is on disk.
 """
 
 import shutil
@@ -24,6 +25,7 @@ from lmmods.runs.atomic import commit_folder, write_json
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
 from lmmods.runs.checkpoint_format import check_manifest, read_tree, split, write_manifest
+from lmmods.runs.checkpoint_pieces import Shares, begin_folder, pieces_in, put_together, write_share
 from lmmods.runs.saving import saving
 
 SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
@@ -39,12 +41,14 @@ class ArrayLibrary:
         save: Write arrays by name as a safetensors file.
         load: Undo `save`.
         concatenate: Join arrays along their first dimension.
+        empty: Make an array of a shape, of another one's kind.
     """
 
     is_array: Callable[[Any], bool]
     save: Callable[[dict[str, Any], Path], None]
     load: Callable[[Path], dict[str, Any]]
     concatenate: Callable[[list[Any]], Any]
+    empty: Callable[[Any, tuple[int, ...]], Any]
     memory_of: Callable[[Any], Hashable] = id
 
 
@@ -55,7 +59,7 @@ def _save_numpy(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 
 NUMPY = ArrayLibrary(lambda node: isinstance(node, np.ndarray), _save_numpy, safetensors.numpy.load_file,
-                     np.concatenate)
+                     np.concatenate, lambda like, shape: np.empty(shape, like.dtype))
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,8 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
 def _write_arrays(arrays: dict[str, Any], folder: Path, library: ArrayLibrary, writers: Writers) -> None:
     by_file: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
-        top, _, rest = name.partition("/")
-        by_file.setdefault(SHARDED.get(top, REST), {})[rest if top in SHARDED else name] = array
+        file, inside = place_of(name)
+        by_file.setdefault(file, {})[inside] = array
     shard = f"-{writers.rank:05d}-of-{writers.world_size:05d}" if writers.world_size > 1 else ""
     for file, part in by_file.items():
         if file != REST:  # a single number is whole on each process
@@ -110,6 +114,12 @@ def _write_arrays(arrays: dict[str, Any], folder: Path, library: ArrayLibrary, w
             library.save(part, folder / f"{file}.safetensors")
 
 
+def place_of(path: str) -> tuple[str, str]:
+    """The file of an array, without its ending, and the array's name in it, by its path in the tree."""
+    top, _, rest = path.partition("/")
+    return (SHARDED[top], rest) if top in SHARDED else (REST, path)
+
+
 def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
     """Undo `write_checkpoint`, whichever engine and however many processes wrote it.
 
@@ -117,13 +127,23 @@ def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
         UserError: A file is damaged.
     """
     check_manifest(folder)
+    return read_tree(folder, read_arrays(folder, library))
+
+
+def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
+    """The arrays of a checkpoint by their paths in its tree, whole, whoever wrote which part of them."""
     arrays: dict[str, Any] = {}
     for top, file in (*SHARDED.items(), ("", REST)):
-        shards = [library.load(path) for path in sorted(folder.glob(f"{file}*.safetensors"))]
+        files = sorted(folder.glob(f"{file}*.safetensors"))
+        if files and pieces_in(files[0]) is not None:
+            found = put_together(files, library.load, library.empty)
+            arrays |= {f"{top}/{name}".lstrip("/"): array for name, array in found.items()}
+            continue
+        shards = [library.load(path) for path in files]
         for name, array in shards[0].items() if shards else ():
             whole = library.concatenate([shard[name] for shard in shards]) if len(shards) > 1 and array.ndim else array
             arrays[f"{top}/{name}".lstrip("/")] = whole
-    return read_tree(folder, arrays)
+    return arrays
 
 
 class BackgroundWriter:
@@ -133,22 +153,33 @@ class BackgroundWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None) -> None:
+    def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None,
+             shares: Shares | None = None, barrier: Callable[[], None] = lambda: None) -> None:
         """Start to write `content`, whose arrays nothing changes any more, after the checkpoint before it.
 
         Args:
-            then: Called when it stands.
+            then: Called when it stands, by the first process.
+            shares: Where several processes write it together and all call this: which of them this one is.
+            barrier: Waits for all of them, in the calling thread.
 
         Raises:
             Exception: What went wrong with the checkpoint before.
         """
         self.wait()
-        self._writing = self._thread.submit(self._write, folder, content, then)
+        if shares is not None:
+            if shares.rank == 0:
+                begin_folder(folder)
+            barrier()
+        self._writing = self._thread.submit(self._write, folder, content, then, shares)
 
     @staticmethod
-    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None]) -> None:
-        write_checkpoint(folder, content)
-        then()
+    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None], shares: Shares | None) -> None:
+        if shares is None:
+            write_checkpoint(folder, content)
+        else:
+            write_share(folder, content, shares, place_of)
+        if shares is None or shares.rank == 0:
+            then()
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what went wrong."""

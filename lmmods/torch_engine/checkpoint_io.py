@@ -49,4 +49,4 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     save_file(stored, path, metadata={"format": "pt"})
 
 
-TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, _memory_of)
+TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _memory_of)

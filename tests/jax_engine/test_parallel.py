@@ -20,6 +20,7 @@ from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
+from lmmods.runs import checkpoint_pieces
 from tests.forks import together
 
 FLAG = "--xla_force_host_platform_device_count"
@@ -129,6 +130,28 @@ def test_host_arrays_come_back_bit_for_bit(toy, way):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True))
     rows = np.arange(3 * parallel.data_parallel_size).reshape(-1, 3)
     assert np.array_equal(parallel.fetch_rows(parallel.put_batch({"x": rows}))["x"], rows)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pieces_make_the_whole_and_none_is_there_twice(way, monkeypatch):
+    """What a process saves of a state, cut among copies too; names of the layers of what is stacked."""
+    monkeypatch.setattr(checkpoint_pieces, "SMALL", 1)
+    state = {"layers": {"a": {"weight": np.arange(96.0).reshape(3, 8, 4)}, "norm": {"weight": np.ones((3, 5))}},
+             "count": np.array(3)}
+    placed = WAYS[way]().put_state(state)
+    pieces = WAYS[way]().pieces(placed)
+
+    def whole(pieces: checkpoint_pieces.Pieces) -> np.ndarray:
+        array, times = np.zeros(pieces.shape), np.zeros(pieces.shape)
+        for begin, part in pieces.parts:
+            place = tuple(slice(at, at + size) for at, size in zip(begin, part.shape))
+            array[place], times[place] = part, times[place] + 1
+        assert (times == 1).all()
+        return array
+
+    assert jax.tree.all(jax.tree.map(lambda piece, array: np.array_equal(whole(piece), array), pieces, state))
+    assert np.array_equal(whole(pieces["layers"]["a"]["weight"][1]), state["layers"]["a"]["weight"][1])
+    assert pieces["layers"]["a"]["weight"].nbytes == state["layers"]["a"]["weight"].nbytes / 2  # float32 here
 
 
 def test_what_is_fetched_outlives_the_donated_state():

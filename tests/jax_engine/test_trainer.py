@@ -151,6 +151,7 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, fin
                               trainer__val_check_interval=6, trainer__devices=1)
     said = together(["fit", *for_two], 2)
     assert sum("Parameters:" in text for text in said) == 1
+    assert len(list(two.resolve("last").glob("*-of-00002.safetensors"))) == 4  # both wrote weights and moments
     untimed = TIMED | {"train/epoch"}
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)

@@ -1,0 +1,172 @@
+"""Checkpoints that all processes of a run write, each the pieces of arrays that it holds, without talking meanwhile.
+
+    model-00003-of-00008.safetensors    pieces of process 3 of 8; metadata say where in its array each begins
+
+The first process begins the folder and ends it. That another one has written its files it sees by their names, which
+they bear from when they are complete.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from lmmods.core.errors import UserError
+from lmmods.runs.atomic import commit_folder, write_json
+from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.runs.checkpoint_files import PLAIN
+from lmmods.runs.checkpoint_format import split, write_manifest
+from lmmods.runs.saving import saving
+
+PIECES = "pieces"  # in the metadata of a file: JSON of {name in the file: [name, shape, begin]}
+POLL_SECONDS = 0.05
+SMALL = 2**20  # bytes; what is smaller is not cut among processes that all hold it
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What this process writes of an array, whose other pieces are written by others.
+
+    Args:
+        shape: Of the whole.
+        parts: Where in it each piece begins, and its values.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[tuple[int, ...], np.ndarray], ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for _, array in self.parts)
+
+    def __getitem__(self, index: int) -> "Pieces":
+        """One along the first dimension."""
+        return Pieces(self.shape[1:], tuple((begin[1:], array[index - begin[0]]) for begin, array in self.parts
+                                            if begin[0] <= index < begin[0] + len(array)))
+
+
+def own_part(begin: tuple[int, ...], array: Any, number: int, count: int
+             ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
+    """What holder `number` of `count` that all have a piece writes of it, copied: some of its rows, or all or nothing.
+
+    Args:
+        begin: Where the piece begins.
+        array: Its values, with `shape`, `nbytes` and slices.
+    """
+    if count == 1 or not array.ndim or array.nbytes < SMALL or array.shape[0] < count:
+        return ((begin, np.array(array)),) if number == 0 else ()
+    first, last = (len(array) * rank // count for rank in (number, number + 1))
+    return (((begin[0] + first, *begin[1:]), np.array(array[first:last])),)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which of the processes that write a checkpoint together this one is: `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def file(self, group: str, rank: int | None = None) -> str:
+        return f"{group}-{self.rank if rank is None else rank:05d}-of-{self.size:05d}.safetensors"
+
+
+def begin_folder(folder: Path) -> None:
+    """Make room for a checkpoint. The first process does so before any other one writes."""
+    temporary = _temporary(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups: Callable[[str], tuple[str, str]]
+                ) -> None:
+    """Write this process's pieces; the first also ends the checkpoint, when all others have written theirs.
+
+    Args:
+        content: The same tree in all processes, with this process's `Pieces` and arrays that all have, which the first
+            one writes.
+        groups: The file and the name in it of an array by its path in the tree.
+
+    Raises:
+        UserError: The disk failed.
+    """
+    temporary = _temporary(folder)
+    tree, arrays = split(content, lambda node: isinstance(node, (Pieces, np.ndarray)))
+    files: dict[str, tuple[dict[str, np.ndarray], dict[str, Any]]] = {}
+    for path, array in arrays.items():
+        group, name = groups(path)
+        stored, told = files.setdefault(group, ({}, {}))
+        if isinstance(array, np.ndarray):
+            array = Pieces(array.shape, (((0,) * array.ndim, array),) if shares.rank == 0 else ())
+        for number, (begin, part) in enumerate(array.parts):
+            key = f"{name}|{number}"
+            stored[key] = np.asarray(part, order="C")  # safetensors writes garbage for arrays that are not contiguous
+            told[key] = [name, list(array.shape), list(begin)]
+    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
+        for group, (stored, told) in files.items():
+            hidden = temporary / f".{shares.file(group)}"
+            save_file(stored, hidden, metadata={"format": "pt", PIECES: json.dumps(told)})
+            os.replace(hidden, temporary / shares.file(group))
+        if shares.rank == 0:
+            awaited = {shares.file(group, rank) for group in files for rank in range(shares.size)}
+            while not awaited <= {path.name for path in temporary.iterdir()}:
+                time.sleep(POLL_SECONDS)
+            write_json(temporary / PLAIN, tree)
+            write_manifest(temporary)
+            commit_folder(temporary, folder)
+
+
+def pieces_in(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] | None:
+    """Of each piece in a file by its name there: the array's name and shape, and where in it the piece begins.
+
+    None where the file holds no pieces.
+    """
+    with safe_open(file, framework="np") as opened:
+        told = (opened.metadata() or {}).get(PIECES)
+    if told is None:
+        return None
+    return {key: (name, tuple(shape), tuple(begin)) for key, (name, shape, begin) in json.loads(told).items()}
+
+
+def put_together(files: list[Path], load: Callable[[Path], dict[str, Any]], empty: Callable[[Any, tuple], Any]
+                 ) -> dict[str, Any]:
+    """The arrays whose pieces are in some files, one file in memory at a time.
+
+    Args:
+        empty: Makes an array of this shape and another one's kind.
+
+    Raises:
+        UserError: Some pieces are in none of the files.
+    """
+    whole: dict[str, Any] = {}
+    filled: Counter[str] = Counter()
+    for file in files:
+        arrays = load(file)
+        for key, (name, shape, begin) in (pieces_in(file) or {}).items():
+            part = arrays.pop(key)
+            if name not in whole:
+                whole[name] = empty(part, shape)
+            whole[name][tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))] = part
+            filled[name] += math.prod(part.shape)
+    for name, array in whole.items():
+        if filled[name] != math.prod(array.shape):
+            raise UserError(f"Checkpoint {files[0].parent} is damaged: parts of {name} are missing. Resume from "
+                            "another one.")
+    return whole
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}")
