@@ -69,9 +69,9 @@ class Fused:
             options["key_value_seq_lengths"] = batch["attention_mask"].sum(1).astype(jnp.int32)
 
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
-            q, k, v = (_laid_out(x, self.num_kv_heads) for x in (q, k, v))
-            mixed = jax.nn.dot_product_attention(q, k, v, **options)
-            return mixed.reshape(*q.shape[:2], -1)
+            q, k, v = (_laid_out(_in_parts(x), self.num_kv_heads) for x in (q, k, v))
+            mixed = _laid_out(jax.nn.dot_product_attention(q, k, v, **options), self.num_kv_heads)
+            return _in_parts(mixed).reshape(*q.shape[:2], -1)
 
         return attend_fused
 
@@ -201,6 +201,11 @@ def _laid_out(x: Array, num_kv_heads: int) -> Array:
     """
     axes = ("tensor", SEQUENCE) if num_sequence_parts() > 1 else "tensor"
     return constrain(x, PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _num_sharers() == 0 else None))
+
+
+def _in_parts(x: Array) -> Array:
+    """Of rows that are cut along the sequence: before and after that trade. Else XLA gathers whole rows instead."""
+    return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE, "tensor")) if num_sequence_parts() > 1 else x
 
 
 def _num_sharers() -> int:

@@ -14,6 +14,7 @@ import pytest
 from hf_reference import VOCAB
 
 from jax_engine.distributed import target
+from jax_engine.distributed.interface import cut
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.target import made_for
 from jax_engine.models import fused, hub
@@ -109,15 +110,30 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), gradients, plain_gradients)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("packed", {"tensor": 2}), ("padded", {"sequence": 2})])
-def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes):
+@pytest.mark.parametrize(("kind", "sizes", "shape"), [
+    ("packed", {"tensor": 2}, (2, 10, 16)), ("padded", {"sequence": 2}, (2, 5, 32))])
+def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes, shape):
     batch = {name: jnp.tile(x, (4, 1)) for name, x in rows(kind).items()}
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     expected = CAUSAL.over(batch)(q, k, v)
     with jax.set_mesh(ShardedMesh(data=2, fsdp=2, **sizes).mesh):
         found = jax.jit(lambda batch, *qkv: CAUSAL.over(batch)(*qkv))(batch, q, k, v)
-    assert found.sharding.spec[0] == ("data", "fsdp") and found.addressable_shards[0].data.shape == (2, 10, 16)
+    assert found.sharding.spec[0] == ("data", "fsdp") and found.addressable_shards[0].data.shape == shape
     assert np.allclose(found, expected, atol=1e-5)
+
+
+def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
+    """Forward and backward, with what comes before and after: weights, which each device has whole."""
+    def loss(x, weights):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, weight) for weight in weights[:3])
+        mixed = CAUSAL.over({"input_ids": x[..., 0]})(q, k, v)
+        return jnp.square(mixed @ weights[3]).sum()
+
+    x = jax.ShapeDtypeStruct((2, 16, 24), jnp.float32)
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((24, 4, 8), (24, 2, 8), (24, 2, 8), (32, 24))]
+    with jax.set_mesh(ShardedMesh(fsdp=1, sequence=2, devices=jax.devices()[:2]).mesh):
+        done = jax.jit(jax.grad(lambda x, weights: loss(cut(x), weights), (0, 1))).lower(x, weights).compile()
+    assert "all-to-all" in done.as_text() and "all-gather" not in done.as_text()
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("packed", {"sequence": 2}), ("padded", {"sequence": 2, "tensor": 2})])
