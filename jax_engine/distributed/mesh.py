@@ -29,9 +29,9 @@ _FSDP = ("fsdp", "expert", SEQUENCE)  # devices that have other rows or other pa
 # gathers columns only in multiples of its 128 lanes.
 SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
-    # By rows along fsdp: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to
-    # bring them into the layout of the activations.
-    (r"embed\.\w+\.weight$|\bhead\.weight$", (_FSDP, ("tensor",))),
+    # By rows alone: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to bring
+    # them into the layout of the activations, or each layer gathers these along `tensor`.
+    (r"embed\.\w+\.weight$|\bhead\.weight$", (("tensor", *_FSDP), ())),
     (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, ("tensor", *_FSDP))),  # row-parallel: inputs are split
     (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole ones, each for its tokens
@@ -80,6 +80,26 @@ def gathered(name: str, tree: Tree) -> Tree:
         return _gather(PartitionSpec(*dimensions), whole, leaf)
 
     return jax.tree_util.tree_map_with_path(gather, tree)
+
+
+def look_up(table: Array, ids: Array) -> Array:
+    """Rows [B, T, D] of a table [V, D]; ids outside of it give NaN.
+
+    On a mesh a table that is sharded by rows is brought into columns, of which every device looks up those of all ids
+    (all-to-all before and after): no device ever holds the whole table or its gradient.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(axis for axis in ("tensor", *_FSDP) if sizes.get(axis, 1) > 1)
+    if not on_mesh() or not axes or any(length % math.prod(sizes[axis] for axis in axes) for length in table.shape):
+        return jnp.take(table, ids, axis=0)
+    table = _gather(PartitionSpec(axes), PartitionSpec(None, axes), table)
+    found = jnp.take(table, jax.lax.with_sharding_constraint(ids, PartitionSpec("data")), axis=0)
+    # From columns to rows axis by axis, the last ones first, as shards are nested.
+    without = tuple(axis for axis in axes if axis != SEQUENCE)
+    for spec in (("data", None, axes), ("data", SEQUENCE, without), (DATA_AXES, SEQUENCE, "tensor"),
+                 (DATA_AXES, SEQUENCE)):
+        found = jax.lax.with_sharding_constraint(found, PartitionSpec(*spec))
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

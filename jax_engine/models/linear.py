@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jax_engine.distributed.mesh import gathered
+from jax_engine.distributed.mesh import gathered, look_up
 from jax_engine.models.architecture import NormKind
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.parameters import Rows, parameter
@@ -249,7 +249,7 @@ class Embedding(nnx.Module):
             self.trainable_tokens_delta = parameter((len(tokens), size), 0.0)
 
     def __call__(self, ids: Array) -> Array:
-        rows = jnp.take(self.weight[...], ids, axis=0)  # ids outside the table give NaN, which the trainer reports
+        rows = look_up(self.weight[...], ids)  # ids outside the table give NaN, which the trainer reports
         if self.tokens:
             places = np.full(len(self.weight), -1, np.int32)
             places[list(self.tokens)] = np.arange(len(self.tokens))

@@ -156,6 +156,8 @@ class Network(Names):
             x = self._part("norm", params)(x)
         if self.head == "qa":
             x = self._part("head", params).features(x, seeds)
+        if self.head == "causal":
+            x = x.astype(self.build.dtype)  # as the head reads it: half of what devices exchange
         return x, cache if cache is None else {**kv, "valid": valid, "length": start + length}, load
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],

@@ -58,7 +58,7 @@ def gradient(network):
     def loss(trainable, frozen, rows):
         params = merge(trainable, frozen)
         return token_loss(network.hidden(params, rows), shift_labels(rows["labels"]),
-                          lambda x: network.logits(params, x), V).total
+                          lambda x: network.logits(params, x), network.config.vocab_size).total
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -93,3 +93,20 @@ def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     assert sum(size for dtype, size in gathers if dtype in ("u8", "s8")) == 2 * codes // tensor  # forwards, backwards
     whole = {matrix.size // LAYERS // tensor for matrix in matrices}  # of no other array
     assert not [size for dtype, size in gathers if dtype in ("f32", "bf16") and size in whole]
+
+
+@pytest.mark.parametrize(("sizes", "changes"), [
+    ({"data": 2, "fsdp": 4}, {"tie_word_embeddings": True}),
+    pytest.param({"fsdp": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow)])
+def test_no_device_holds_a_whole_table(sizes, changes):
+    """Neither the embedding nor the head, nor a gradient of one; numbers are those of one device."""
+    wide = 2048
+    network = hub.network(load_config(LLAMA | {"vocab_size": wide, "num_hidden_layers": 1} | changes), "causal")
+    params = jax.tree.map(lambda leaf: 4 * leaf, network.init(0))
+    step = gradient(network)
+    wanted = step(params, {}, batch())
+    compiled, found = over_mesh(ShardedMesh(**sizes), step, params, {})
+    assert_close(found, wanted)
+    shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())}
+    assert max(map(math.prod, shapes)) < wide * WIDTH
