@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_engine.distributed.mesh import gathered
+from jax_engine.distributed.mesh import gathered, look_up
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models.dropout import Seeds, dropout, token_words
 
@@ -37,7 +37,7 @@ class Toy:
     def hidden(self, params, batch, training=False):
         self.num_traces += 1
         mask = batch["attention_mask"][..., None].astype(jnp.float32)
-        x = jnp.take(params["embed"]["tokens"]["weight"], batch["input_ids"], axis=0)
+        x = look_up(params["embed"]["tokens"]["weight"], batch["input_ids"])
 
         def layer(x, step):
             params, depth = step
