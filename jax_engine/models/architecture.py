@@ -35,6 +35,15 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """Neighbouring tokens weighted by place (He et al. 2021): `width` of them, features in `groups`."""
+
+    width: int
+    groups: int
+    activation: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and choices of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
 
@@ -61,6 +70,7 @@ class Architecture:
         qkv: Three matrices; or one of queries, keys and values; or one that has these for each head in turn.
         fused_gate_up: One matrix of gate and up.
         qk_norm: Norms of queries and keys, each head by itself or all at once.
+        convolution: Beside the first layer, of the embeddings.
         sinks: A score for each head that takes its part of the weights and has no value (Xiao et al. 2023).
         qkv_limit: Queries, keys and values are cut off at this size.
         experts: In place of the MLP, whose `mlp_size` then says nothing.
@@ -117,6 +127,7 @@ class Architecture:
     fused_gate_up: bool = False
     qk_norm: Literal["head", "projection"] | None = None
     attention_cap: float | None = None
+    convolution: Convolution | None = None
     sinks: bool = False
     qkv_limit: float | None = None
     experts: Experts | None = None

@@ -1,5 +1,7 @@
 """The two ends of an encoder: embeddings with their norm, and the heads for masked tokens and answer spans."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -31,6 +33,8 @@ class EncoderEmbedding(nnx.Module):
                                   ) if arch.relative and arch.relative.normed else None
         self.types = Embedding(arch.num_types, size, std=arch.init_std) if arch.num_types else None
         self.norm = Norm(size, arch.norm, arch.norm_eps)
+        self.conv = Neighbours(arch, build) if arch.convolution else None
+        self.conv_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if arch.convolution else None
         self.project = Linear(size, arch.hidden_size, "embed.project", build, std=arch.init_std
                               ) if arch.embedding_size else None
 
@@ -43,11 +47,43 @@ class EncoderEmbedding(nnx.Module):
         x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
         return x if self.project is None else self.project(x, seeds).astype(x.dtype)
 
+    def beside_first(self, x: Array, real: Array, seeds: Seeds | None) -> Callable[[Array], Array]:
+        """What the residual stream goes through after the first layer: the convolution of these embeddings is added.
+
+        Args:
+            real: [B, T] which tokens are not padding; of the others nothing is read, and zeros are left.
+        """
+        real = real[..., None].astype(x.dtype)
+        found = dropout(self.conv(x * real) * real, self.arch.residual_dropout, seeds, "embed.conv")
+        found = ACTIVATIONS[self.arch.convolution.activation](found)
+        return lambda x: self.conv_norm(x + found) * real
+
     def places(self, length: int) -> Table:
         """Relative positions in rows of this length."""
         rows = self.relative.weight[...]
         rows = rows if self.relative_norm is None else self.relative_norm(rows)
         return Table(rows, jnp.asarray(self.arch.relative.buckets(length)))
+
+
+class Neighbours(nnx.Module):
+    """A convolution over the tokens of a row, [B, T, D] of [B, T, D]; the weight is torch's, [out, in, width]."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.build, self.groups = build, arch.convolution.groups
+        size, width = arch.hidden_size, arch.convolution.width
+        self.weight = parameter((size, size // self.groups, width), build.normal(arch.init_std))
+        self.bias = parameter((size,), 0.0)
+
+    def __call__(self, x: Array) -> Array:
+        # As a product of matrices: of XLA's convolution over parts of rows the gradient was wrong on some meshes.
+        dtype, (batch, length, size) = self.build.dtype, x.shape
+        weight = self.weight[...].astype(dtype).reshape(self.groups, size // self.groups, *self.weight.shape[1:])
+        room = weight.shape[-1] // 2
+        padded = jnp.pad(x.astype(dtype), ((0, 0), (room, room), (0, 0))).reshape(batch, -1, self.groups,
+                                                                               size // self.groups)
+        near = jnp.stack([padded[:, start:start + length] for start in range(weight.shape[-1])], axis=-1)
+        found = jnp.einsum("btgiw,goiw->btgo", near, weight).reshape(x.shape)
+        return (found + self.bias[...].astype(dtype)).astype(x.dtype)
 
 
 def interleaved_sinusoids(num: int, size: int) -> np.ndarray:

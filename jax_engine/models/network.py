@@ -4,7 +4,7 @@ Flax NNX modules define the parts; between calls there is only a nested dict of 
 `{embed, layers, norm, head}`, in which every leaf of `layers` has the layer as its leading axis.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax
@@ -138,6 +138,9 @@ class Network(Names):
         angles, key_angles = self._angles(batch, position_ids, cache)
         if self.arch.relative is not None:
             angles = [embedding.places(x.shape[1])]
+        after_first = None
+        if self.arch.convolution is not None:
+            after_first = embedding.beside_first(x, real_tokens(batch), seeds)
         windows = sorted(set(self.arch.windows), key=str)
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
@@ -151,7 +154,8 @@ class Network(Names):
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
         real = real_tokens(batch) if measures else None
-        x, kv, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real)
+        x, kv, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real,
+                                   after_first)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         if self.head == "qa":
@@ -162,7 +166,8 @@ class Network(Names):
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
                 angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None,
-                real: Array | None) -> tuple[Array, Tree | None, Load | None]:
+                real: Array | None, after_first: Callable[[Array], Array] | None
+                ) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
         shared = arch.passes != tuple(range(arch.num_stored_layers))
         steps = {"stored": jnp.array(arch.passes),
@@ -173,6 +178,7 @@ class Network(Names):
             steps["has_norm"] = jnp.arange(arch.num_layers) > 0
             layers = layers | {"attn_norm": jax.tree.map(lambda leaf: jnp.pad(
                 leaf, ((1, 0), (0, 0)), constant_values=1), layers["attn_norm"])}
+        steps |= {} if after_first is None else {"is_first": jnp.arange(arch.num_layers) == 0}
         steps |= {} if shared else {"params": layers}
         inside = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
         steps |= {} if seeds is None else {"sites": inside}
@@ -186,6 +192,8 @@ class Network(Names):
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
             x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache"),
                              None if cache is None else cache["length"], key_turns, step.get("has_norm"), real)
+            if after_first is not None:
+                x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
             return cut(x), tuple(kept)
 
         if self.remat != "none" or on_mesh():

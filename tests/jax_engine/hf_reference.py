@@ -68,7 +68,8 @@ FAMILIES = {
     "electra": BERT | {"num_hidden_layers": 1, "embedding_size": 10, "pad_token_id": 0},
     "deberta-v2": BERT | {"num_hidden_layers": 2, "pad_token_id": 0, "type_vocab_size": 0, "relative_attention": True,
                           "position_buckets": 4, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
-                          "norm_rel_ebd": "layer_norm", "position_biased_input": False},
+                          "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+                          "conv_kernel_size": 3, "conv_groups": 2, "conv_act": "gelu"},
     "modernbert": DECODER | {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "pad_token_id": 0,
                              "num_attention_heads": 3, "max_position_embeddings": 32, "local_attention": 4,
                              "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {

@@ -2,17 +2,29 @@
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, refuse
+from jax_engine.models.architecture import Architecture, Convolution, Family, refuse
 from jax_engine.models.families.bert import DROPOUTS, MODULES, bert_like
+from jax_engine.models.linear import known_activation
 from jax_engine.models.relative import Relative
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
-    refuse(config, legacy=True, conv_kernel_size=0, embedding_size=config.hidden_size)
+    refuse(config, legacy=True, embedding_size=config.hidden_size)
     kinds = tuple(kind for kind in ("c2p", "p2c") if kind in (config.pos_att_type or ()))
     scale = (config.hidden_size // config.num_attention_heads * (1 + len(kinds))) ** -0.5
     return bert_like(config, positions="learned" if config.position_biased_input else "none",
-                     attention_scales=(scale,) * config.num_hidden_layers, relative=_relative(config, kinds))
+                     attention_scales=(scale,) * config.num_hidden_layers, relative=_relative(config, kinds),
+                     convolution=_convolution(config))
+
+
+def _convolution(config: PreTrainedConfig) -> Convolution | None:
+    width = getattr(config, "conv_kernel_size", 0)
+    if width <= 0:
+        return None
+    if width % 2 == 0:  # with which the network in transformers does not run
+        refuse(config, conv_kernel_size=width - 1)
+    return Convolution(width, getattr(config, "conv_groups", 1),
+                       known_activation(getattr(config, "conv_act", "tanh")))
 
 
 def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | None:
@@ -39,14 +51,15 @@ FAMILY = Family(
     base="deberta",
     modules={name: theirs for name, theirs in MODULES.items() if name.startswith("embed.")} | PROJECTIONS | {
         name: theirs for name, theirs in MODULES.items() if name.startswith("layers.") and name not in PROJECTIONS} | {
-        "embed.relative": "encoder.rel_embeddings", "embed.relative_norm": "encoder.LayerNorm"},
+        "embed.relative": "encoder.rel_embeddings", "embed.relative_norm": "encoder.LayerNorm",
+        "embed.conv": "encoder.conv.conv", "embed.conv_norm": "encoder.conv.LayerNorm"},
     classes={"masked": "DebertaV2ForMaskedLM", "qa": "DebertaV2ForQuestionAnswering"},
     head_modules={
         "masked": {"head": "cls.predictions", "head.dense": "cls.predictions.transform.dense",
                    "head.norm": "cls.predictions.transform.LayerNorm"},
         "qa": {"head": "qa_outputs"},
     },
-    dropouts=DROPOUTS,
+    dropouts=DROPOUTS | {"embed.conv": "encoder.conv.dropout"},
     tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
                      "cls.predictions.decoder.bias": "head.bias"}},
 )

@@ -57,7 +57,7 @@ def test_configurations_by_mapping_and_with_overrides(make_ref):
     ({"model_type": "gpt2", "add_cross_attention": True}, "causal", "add_cross_attention"),
     ({"model_type": "roberta", "pad_token_id": None}, "masked", "pad_token_id"),
     ({"model_type": "bert", "num_labels": 3}, "qa", "num_labels: 3"),
-    ({"model_type": "deberta-v2", "conv_kernel_size": 3}, "masked", "conv_kernel_size: 3"),
+    ({"model_type": "deberta-v2", "conv_kernel_size": 4}, "masked", "conv_kernel_size: 4"),
     ({"model_type": "deberta-v2", "legacy": False}, "masked", "legacy: False"),
     ({"model_type": "modernbert", "tie_word_embeddings": False}, "masked", "tie_word_embeddings: False"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "causal", "quantised with gptq"),

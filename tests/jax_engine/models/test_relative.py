@@ -19,7 +19,8 @@ def test_buckets_are_transformers(buckets, longest):
 
 @pytest.mark.parametrize("changes", [
     {"share_att_key": False, "position_buckets": -1, "position_biased_input": True, "type_vocab_size": 2},
-    {"share_att_key": False, "pos_att_type": "c2p", "norm_rel_ebd": "none", "max_relative_positions": 7},
+    {"share_att_key": False, "pos_att_type": "c2p", "norm_rel_ebd": "none", "max_relative_positions": 7,
+     "conv_kernel_size": 0},
     {"relative_attention": False, "position_biased_input": True, "norm_rel_ebd": "none"},
 ], ids=["own-matrices", "one-kind", "none"])
 def test_the_choices_of_configurations(make_ref, changes):
