@@ -121,16 +121,19 @@ ADAPTED = {"model__init_args__lora": {"rank": 4, "targets": "all-linear"}, "data
 
 @pytest.mark.slow
 def test_processes_that_share_matrices_take_the_steps_of_one_and_pass_the_run_on(task):
+    """Four, of which two compute each micro-batch."""
     one, arguments = task("full", "one", **SHARING)
     assert main(["fit", *arguments]) == 0
-    two, arguments = task("full", "two", 2, TENSOR, **SHARING, trainer__accumulate_grad_batches=2)
-    assert with_two(arguments).count("Parameters:") == 1
-    same_figures(two, one, rel=1e-5)
-    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
-    same_weights(two.model / "model.safetensors", one.model / "model.safetensors")
-    _, arguments = task("full", "two", **SHARING)
+    four, arguments = task("full", "four", 2, TENSOR, **{**SHARING, "trainer__val_check_interval": 4},
+                           trainer__accumulate_grad_batches=1, trainer__devices=4)
+    said, = together(["fit", *arguments])
+    assert said.count("Parameters:") == 1
+    same_figures(four, one, rel=1e-5)
+    same_weights(four.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+    same_weights(four.model / "model.safetensors", one.model / "model.safetensors")
+    _, arguments = task("full", "four", **SHARING)
     assert main(["fit", *arguments, "--ckpt_path", "2", "--overwrite", "true"]) == 0
-    same_figures(two, one, rel=1e-5)
+    same_figures(four, one, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_log_probs_of_tokens_equal_those_of_all_logits(labelled, plain, small_ch
 def test_log_probs_on_a_mesh(small_chunks):
     hidden, targets, params = draw(0.3)
     wanted = jax.value_and_grad(squashed(targets, dense=True), argnums=(0, 1), has_aux=True)(hidden, params)
-    mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
+    mesh = ShardedMesh(fsdp=2, sequence=3, devices=jax.devices()[:6]).mesh
     rows = NamedSharding(mesh, PartitionSpec(DATA_AXES))
     placed = {"weight": jax.device_put(params["weight"], NamedSharding(mesh, PartitionSpec("fsdp"))),
               "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))}
