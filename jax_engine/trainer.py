@@ -81,8 +81,9 @@ class Trainer(JaxTrainerFields):
         self.interruption = Interruption(saves=self.enable_checkpointing)
         self.peers = Peers(self.heartbeat_timeout)
         self._precision_reason: str | None = None
-        # What the data modules ask of a trainer: every process reads all micro-batches, see `Prefetcher`.
+        # What the data modules ask of a trainer: every process goes through all micro-batches, see `Prefetcher`.
         self.data_rank, self.num_data_ranks = 0, 1
+        self.fed_ranks: tuple[tuple[int, ...], int] | None = None
         self.state = SimpleNamespace(fn=None)
 
     # Commands --------------------------------------------------------------------------------------------------------
@@ -217,6 +218,8 @@ class Trainer(JaxTrainerFields):
         """Devices and the other processes."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
                                                 self.detect_anomaly, self.heartbeat_timeout)
+        if jax.process_count() > 1:
+            self.fed_ranks = self.parallel.local_ranks, self.parallel.data_parallel_size
         if self.precision == "auto":
             self.precision, self._precision_reason = machines.choose_precision()
             if self.recipe:

@@ -1,8 +1,9 @@
 """Any loader of torch batches, stacked for the devices ahead of time.
 
 With N data-parallel ranks a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every process
-reads all micro-batches and keeps those of its own ranks: so all agree on lengths and on the end of the epoch without
-communicating, and a position does not depend on the number of processes. Give such a loader world size 1.
+goes through all micro-batches, of which the loader reads those of its own ranks and says of the others how long they
+are: so all agree on lengths and on the end of the epoch without communicating, and a position does not depend on the
+number of processes. Give such a loader world size 1.
 """
 
 import queue
@@ -16,6 +17,7 @@ from jax import Array
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import IGNORED
+from lmmods.data.batches.loader import Absent
 
 _FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED, "index": -1}
 
@@ -105,9 +107,10 @@ class Prefetcher:
         return False
 
     def _groups(self) -> Iterator[tuple[dict[str, np.ndarray], int, dict[str, Any] | None]]:
-        group: list[dict[str, np.ndarray]] = []
+        group: list[dict[str, np.ndarray] | Absent] = []
         for batch in self._loader:
-            group.append({name: np.asarray(tensor) for name, tensor in batch.items()})
+            group.append(batch if isinstance(batch, Absent)
+                         else {name: np.asarray(tensor) for name, tensor in batch.items()})
             if len(group) == self._parallel.data_parallel_size:
                 yield self._stack(group), len(group), self._position()
                 group = []
@@ -117,16 +120,17 @@ class Prefetcher:
     def _position(self) -> dict[str, Any] | None:
         return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
 
-    def _stack(self, group: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def _stack(self, group: list[dict[str, np.ndarray] | Absent]) -> dict[str, np.ndarray]:
         """Arrays [own ranks, B, ...]."""
-        axis = group[0]["input_ids"].ndim - 1  # along which tokens lie
-        length = max(batch["input_ids"].shape[axis] for batch in group)
+        pattern = next(batch for batch in group if not isinstance(batch, Absent))
+        axis = pattern["input_ids"].ndim - 1  # along which tokens lie
+        length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
         length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
         own = self._parallel.local_ranks
         return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
-                                for rank in own]) for name, x in group[0].items()}
+                                for rank in own]) for name, x in pattern.items()}
 
     def _filled(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """A micro-batch's array with rows up to the batch size and `axis` up to `length`, int32 or float32."""

@@ -167,7 +167,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     def _shard(self) -> Shard:
         trainer = self.trainer
         rank, num_ranks = (trainer.data_rank, trainer.num_data_ranks) if trainer is not None else (0, 1)
-        return Shard(rank, num_ranks, self.num_workers)
+        return Shard(rank, num_ranks, self.num_workers, getattr(trainer, "fed_ranks", None))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the data where the training loader stands; plain JSON."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.data.batches.collate import SEEDS, Collator
-from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader
+from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.numbering import NumberedSet
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, evaluation_order, training_order
@@ -58,7 +58,8 @@ class Loaders:
                 order = order.first(max(int(overfit * whole), 1))
             return order.shifted(epoch * len(lengths))
 
-        return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size)
+        return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,
+                              Widths(lengths, self._padded()))
 
     def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
         """Training batches of streams, those of this rank."""
@@ -77,7 +78,8 @@ class Loaders:
         """Batches without dropout, as of validation and test, those of this rank; `collate` makes other batches."""
         items = self.items(role)
         order = evaluation_order(items.lengths, self._task.eval_batch_size)
-        return EvaluationLoader(items, order, collate or self.collator(), shard)
+        widths = None if collate else Widths(items.lengths, self._padded())
+        return EvaluationLoader(items, order, collate or self.collator(), shard, widths)
 
     def predict(self, shard: Shard) -> EvaluationLoader:
         """Prompts of this rank with `index`."""
@@ -93,6 +95,9 @@ class Loaders:
         seeds = (SEEDS,) if seeded else ()
         keys = (*self._task._batch_keys(), *packed, *seeds)
         return self._task._batch_collator(self._collator(keys, self._task._side()))
+
+    def _padded(self) -> Callable[[int], int]:
+        return self._collator((), "right").padded
 
     def _collator(self, keys: tuple[str, ...], side: str) -> Collator:
         task = self._task

@@ -1,6 +1,7 @@
 """Micro-batches of a loader, stacked for the devices: shapes, padding, positions, and the thread that does it."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Prefetcher, rounded
 from jax_engine.distributed.replicas import Replicas
 from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
+from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.sampler import evaluation_order, training_order
 
 LENGTHS = np.array([3, 9, 5, 2, 7, 4, 6, 8, 1, 5, 3])
@@ -26,9 +27,19 @@ class Rows:
     def __getitem__(self, number):
         if number < 0:
             return None
+        number %= len(LENGTHS)
         ids = np.arange(LENGTHS[number]) + 5 * number
         return {"input_ids": ids, "labels": ids, "segment_ids": np.ones_like(ids), "position_ids": np.arange(len(ids)),
                 "index": number, "start_positions": 0, "end_positions": len(ids) - 1}
+
+
+class RecordingRows(Rows):
+    def __init__(self):
+        self.read = []
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return super().__getitem__(number)
 
 
 KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
@@ -70,6 +81,38 @@ def test_every_rank_gets_the_next_micro_batch(parallel):
                 assert np.array_equal(group.host[name][rank, :rows, :width], x), name
         for name, x in group.batch.items():
             assert x.dtype == np.int32 and np.array_equal(parallel.fetch_rows(x), group.host[name]), name
+
+
+@pytest.mark.parametrize("own", [(0, 1), (2, 3), (3,), (1, 2)])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
+    """The groups of one that reads all; the last has two micro-batches, or one where a pass begins behind the first."""
+    parallel = SimpleNamespace(data_parallel_size=4, local_ranks=own, sequence_parts=1, put_batch=lambda batch: batch)
+    rows = RecordingRows()
+
+    def groups(shard, read):
+        def order_of(epoch):
+            return training_order(LENGTHS, B, [7, epoch]).shifted(epoch * len(LENGTHS))
+
+        loader = StatefulLoader(read, order_of, collate(), shard, B, Widths(LENGTHS, collate().padded))
+        loader.load_state_dict({"epoch": 2, "batches": skipped, "batch_size": B, "num_rows": len(LENGTHS)})
+        return list(Prefetcher(loader, parallel, B, PAD, max_length=64))
+
+    wanted, found = groups(Shard(), Rows()), groups(Shard(fed=(own, 4)), rows)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.num_batches == other.num_batches and one.position == other.position
+        assert one.host.keys() == other.host.keys()
+        assert all(np.array_equal(one.host[name], x) for name, x in other.host.items())
+    fed = [batch for number, batch in enumerate(range(skipped, 6)) if number % 4 in own]
+    pattern = min(own) >= (6 - skipped) % 4  # of the last group, where none of its micro-batches is for this process
+    assert len(rows.read) <= B * (len(fed) + pattern) and len(rows.read) < len(LENGTHS) - 2
+
+
+def test_lengths_that_are_not_those_of_the_rows_are_an_error():
+    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(), Shard(fed=((0,), 2)),
+                              Widths(LENGTHS - 2, collate().padded))
+    with pytest.raises(RuntimeError, match="padded to .* tokens, but by its lengths to"):
+        list(loader)
 
 
 def test_padding_carries_no_weight():

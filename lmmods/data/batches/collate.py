@@ -37,9 +37,12 @@ class Collator:
 
         `loss_weights` [B, T] float32 are a row's `weight`, a number or [T].
         """
-        longest = max((len(row["input_ids"]) for row in rows if row is not None), default=1)
-        length = max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
+        length = self.padded(max((len(row["input_ids"]) for row in rows if row is not None), default=1))
         return {key: torch.from_numpy(self._column(key, rows, length)) for key in (*self.keys, "attention_mask")}
+
+    def padded(self, longest: int) -> int:
+        """To how many tokens rows are padded, the longest of which has so many."""
+        return max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
 
     def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
         if key == SEEDS:

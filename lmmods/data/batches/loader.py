@@ -6,9 +6,10 @@ epoch would repeat its first rows and miss its last.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, tee
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,11 +22,40 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Shard:
-    """Which data-parallel rank this process is, so which batches it gets, and how many processes prepare them."""
+    """Which data-parallel rank this process is, so which batches it gets, and how many processes prepare them.
+
+    Args:
+        fed: Where this process, as rank 0 of 1, feeds some ranks of so many with consecutive batches, and others the
+            rest: these ranks, and their number.
+    """
 
     rank: int = 0
     world_size: int = 1
     num_workers: int = 0
+    fed: tuple[tuple[int, ...], int] | None = None
+
+
+class Absent(NamedTuple):
+    """A batch whose rows another process reads, and the tokens to which they are padded there."""
+
+    length: int
+
+
+class Widths:
+    """To how many tokens each batch is padded, without reading it.
+
+    Args:
+        lengths: Tokens of each row, of the longest answer where a row has several.
+        padded: `Collator.padded`.
+    """
+
+    def __init__(self, lengths: np.ndarray, padded: Callable[[int], int]) -> None:
+        self._lengths, self._padded = lengths, padded
+
+    def __call__(self, numbers: list[int]) -> int:
+        """Of the batch of these rows, numbered as in an order: on and on through the epochs, -1 a padding row."""
+        sizes = [int(self._lengths[number % len(self._lengths)]) for number in numbers if number >= 0]
+        return self._padded(max(sizes, default=1))
 
 
 class _Batches:
@@ -44,25 +74,57 @@ def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_worke
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
 
 
+def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], count: int, shard: Shard,
+          widths: Widths | None) -> Iterator[Batch | Absent]:
+    """The upcoming batches, `count` in all; those of ranks that this process does not feed are not read.
+
+    Of a last group that has none for this process the first one is: its arrays are the pattern of the padding.
+    """
+    if shard.fed is None or widths is None:
+        batches.upcoming = upcoming
+        yield from loader
+        return
+    own, size = shard.fed
+
+    def is_read(place: int) -> bool:
+        rank = place % size
+        return rank in own or rank == 0 and min(own) >= min(size, count - place)
+
+    upcoming, known = tee(upcoming)
+    batches.upcoming = (numbers for place, numbers in enumerate(upcoming) if is_read(place))
+    own_batches = iter(loader)
+    for place, numbers in enumerate(known):
+        if not is_read(place):
+            yield Absent(widths(numbers))
+            continue
+        batch = next(own_batches)
+        found = batch["input_ids"].shape[-1]
+        if found != widths(numbers):  # others would wait for batches of another shape
+            raise RuntimeError(f"A batch is padded to {found} tokens, but by its lengths to {widths(numbers)}")
+        yield batch
+
+
 class EvaluationLoader:
     """The same batches at each pass, each row once over all ranks.
 
     Args:
         rows: Map-style rows; number -1 is a padding row.
         order: Global micro-batches.
+        widths: Where they are known; without them, this process reads what it does not feed, too.
     """
 
-    def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], shard: Shard) -> None:
-        self._order, self._shard = order, shard
+    def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], shard: Shard,
+                 widths: Widths | None = None) -> None:
+        self._order, self._shard, self._widths = order, shard, widths
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
 
     def __len__(self) -> int:
         return batches_per_rank(len(self._order), self._shard.world_size)
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._batches.upcoming = batches_of_rank(self._order, 0, self._shard.rank, self._shard.world_size)
-        yield from self._loader
+    def __iter__(self) -> Iterator[Batch | Absent]:
+        upcoming = batches_of_rank(self._order, 0, self._shard.rank, self._shard.world_size)
+        yield from _read(self._loader, self._batches, upcoming, len(self), self._shard, self._widths)
 
 
 class StatefulLoader:
@@ -75,11 +137,12 @@ class StatefulLoader:
         rows: Map-style rows; number -1 is a padding row.
         order_of: Epoch -> its global micro-batches.
         batch_size: Rows per micro-batch; a position can only be continued with the same.
+        widths: As of `EvaluationLoader`.
     """
 
     def __init__(self, rows: Dataset, order_of: Callable[[int], BatchOrder], collate: Callable[[list], Batch],
-                 shard: Shard, batch_size: int) -> None:
-        self._order_of, self._shard = order_of, shard
+                 shard: Shard, batch_size: int, widths: Widths | None = None) -> None:
+        self._order_of, self._shard, self._widths = order_of, shard, widths
         self._rows, self._collate = rows, collate
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
@@ -90,12 +153,13 @@ class StatefulLoader:
     def __len__(self) -> int:
         return batches_per_rank(self._num_batches, self._shard.world_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | Absent]:
         if self._handed_out >= self._num_batches:
             self._epoch, self._handed_out = self._epoch + 1, 0
         rank, world_size = self._shard.rank, self._shard.world_size
-        self._batches.upcoming = batches_of_rank(self._order_of(self._epoch), self._handed_out, rank, world_size)
-        for batch in self._loader:
+        upcoming = batches_of_rank(self._order_of(self._epoch), self._handed_out, rank, world_size)
+        count = batches_per_rank(self._num_batches - self._handed_out, world_size)
+        for batch in _read(self._loader, self._batches, upcoming, count, self._shard, self._widths):
             self._handed_out = min(self._handed_out + world_size, self._num_batches)
             yield batch
 
