@@ -44,7 +44,7 @@ class Planner:
         data.prepare_data()
         data.setup("fit")
         self._loader = data.train_dataloader()
-        self._example = next(iter(self._loader))
+        self.example = next(iter(self._loader))
         with made_for(self.on):
             self.precision = machines.choose_precision()[0] if trainer.precision == "auto" else trainer.precision
 
@@ -85,7 +85,7 @@ class Planner:
         clipping = Clipping(self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm or "norm")
         steps = Steps(parallel, task.batch_loss, optimizer, clipping, None, task.metric_names, task.survey,
                       task.statistic_names)
-        rows = _batch(self._example, parallel.data_parallel_size, variant.rows, self.data.max_length)
+        rows = outlined_batch(self.example, parallel.data_parallel_size, variant.rows, self.data.max_length)
         accumulates = variant.accumulated > 1 or task.survey is not None
         lowered = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1), accumulates)
         state = jax.eval_shape(lambda leaves: new_state(leaves, optimizer.init), trainable)
@@ -147,7 +147,7 @@ class Planner:
         return total, notes
 
 
-def _batch(example: dict[str, Any], ranks: int, rows: int, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+def outlined_batch(example: dict[str, Any], ranks: int, rows: int, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch of all ranks, as long as it may be; `example` is one of the loader."""
     axis = example["input_ids"].ndim - 1
     outlined = {}

@@ -20,11 +20,11 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
         hlo: Text of the compiled module.
     """
     computations = _computations(hlo)
-    # By channel: a TPU's program names one collective in several computations, which start it and wait for it.
-    found_by_channel: dict[str, tuple[str, int, int, int]] = {}
+    # A TPU's program names one collective in several fusions, which start it and wait for it: these by their channel.
+    found_once: dict[str, tuple[str, int, int, int]] = {}
     unknown = set()
 
-    def walk(name: str, times: int, above: tuple[str, ...]) -> None:
+    def walk(name: str, times: int, above: tuple[str, ...], in_fusion: bool = False) -> None:
         if name in above:
             return
         for line in computations.get(name, ()):
@@ -34,8 +34,8 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
             if kind in KINDS:
                 group, channel = _group(line), re.search(r"channel_id=(\d+)", line)
                 one = (kind, times, _whole_bytes(kind, found[1], found[2], group), group)
-                key = channel[1] if channel else line
-                found_by_channel[key] = max(found_by_channel.get(key, one), one, key=lambda each: each[1])
+                key = channel[1] if channel and in_fusion else line
+                found_once[key] = max(found_once.get(key, one), one, key=lambda each: each[1])
             if kind == "while":
                 known = _passes(line, computations)
                 passes = times * (known or 1)
@@ -44,11 +44,11 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
             branches = [part.strip().lstrip("%") for part in ",".join(
                 re.findall(r"branch_computations=\{([^}]*)\}", line)).split(",") if part]
             for called in (*_CALLED.findall(line), *branches):
-                walk(called, passes, (*above, name))
+                walk(called, passes, (*above, name), in_fusion or kind == "fusion")
 
     walk("", 1, ())
     total: dict[str, Traffic] = {}
-    for kind, times, size, group in found_by_channel.values():
+    for kind, times, size, group in found_once.values():
         if group > 1:
             total[kind] = total.get(kind, Traffic(0, 0, group)).plus(Traffic(times, times * size, group))
     return total, len(unknown)
@@ -80,8 +80,10 @@ def _width(kind: str) -> int:
 def _whole_bytes(kind: str, shapes: str, operation: str, group: int) -> int:
     """Bytes of the whole array of a collective, whose results have these shapes."""
     sizes = _bytes(shapes)
-    if operation.endswith("-start") and kind in ("all-gather", "collective-permute"):
-        sizes = sizes[len(sizes) // 2:] if kind == "all-gather" else sizes[:1]  # operands come before the results
+    if operation.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
+        sizes = sizes[len(sizes) // 2:]  # behind the operands
+    elif operation.endswith("-start") and kind == "collective-permute":
+        sizes = sizes[:1]
     return sum(sizes) * (group if kind == "reduce-scatter" else 1)
 
 

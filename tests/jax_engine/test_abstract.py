@@ -63,7 +63,11 @@ def described(tree) -> dict:
             for path, leaf in flatten(tree).items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("full", "nf4", "tied-head-in-full", "copy")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow)
+                                  for case in CASES])
 def test_an_abstract_network_is_the_real_one_without_its_numbers(make_ref, case):
     name, head, task, fields, precision, size = CASES[case]
     built = [task(pretrained=str(make_ref(name, head).folder), **fields).build(precision, data_of(size), 0, abstract)
@@ -73,7 +77,8 @@ def test_an_abstract_network_is_the_real_one_without_its_numbers(make_ref, case)
     assert {type(leaf) for leaf in jax.tree.leaves(built[1])} == {jax.ShapeDtypeStruct}
 
 
-@pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("double", [False, True])
 def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, double, tmp_path):
     ref = make_ref("llama", "causal")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
@@ -86,7 +91,8 @@ def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, doub
 WAYS = {"replicas": Replicas, "mesh": lambda devices: ShardedMesh(2, 2, 2, devices=devices)}
 
 
-@pytest.mark.parametrize(("way", "name"), [("replicas", "v5e-8"), ("mesh", "8xH100")])
+@pytest.mark.parametrize(("way", "name"), [
+    pytest.param("replicas", "v5e-8", marks=pytest.mark.slow), ("mesh", "8xH100")])
 def test_steps_are_lowered_for_other_devices(toy, way, name):
     """With all that the same step has here, and as a program of the target."""
     parallel = WAYS[way](jax.devices()[:8])
@@ -115,3 +121,39 @@ def lowered(toy, parallel, kind: str):
         state = steps.new_state(parallel.put_state(params))
         return steps.memory(state, {}, parallel.put_batch(batch), parallel.put_scalars(scalars))
     return steps.lowered(params, {}, batch, scalars)["full_step"]
+
+
+SPANS = {name: ((8, 2), np.int32) for name in ("start_positions", "end_positions")}
+# Family, head, its changes; task, its fields; target; kernels that its program calls.
+LOWERED = {
+    "clm": ("llama", "causal", {"head_dim": 8}, CLM, {"lora": LORA, "quantize": "nf4"}, "8xH100", True),
+    "preference": ("qwen3", "causal", {"head_dim": 8}, Preference, {"reference": "copy"}, "8xH100", True),
+    "mlm": ("bert", "masked", {}, MLM, {}, "v5e-8", False),
+    "mlm-gpu": ("bert", "masked", {"attention_probs_dropout_prob": 0.0}, MLM, {}, "8xH100", True),
+    "qa": ("modernbert", "qa", {}, QA, {}, "8xH100", False),
+    "experts": ("mixtral", "causal", {}, CLM, {}, "v5e-8", False),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "clm" else pytest.mark.slow)
+                                  for case in LOWERED])
+def test_steps_of_every_task_are_lowered_for_gpus_and_tpus(make_ref, monkeypatch, case):
+    """On a mesh, in 16 bits; with the fused kernel where a GPU has it."""
+    for name, answer in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():  # of no device here
+        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
+    name, head, changes, kind, fields, on, is_fused = LOWERED[case]
+    folder = make_ref(name, head, **changes).folder
+    with made_for(target_named(on)):
+        task = kind(pretrained=str(folder), **fields)
+        trainable, frozen = task.build("bf16-mixed", data_of(), 0, abstract=True)
+        steps = Steps(ShardedMesh(2, 4, devices=jax.devices()[:8]), task.batch_loss,
+                      build(task.optimizer, task.network.decays(trainable)), Clipping(1.0), None, task.metric_names,
+                      task.survey, task.statistic_names)
+        answers = (2,) if kind is Preference else ()
+        rows = {name: jax.ShapeDtypeStruct((8, 2, *answers, 16), np.int32)
+                for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
+        if kind is QA:
+            rows |= {name: jax.ShapeDtypeStruct(*shape) for name, shape in SPANS.items()}
+        programs = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1))
+    text = programs["full_step"].as_text()
+    assert "num_partitions = 8" in text and ("@CustomSPMDPartitioning" in text) == is_fused

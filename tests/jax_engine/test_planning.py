@@ -1,5 +1,11 @@
 """Plans on JAX: collectives counted in programs, and recipes planned on simulated devices."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +18,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named
 from lmmods.core.plan import Traffic
 
+ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH = 5, 64
 MODEL = "{model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 8}"
 
@@ -44,7 +51,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 %body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
   %start = f32[8]{0:T(256)} fusion(%x), kind=kCustom, calls=%started
   %done = f32[8]{0:T(256)} fusion(%x), kind=kCustom, calls=%ended
-  %reduced = bf16[4]{0} reduce-scatter(%y), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add
+  %reduced = ((bf16[16]{0}), bf16[4]{0}) reduce-scatter-start(%y), channel_id=3, replica_groups=[2,4]<=[8]
 }
 %started (x: f32[2]) -> f32[8] {
   ROOT %g = f32[8]{0:T(256)} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
@@ -72,14 +79,29 @@ def test_slices_are_powers_of_two():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", {"all-reduce"}), ("fsdp", {"all-reduce", "all-gather"})])
-def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, strategy, kinds, tmp_path):
+def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, tmp_path):
     arguments = ["plan", "--config", "configs/clm.yaml", "--model.config", MODEL, "--engine", "jax",
-                 "--on", "8xRTX3090", "--trainer.strategy", strategy, "--trainer.precision", "bf16-mixed",
+                 "--on", "8xRTX3090", "--trainer.strategy", "fsdp", "--trainer.precision", "bf16-mixed",
                  "--trainer.default_root_dir", str(tmp_path), "--data.batch_size", "2"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     found = {line.split("  ")[0]: line for line in printed.splitlines()}
-    assert kinds <= found.keys() and "simulated" in found["all-reduce"] and "8 devices" in found["all-reduce"]
+    assert {"all-reduce", "all-gather"} <= found.keys() and "simulated" in found["all-reduce"] and "8 devices" in found["all-reduce"]
     assert "fits" in found["memory of each device"] and "compiler keeps products" in printed
     assert "tokens per second, 4,096 a step" in printed and "300 steps" in printed
+
+
+RECIPES = [["--config", "configs/mlm.yaml", "--data.batch_size", "4"]]
+
+
+@pytest.mark.slow
+def test_steps_take_the_memory_that_is_planned():
+    """Of this machine's processor, within a tenth: the peak of a process that trains against the plan of the recipe."""
+    recipes = [["plan", *recipe, "--engine", "jax", "--on", "cpu"] for recipe in RECIPES]
+    found = subprocess.run([sys.executable, str(Path(__file__).with_name("measured_memory.py")), json.dumps(recipes)],
+                           capture_output=True, text=True, cwd=ROOT, env=os.environ | {
+                               "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
+    pairs = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("[")]
+    assert len(pairs) == len(recipes), found.stderr[-3000:]
+    for planned, taken in pairs:
+        assert planned == pytest.approx(taken, rel=0.1)
