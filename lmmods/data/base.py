@@ -166,7 +166,12 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     def _shard(self) -> Shard:
         trainer = self.trainer
-        rank, num_ranks = (trainer.data_rank, trainer.num_data_ranks) if trainer is not None else (0, 1)
+        if trainer is None:
+            rank, num_ranks = 0, 1
+        elif hasattr(trainer, "data_rank"):
+            rank, num_ranks = trainer.data_rank, trainer.num_data_ranks
+        else:  # Lightning's own Trainer, each process of which has rows of its own
+            rank, num_ranks = trainer.global_rank, trainer.world_size
         return Shard(rank, num_ranks, self.num_workers, getattr(trainer, "fed_ranks", None))
 
     def state_dict(self) -> dict[str, Any]:
