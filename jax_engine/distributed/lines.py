@@ -24,8 +24,8 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.labels import IGNORED
 
-# The float32 logits of one chunk take about this many bytes on each device. Each chunk reads the head's weights anew,
-# and where they train also their gradient, which on GPUs costs more than the memory.
+# The float32 logits of one chunk, or its hidden states, take about this many bytes on each device. Each chunk reads the
+# head's weights anew, and where they train also their gradient, which on GPUs costs more than the memory.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
 
@@ -34,7 +34,7 @@ class Way(NamedTuple):
     """How a head is applied.
 
     Args:
-        chunk: Positions of each rank whose logits are made at once.
+        chunk: C positions of each rank whose logits are made at once.
         axes: Of the mesh, over which devices share the vocabulary: each has rows of the head's table, takes the
             positions of all of them, and keeps its part of the logits. None: each has the whole head and its own
             positions.
@@ -68,13 +68,14 @@ class Lines(NamedTuple):
 def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int) -> tuple[Callable, Way, list[Array]]:
     """The head as a function of positions and of what it closes over; how it is applied; what it closes over."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    num_lines = num_visible_ranks() * num_sequence_parts()
+    pure_head, params = jax.closure_convert(head, flat[:1])
+    num_lines, axes = num_visible_ranks() * num_sequence_parts(), _vocabulary_axes(params, vocab_size)
+    together = num_lines // num_groups(axes, num_lines)
     chunk_bytes = CHUNK_BYTES if target().platform == "cpu" else CHUNK_BYTES_GPU
-    chunk = min(max(chunk_bytes // (4 * vocab_size), 1), len(flat) // num_lines)
-    pure_head, params = jax.closure_convert(head, flat[:chunk])
-    way = Way(chunk, _vocabulary_axes(params, vocab_size))
-    if way.axes:
-        pure_head, params = jax.closure_convert(head, flat[:num_lines // num_groups(way, num_lines) * chunk])
+    # A device has a chunk's logits, [C, V] or as many, and its hidden states, [together * C, D].
+    widest = max(vocab_size, together * flat.shape[1] if axes else 0)
+    way = Way(min(max(chunk_bytes // (4 * widest), 1), len(flat) // num_lines), axes)
+    pure_head, params = jax.closure_convert(head, flat[:together * way.chunk])
     return pure_head, way, params
 
 
@@ -90,9 +91,9 @@ def _vocabulary_axes(params: list[Array], vocab_size: int) -> tuple[str, ...]:
     return axes if {axis for axis in (*DATA_AXES, SEQUENCE) if sizes[axis] > 1} <= {"data", *axes} else ()
 
 
-def num_groups(way: Way, num_lines: int) -> int:
+def num_groups(axes: tuple[str, ...], num_lines: int) -> int:
     """Of lines that are taken together."""
-    return jax.sharding.get_abstract_mesh().shape["data"] if way.axes else num_lines
+    return jax.sharding.get_abstract_mesh().shape["data"] if axes else num_lines
 
 
 def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, way: Way) -> Lines:
@@ -143,7 +144,7 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
     taken = [jnp.take_along_axis(hidden, places[..., None], axis=1), *columns]
     if not way.axes:
         return taken
-    groups = num_groups(way, len(hidden))
+    groups = num_groups(way.axes, len(hidden))
     return [constrain(x.reshape(groups, -1, *x.shape[2:]), PartitionSpec("data")) for x in taken]
 
 

@@ -158,7 +158,7 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
         by_param = [summed + new for summed, new in zip(by_param, g_params, strict=True)]
         return total + new_total.sum(), correct + new_correct.sum(), by_position, by_param
 
-    groups = num_groups(way, ranks)
+    groups = num_groups(way.axes, ranks)
     start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32),
              split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
              # a sum for each group, so that groups communicate once, after the loop, and not in each iteration
