@@ -50,8 +50,10 @@ class Budget(NamedTuple):
 
 BUDGETS = (
     Budget("1b", "8xH100", "ddp", {}, 20.0, {"all-reduce": 4.7}),
-    Budget("8b", "8xH100", "fsdp", {}, 22.5, {"all-gather": 28.5, "reduce-scatter": 15.4, "all-reduce": 0.01}),
-    Budget("8b", "8xH100", "fsdp", ADAPTER, 3.0, {"all-gather": 8.0, "reduce-scatter": 0.25, "all-reduce": 0.01}),
+    Budget("8b", "8xH100", "fsdp", {}, 17.0, {"all-gather": 26.5, "reduce-scatter": 13.3, "all-to-all": 0.65,
+                                              "all-reduce": 0.01}),
+    Budget("8b", "8xH100", "fsdp", ADAPTER, 2.0, {"all-gather": 7.0, "reduce-scatter": 0.2, "all-to-all": 0.3,
+                                                  "all-reduce": 0.01}),
 )
 
 
