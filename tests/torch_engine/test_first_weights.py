@@ -180,7 +180,8 @@ def test_a_process_draws_the_rows_that_it_keeps(name, rank, monkeypatch):
         model = from_config(make, 3, later)
         matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
         assert set(later) == matrices and not num_rows
-        sharding.shard(Wrapped(model), model, init_device_mesh("cpu", (3,)))
+        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        sharding.shard(Wrapped(model), model, mesh)
         fill_shards(model, later)
         assert not later and num_rows.keys() == matrices
         for key, param in model.named_parameters():
