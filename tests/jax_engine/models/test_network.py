@@ -185,7 +185,7 @@ def test_half_precision_products_keep_float32_where_it_matters(make_ref):
     logits = net.logits(ref.params, hidden)
     assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32  # the head multiplies what it is given
     between = jax.make_jaxpr(lambda params: net.hidden(params, batch))(ref.params)
-    assert "float32" in str(between.eqns[-1].invars[0].aval.dtype)  # what layers hand on, before it is cast for the head
+    assert "float32" in str(between.eqns[-1].invars[0].aval.dtype)  # what layers hand on
     exact = np.asarray(ref.net.logits(ref.params, ref.net.hidden(ref.params, batch)))
     real = batch["attention_mask"] > 0
     assert 0 < np.abs(np.asarray(logits) - exact)[real].max() < 0.03 * np.abs(exact).max()
