@@ -18,11 +18,10 @@ COMPILED = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("
                         f"xla-{version('jax')}")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED)
 os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
-# A toy's program is compiled for seconds and runs for milliseconds: plain code is compiled three times as fast, and
-# twice as fast again without LLVM's passes (`plain_code` below). What is computed stays XLA's; the demo's, the shipped
-# recipes' and the benchmarks' programs are optimised as a user's are.
-PLAIN_CODE = ("--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false "
-              "--xla_cpu_parallel_codegen_split_count=1")
+# A toy's program is compiled for seconds and runs for milliseconds: code as plain as it comes is compiled six times as
+# fast. What is computed stays XLA's; the demo's and the benchmarks' programs are optimised as a user's are.
+PLAIN_CODE = ("--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+              "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 os.environ["XLA_FLAGS"] = f"{PLAIN_CODE} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 from pathlib import Path  # noqa: E402
@@ -147,15 +146,6 @@ def few_memory_maps():
         sys.modules["jax"].clear_caches()
         gc.collect()
     looked_at["seconds"] = time.process_time()
-
-
-@pytest.fixture(autouse=True)
-def plain_code(request, monkeypatch):
-    """What runs once or twice is compiled as fast as can be; the steps of whole runs would take four times as long."""
-    plain = not {"jax_engine", "faults"}.isdisjoint(request.path.parts) and request.path.name != "test_trainer.py"
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(plain)))  # in the processes that the test starts
-    if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_disable_most_optimizations", plain)
 
 
 @pytest.fixture(autouse=True)
