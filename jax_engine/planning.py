@@ -135,7 +135,8 @@ class Planner:
             times = accumulated if name == "accumulate" else 1
             for kind, one in found.items():
                 total[kind] = total.get(kind, Traffic(0, 0, 1)).plus(one, times)
-        notes = [f"rows are as long as they may be: {self.data.max_length} tokens"]
+        notes = [f"rows are as long as they may be: {self.data.max_length} tokens",
+                 "the scores of attention, which grow with the square of that, are not in the arithmetic"]
         if self.on.platform == "gpu":
             notes.append(f"XLA takes {self._room() / self.on.memory:.0%} of a GPU's memory ({FRACTION})")
         if unknown:
