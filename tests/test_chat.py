@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -250,16 +251,20 @@ def terminal(monkeypatch):
     missing: list[tuple[str, bytes]] = []
 
     def type_when_shown(steps: tuple[tuple[str, str], ...]) -> None:
-        at, end = 0, time.monotonic() + 20
+        at, end, again = 0, time.monotonic() + 30, math.inf
         for text, keys in steps:
             while (found := shown.find(text.encode(), at)) < 0:
+                if time.monotonic() > again:  # it came just before the wait for a line; people press it twice
+                    again = math.inf
+                    os.kill(os.getpid(), signal.SIGINT)
                 if time.monotonic() > end:
                     missing.append((text, bytes(shown[at:])))
                     os.write(ours, b"\n\x04\x04")  # what waits for a line must not wait for ever
                     return
                 time.sleep(0.002)
-            at = found + len(text.encode())
+            at, again = found + len(text.encode()), math.inf
             if keys == "^C":
+                again = time.monotonic() + 5
                 os.kill(os.getpid(), signal.SIGINT)
             else:
                 os.write(ours, keys.encode())
