@@ -86,7 +86,7 @@ def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, m
     """What a step under way has summed over all devices, but for its statistics, which are found again from its rows.
 
     Args:
-        accumulation: On the host (`Parallel.fetch_sums`).
+        accumulation: On the host, added up over devices (`Parallel.add_up`).
         num_batches: Micro-batches of each rank in it.
         metric_names: Of the task, in the order in which a checkpoint has their sums.
     """

@@ -23,7 +23,7 @@ from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import Schedule, limited
 
-PRELOCATED = 0.75  # of a GPU's memory: what XLA takes unless the variable says otherwise
+PREALLOCATED = 0.75  # of a GPU's memory: what XLA takes unless the variable says otherwise
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -116,7 +116,7 @@ class Planner:
     def _room(self) -> float:
         if self.on.platform != "gpu":
             return self.on.memory
-        return self.on.memory * float(os.environ.get(FRACTION, PRELOCATED))
+        return self.on.memory * float(os.environ.get(FRACTION, PREALLOCATED))
 
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, num_tokens: int) -> float:
         """Arithmetic of a step on each device, with what is computed again; attention's scores are left out."""

@@ -104,12 +104,8 @@ class Parallel(ABC):
         """Results of kind batch of this process's ranks as host arrays [len(local_ranks), ...]."""
 
     def put_sums(self, tree: Tree) -> Tree:
-        """Undo `fetch_sums`."""
+        """Undo `add_up`, of host arrays."""
         return self.put_state(tree)
-
-    def fetch_sums(self, tree: Tree) -> Tree:
-        """State that each device has summed for itself, added up over devices, as host arrays in every process."""
-        return self.fetch_state(self.add_up(tree))
 
     def add_up(self, tree: Tree) -> Tree:
         """State that each device has summed for itself, added up over devices; all processes must call it."""

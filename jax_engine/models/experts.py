@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, on_mesh
 from jax_engine.models.architecture import Architecture, Experts
 from jax_engine.models.linear import ACTIVATIONS, Build, lora_scaling, product
 from jax_engine.models.parameters import parameter
@@ -129,7 +129,7 @@ class SparseMLP(nnx.Module):
             shares = shares / shares.sum(-1, keepdims=True)
         matrices = self.experts.arrays()
         mix = partial(_mix, self._inner, self.build.experts, experts.transposed)
-        if self.build.experts != "dense" and set(DATA_AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        if self.build.experts != "dense" and on_mesh():
             mix = _over_mesh(mix, experts.num)
         mixed = mix(x.astype(self.build.dtype), shares, chosen, matrices)
         return mixed.astype(x.dtype), None if real is None else _load(probabilities, chosen, real)

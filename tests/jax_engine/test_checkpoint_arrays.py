@@ -108,7 +108,7 @@ def test_accumulated_gradients_return(toy, tmp_path):
     four = Replicas(jax.devices()[:4])
     params = toy.init(jax.random.key(0))
     sums = gradients_of(params, 0)
-    packed = pack_accumulation(four.fetch_sums(four.put_sums(sums)), 3, toy.to_torch)
+    packed = pack_accumulation(four.fetch_state(four.add_up(four.put_sums(sums))), 3, toy.to_torch)
     write_checkpoint(tmp_path / "c", {"window": packed})
     content = read_checkpoint(tmp_path / "c")["window"]
     assert content["num_batches"] == 3 and content["sums"].dtype == np.float64

@@ -170,7 +170,8 @@ def stepped(task, trainable, frozen, parallel, groups, steps, stop_after=None):
         for number, batch in enumerate(batches):
             if number == stop_after:
                 net, names = task.network, task.metric_names
-                packed = pack_accumulation(parallel.fetch_sums(accumulation), number, net.to_torch, names)
+                summed = parallel.fetch_state(parallel.add_up(accumulation))
+                packed = pack_accumulation(summed, number, net.to_torch, names)
                 accumulation = {**surveyed(), **parallel.put_sums(unpack_accumulation(packed, net.from_torch, names))}
             accumulation = steps.accumulate(state, frozen, accumulation, batch)
         state, figures = steps.update(state, accumulation, scalars)

@@ -126,7 +126,7 @@ def test_host_arrays_come_back_bit_for_bit(toy, way):
     placed = parallel.put_state(params)
     assert jax.tree.map(lambda s: (s.shape, s.dtype), parallel.shapes(placed)) == jax.tree.map(
         lambda p: (p.shape, p.dtype), params)
-    for tree in (parallel.fetch_state(placed), parallel.fetch_sums(parallel.put_sums(params))):
+    for tree in (parallel.fetch_state(placed), parallel.fetch_state(parallel.add_up(parallel.put_sums(params)))):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True))
     rows = np.arange(3 * parallel.data_parallel_size).reshape(-1, 3)
     assert np.array_equal(parallel.fetch_rows(parallel.put_batch({"x": rows}))["x"], rows)
@@ -205,7 +205,7 @@ def train_in_two() -> None:
     for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
         losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
         table = state["trainable"]["embed"]["tokens"]["weight"]
-        sums = way.fetch_sums(way.put_sums({"x": np.float32(2.5)}))
+        sums = way.fetch_state(way.add_up(way.put_sums({"x": np.float32(2.5)})))
         print(json.dumps([way.local_ranks, losses, table[:8].tolist(), sums["x"].item()]))
 
 
