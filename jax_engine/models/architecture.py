@@ -73,7 +73,7 @@ class Architecture:
         convolution: Beside the first layer, of the embeddings.
         sinks: A score for each head that takes its part of the weights and has no value (Xiao et al. 2023).
         qkv_limit: Queries, keys and values are cut off at this size.
-        experts: In place of the MLP, whose `mlp_size` then says nothing.
+        experts: In place of the MLP, but in `dense_layers`, which alone `mlp_size` then is of.
         layers_per_group: Set where torch's names number the stored layers by group and place in it.
         head_dense_bias: Of the dense layer with which an encoder's head begins.
         qa_dense: The head for answer spans begins with one too.
@@ -131,6 +131,7 @@ class Architecture:
     sinks: bool = False
     qkv_limit: float | None = None
     experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
     layers_per_group: int | None = None
     tied: bool = True
     head_bias: bool = False
@@ -154,9 +155,15 @@ class Architecture:
         """Layers with weights of their own."""
         return max(self.passes) + 1
 
-    def first_layer(self, module: str) -> int:
-        """Number of the first stored layer that has this module of ours, `layers.attn_norm` for instance."""
-        return int(module == "layers.attn_norm" and not self.first_norm)
+    def layers_with(self, module: str) -> tuple[int, ...]:
+        """Numbers of the stored layers that have this module of ours, `layers.attn_norm` for instance."""
+        layers = tuple(range(self.num_stored_layers))
+        if module == "layers.attn_norm" and not self.first_norm:
+            return layers[1:]
+        if self.dense_layers and module.startswith("layers.mlp."):
+            routed = module.startswith(("layers.mlp.router", "layers.mlp.experts"))
+            return tuple(layer for layer in layers if (layer in self.dense_layers) != routed)
+        return layers
 
 
 @dataclass(frozen=True)

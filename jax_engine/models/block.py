@@ -43,15 +43,18 @@ class Block(nnx.Module):
     """One layer of a decoder or encoder; the residual stream keeps the dtype in which it comes.
 
     `attn_norm` and `mlp_norm` are on a sublayer's input or on the sum after it, `..._out_norm` on its output.
+
+    Args:
+        routed: With experts.
     """
 
-    def __init__(self, arch: Architecture, build: Build):
-        self.arch = arch
+    def __init__(self, arch: Architecture, build: Build, routed: bool):
+        self.arch, self.routed = arch, routed
         self.attn = Attention(arch, build)
-        self.mlp = MLP(arch, build) if arch.experts is None else SparseMLP(arch, build)
+        self.mlp = SparseMLP(arch, build) if routed else MLP(arch, build)
         for name in ("attn", "mlp"):
             own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
-            own = own and arch.first_layer(f"layers.{name}_norm") < arch.num_stored_layers
+            own = own and len(arch.layers_with(f"layers.{name}_norm")) > 0
             for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
                 setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
 
@@ -74,7 +77,7 @@ class Block(nnx.Module):
             normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
         else:
             normed = self._input(after, self.mlp_norm)
-        update, load = (self.mlp(normed, seeds), None) if arch.experts is None else self.mlp(normed, real)
+        update, load = self.mlp(normed, real) if self.routed else (self.mlp(normed, seeds), None)
         return self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds,
                            "layers.mlp"), cache, load
 

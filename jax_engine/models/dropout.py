@@ -36,13 +36,16 @@ def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: fro
     """
     def torch_name(site: str, layer: int | None) -> str:
         if site.endswith(".lora"):
-            return names.module(site.removesuffix(".lora"), layer) + ".lora_dropout"
+            path = site.removesuffix(".lora")
+            place = None if layer is None else arch.layers_with(path).index(layer)
+            return names.module(path, place) + ".lora_dropout"
         return names.filled_in(family.dropouts[site], layer, inside=site != "head")
 
     found = {}
     for site in [*family.dropouts, *(f"{path}.lora" for path in sorted(lora_paths))]:
         if site.startswith("layers."):
-            numbers = [site_seed(torch_name(site, stored), arch.passes[:depth].count(stored))
+            has = arch.layers_with(site.removesuffix(".lora"))
+            numbers = [site_seed(torch_name(site, stored), arch.passes[:depth].count(stored)) if stored in has else 0
                        for depth, stored in enumerate(arch.passes)]
         else:
             numbers = site_seed(torch_name(site, None))

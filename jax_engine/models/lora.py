@@ -48,7 +48,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
         UserError: A target or module to save matches nothing, or not every layer.
     """
     linear, modules = _by_torch_name(network)
-    targets = adapted_layers(lora, linear, network.arch.experts is not None)
+    targets = adapted_layers(lora, linear, network.arch.experts is not None, network.config.model_type)
     adapted = _in_every_layer("lora.targets", targets, linear)
     in_full, matrices = modules_in_full(lora, modules, linear), _matrices_of_experts(network)
     of_experts = _in_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full), matrices)

@@ -33,7 +33,7 @@ class Names:
 
     def __init__(self, family: Family, head: Head, shapes: Tree, arch: Architecture, adapted: frozenset[str],
                  adapted_experts: tuple[str, ...], to_save: frozenset[str]):
-        self._adapted, self._to_save, self._first_layer = adapted, to_save, arch.first_layer
+        self._adapted, self._to_save, self._layers_with = adapted, to_save, arch.layers_with
         self._adapted_experts = adapted_experts
         self._wrapped = bool(adapted or adapted_experts or to_save)
         self._leaves = flatten(shapes)
@@ -46,7 +46,6 @@ class Names:
         wraps = ".base_layer" * len(adapted_experts)
         for depth, name in enumerate(adapted_experts, 1):
             self._modules[f"{EXPERTS}.{name}_lora"] = self._modules[EXPERTS] + wraps[depth * len(".base_layer"):]
-        self._stored = arch.num_stored_layers
         order = list(self._modules)
         ranked = sorted(self._leaves, key=lambda path: (order.index(_module(path)), _leaf_rank(path[-1])))
         outer = [path for path in ranked if path[0] != "layers"]
@@ -55,8 +54,9 @@ class Names:
         before = [path for path in outer if order.index(_module(path)) < first]
         after = [path for path in outer if order.index(_module(path)) > first]
         places = [(path, None) for path in before]
-        places += [(path, place) for layer in range(self._stored) for path in inner
-                   if (place := layer - arch.first_layer(_module(path))) >= 0]
+        layers_of = {path: arch.layers_with(_module(path)) for path in inner}
+        places += [(path, layers_of[path].index(layer)) for layer in range(arch.num_stored_layers) for path in inner
+                   if layer in layers_of[path]]
         self._places: list[tuple[Path, int | None]] = places + [(path, None) for path in after]
 
     def names(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
@@ -84,14 +84,14 @@ class Names:
 
     def _stack(self, ours: str) -> Sequence[int | None]:
         """Places among the stacked layers that one of our modules has."""
-        return range(self._stored - self._first_layer(ours)) if ours.startswith("layers.") else [None]
+        return range(len(self._layers_with(ours))) if ours.startswith("layers.") else [None]
 
     def _saved_name(self, path: Path, layer: int | None) -> str:
         return saved_name(self.name(path, layer))
 
     def module(self, ours: str, layer: int | None) -> str:
         """Torch's name of one of our modules, without any wrapping."""
-        return self.filled_in(self._modules[ours], None if layer is None else layer + self._first_layer(ours))
+        return self.filled_in(self._modules[ours], None if layer is None else self._layers_with(ours)[layer])
 
     def filled_in(self, name: str, layer: int | None, inside: bool = False) -> str:
         """Torch's name with the number of a layer in it; `inside` is for one that begins inside the base network."""

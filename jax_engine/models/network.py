@@ -5,6 +5,7 @@ Flax NNX modules define the parts; between calls there is only a nested dict of 
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,13 +16,14 @@ from jax import Array
 from transformers import PreTrainedConfig
 
 from jax_engine.distributed.interface import cut, num_sequence_parts, on_mesh
-from jax_engine.distributed.tree import Path, flatten, unflatten
+from jax_engine.distributed.tree import Path, flatten, merge, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import attention_mask, cached_mask, real_tokens
 from jax_engine.models.block import Block
 from jax_engine.models.cut_rows import CutRows
 from jax_engine.models.decoder import DecoderEmbedding, LMHead
+from jax_engine.models.depth import Loop, joined, loops_of
 from jax_engine.models.dropout import Seeds, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
 from jax_engine.models.experts import Load
@@ -33,6 +35,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import decays
 
 Tree = dict[str, Any]
+ROUTED = "_with_experts"
 HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 # So few layers need no loop on a CPU where all of them train: between its steps XLA copies what layers keep, and
 # gradients. In deeper networks that was not measurable, and a loop of one layer compiles in the time of a shallow one.
@@ -62,19 +65,21 @@ class Network(Names):
         self.unroll = unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
         self._ropes = list(dict.fromkeys(arch.ropes))
         self.fused = fused.choose(arch, build.dtype, head, build.attention)
+        self._loops = loops_of(arch)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
         self._starts: dict[Path, Start] = {}
         shapes: Tree = {}
         for name, part in self._parts().items():
             module = nnx.eval_shape(part)
-            self._starts |= {(name, *path): start for path, start in starts(module).items()}
+            own = name.removesuffix(ROUTED)
+            self._starts |= {(own, *path): start for path, start in starts(module).items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
-            graph, state = nnx.split(module)
-            self._graphs[name], shapes[name] = graph, nnx.to_pure_dict(state)
-        shapes["layers"] = unflatten({
-            path: jax.ShapeDtypeStruct((arch.num_stored_layers - arch.first_layer(f"layers.{path[0]}"), *leaf.shape),
-                                       leaf.dtype) for path, leaf in flatten(shapes["layers"]).items()})
+            self._graphs[name], state = nnx.split(module)
+            shapes[own] = merge(shapes.get(own, {}), nnx.to_pure_dict(state))
+        numbers = {path: len(arch.layers_with(".".join(("layers", *path[:-1])))) for path in flatten(shapes["layers"])}
+        shapes["layers"] = unflatten({path: jax.ShapeDtypeStruct((numbers[path], *leaf.shape), leaf.dtype)
+                                      for path, leaf in flatten(shapes["layers"]).items()})
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
         super().__init__(family, head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
@@ -86,7 +91,9 @@ class Network(Names):
         """How to make each part of the network."""
         arch, build = self.arch, self.build
         embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
-        parts = {"embed": lambda: embedding(arch, build), "layers": lambda: Block(arch, build)}
+        parts = {"embed": lambda: embedding(arch, build)}
+        kinds = {kind for loop in self._loops for kind in loop.kinds}
+        parts |= {_block(routed): partial(Block, arch, build, routed) for routed in sorted(kinds)}
         if arch.final_norm_eps is not None:
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
@@ -184,9 +191,9 @@ class Network(Names):
         steps |= {} if seeds is None else {"sites": inside}
         steps |= {} if cache is None else {"cache": {"k": cache["k"], "v": cache["v"]}}
 
-        def body(x: Array, step: Tree) -> tuple[Array, tuple[Tree | None, Load | None]]:
+        def layer(routed: bool, x: Array, step: Tree) -> tuple[Array, tuple[Tree | None, Load | None]]:
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
-            block = nnx.merge(self._graphs["layers"], params)
+            block = nnx.merge(self._graphs[_block(routed)], params)
             mask = _chosen(masks, step["mask"])
             turns, key_turns = (_chosen(kinds, step.get("rope")) for kinds in (angles, key_angles))
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
@@ -197,8 +204,21 @@ class Network(Names):
             return cut(x), tuple(kept)
 
         if self.remat != "none" or on_mesh():
-            body = jax.checkpoint(body, policy=_KEPT[self.remat], prevent_cse=False)
-        x, (kv, load) = jax.lax.scan(body, x, steps, unroll=self.unroll if cache is None else 1)
+            layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=0)
+
+        def body(loop: Loop, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:
+            kept = []
+            for number, routed in enumerate(loop.kinds):
+                x, of_layer = layer(routed, x, loop.of_layer(step, arch, number))
+                kept.append(of_layer)
+            return x, tuple(map(list, zip(*kept, strict=True)))
+
+        kept = []
+        for loop in self._loops:
+            x, of_loop = jax.lax.scan(partial(body, loop), x, loop.cut(steps, arch),
+                                      unroll=self.unroll if cache is None else 1)
+            kept.append(of_loop)
+        kv, load = (joined(list(parts)) for parts in zip(*kept, strict=True))
         return x, kv, load
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
@@ -255,7 +275,7 @@ class Network(Names):
 
     def linears(self) -> list[str]:
         """Our paths of the linear layers; the head that makes the logits is not among them."""
-        return self._linears
+        return list(dict.fromkeys(self._linears))
 
     def trainable(self, params: Tree) -> Tree:
         """`trains` for each leaf."""
@@ -264,6 +284,11 @@ class Network(Names):
     def decays(self, params: Tree) -> Tree:
         """For each leaf, whether weight decay applies: matrices (per layer) yes, biases and norms no."""
         return unflatten({path: decays(path[-1], len(self.shape(path))) for path in flatten(params)})
+
+
+def _block(routed: bool) -> str:
+    """Name among the parts of the block of layers with experts, or without."""
+    return "layers" + ROUTED * routed
 
 
 def _chosen(kinds: list[Any], number: Array | None) -> Any:

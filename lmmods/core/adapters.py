@@ -6,15 +6,18 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 
 SETTINGS = "adapter_config.json"
 # Names of the layer that gives the logits of answer spans; it is new to a model and trains in full beside an adapter.
 ANSWER_HEADS = ("qa_outputs", "classifier")
+# Layers of a type of model that PEFT (0.21) takes for its experts, which have had these names.
+_TAKEN_FOR_EXPERTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 
 
-def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False) -> set[str]:
+def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False, model_type: str = "") -> set[str]:
     """Names of the layers that carry an adapter; a target names the modules whose name ends in it, as in PEFT.
 
     Args:
@@ -24,9 +27,13 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False)
     Raises:
         UserError: A target matches none of them.
     """
-    linear = list(linear)
+    named, taken = list(linear), _TAKEN_FOR_EXPERTS.get(model_type, ())
+    linear = [name for name in named if name.rpartition(".")[2] not in taken]
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
+        if len(linear) < len(named):
+            say(f"lora.targets: all-linear leaves out {', '.join(taken)} of layers without experts: PEFT takes these "
+                "names for those of experts.")
         return set(linear)
     note = (" Experts and their router are no linear layers: lora.target_parameters gives experts adapters, and "
             "lora.modules_to_save trains both in full.") if has_experts else ""

@@ -30,7 +30,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     from peft import LoraConfig, get_peft_model
 
     linear, has_experts = _adaptable(model), mixture_of(model.config) is not None
-    adapted = adapted_layers(settings, linear, has_experts)
+    adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
     for name in sorted(in_full):
         module = model.get_submodule(name)

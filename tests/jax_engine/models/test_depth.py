@@ -1,0 +1,56 @@
+"""Layers of two kinds, with experts and without: their loops, and a network of both against transformers'."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hf_reference import labels_of
+
+from jax_engine.models.depth import Loop, loops_of
+
+D, S = False, True
+
+
+@pytest.mark.parametrize(("kinds", "loops"), [
+    ([D, D, D], [Loop(0, (D,), 3)]),
+    ([D, S, S, S], [Loop(0, (D,), 1), Loop(1, (S,), 3)]),
+    ([D, S, D, S, D], [Loop(0, (D, S), 2), Loop(4, (D,), 1)]),
+    ([D, D, S, D, D, S], [Loop(0, (D, D, S), 2)]),
+])
+def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, loops):
+    class Depth:
+        experts, num_layers, dense_layers = True, len(kinds), [n for n, routed in enumerate(kinds) if not routed]
+
+    assert loops_of(Depth) == loops
+
+
+@pytest.mark.slow
+def test_kinds_that_take_turns_are_transformers_network(make_ref):
+    """Logits, gradients and routing; also token by token with a cache."""
+    ref = make_ref("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=None)
+    batch = ref.batch()
+    labels, inputs = labels_of(batch), {name: torch.tensor(value) for name, value in batch.items()}
+    output = ref.torch(**inputs, output_router_logits=True)
+    scored = output.logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten()
+    torch.nn.functional.cross_entropy(*scored, reduction="sum").backward()
+    theirs, real = output.logits.detach().numpy(), batch["attention_mask"] > 0
+    logits, _, gradients = ref.found
+    assert np.abs(logits - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    named, expected = ref.net.to_torch(gradients), dict(ref.torch.named_parameters())
+    assert list(named) == list(expected)
+    largest = max(parameter.grad.abs().max().item() for parameter in expected.values())
+    for name, parameter in expected.items():
+        scale = max(parameter.grad.abs().max().item(), 1e-3 * largest)
+        assert np.abs(named[name] - parameter.grad.numpy()).max() <= 1e-4 * scale, name
+    whole, load = jax.jit(ref.net.hidden_and_load)(ref.params, batch)
+    chosen = [layer.view(4, 9, -1).topk(2, -1).indices.numpy() for layer in output.router_logits]
+    counts = [[np.bincount(layer[row][real[row]].ravel(), minlength=4) for row in range(4)] for layer in chosen]
+    assert len(counts) == 2 and np.array_equal(load.counts, counts)
+
+    step = jax.jit(lambda batch, cache: ref.net.hidden(ref.params, batch, cache=cache))
+    cache, positions, found = ref.net.init_cache(4, 9), np.arange(9) + np.zeros_like(batch["input_ids"]), []
+    for place in range(9):
+        token = {name: value[:, place, None] for name, value in (batch | {"position_ids": positions}).items()}
+        hidden, cache = step(token, cache)
+        found.append(hidden)
+    assert np.abs(np.concatenate(found, 1) - whole)[real].max() <= 1e-5 * np.abs(whole).max()
