@@ -12,7 +12,6 @@ from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import merge, split
 from jax_engine.models.building import COMPUTE_DTYPES, build_network
 from jax_engine.models.generate import stream
-from jax_engine.models.parameters import FirstValues
 from jax_engine.tasks.base import check_supported
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
@@ -60,8 +59,8 @@ class TextModel:
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
             params = merge(unpack_trainable(read_checkpoint(checkpoint), like, network.to_torch, network.from_torch),
                            rest)
-        drawn = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, FirstValues) else leaf, params)
-        self._params, self._pad = jax.device_put(drawn), data.tokenizer.pad_token_id
+        self._params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
+        self._pad = data.tokenizer.pad_token_id
 
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
                on_token: Callable[[int], bool]) -> bool:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
+from tqdm import tqdm
 
 from jax_engine.distributed.target import target
 from jax_engine.distributed.tree import Tree
@@ -75,7 +76,10 @@ class Parallel(ABC):
 
     @abstractmethod
     def put_state(self, tree: Tree) -> Tree:
-        """Host arrays, the same in all processes, as state. Of what has still to be drawn, a process draws its part."""
+        """Host arrays, the same in all processes, as state; all processes must call it.
+
+        Of arrays that are read or drawn by parts, each process asks for those of its devices.
+        """
 
     @abstractmethod
     def put_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
@@ -133,6 +137,13 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         results = self._call(*args)
         return jax.block_until_ready(results) if self._waits else results
+
+
+def placed(place: Callable[..., Array], tree: Tree, *others: Tree) -> Tree:
+    """`place` of each leaf, with a bar on terminals, where there is something to wait for."""
+    leaves, structure = jax.tree.flatten(tree)
+    bar = tqdm(leaves, "loading", unit=" arrays", disable=None, delay=2)
+    return structure.unflatten([place(*each) for each in zip(bar, *map(jax.tree.leaves, others), strict=True)])
 
 
 def num_visible_ranks() -> int:

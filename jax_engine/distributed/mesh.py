@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, on_mesh, own_positions
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, on_mesh, own_positions, placed
 from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
@@ -196,7 +196,7 @@ class ShardedMesh(Parallel):
         return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts)
 
     def put_state(self, tree):
-        return jax.tree.map(_place, tree, self.shardings(tree))
+        return placed(_place, tree, self.shardings(tree))
 
     def put_batch(self, batch):
         return {name: self._place_rows(x) for name, x in batch.items()}
@@ -228,8 +228,15 @@ class ShardedMesh(Parallel):
 
 
 def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
-    host = np.asarray(x) if isinstance(x, Array) else x  # not what has still to be drawn
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
+    host = np.asarray(x) if isinstance(x, Array) else x  # not what has still to be read or drawn
+    parts: dict[str, np.ndarray] = {}  # which several devices may hold
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if str(index) not in parts:
+            parts[str(index)] = np.asarray(host[index])
+        return parts[str(index)]
+
+    return jax.make_array_from_callback(host.shape, sharding, part)
 
 
 def _pieces(x: Array) -> Pieces:

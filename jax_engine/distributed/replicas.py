@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import Compiled, Parallel, own_positions
+from jax_engine.distributed.interface import Compiled, Parallel, own_positions, placed
 from jax_engine.distributed.target import lowering_platforms
 from lmmods.runs.checkpoint_pieces import Pieces, own_part
 
@@ -75,7 +75,7 @@ class Replicas(Parallel):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
 
     def put_state(self, tree):
-        return jax.tree.map(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)
+        return placed(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)
 
     def put_batch(self, batch):
         return {name: self._place(x) for name, x in batch.items()}

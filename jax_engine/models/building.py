@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
 from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
@@ -14,6 +15,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
+from jax_engine.models.quantizing import Sharers
 from lmmods.core import hf_config
 from lmmods.core.adapters import quantised_in_full, tokens_to_train
 from lmmods.core.console import say
@@ -27,7 +29,7 @@ COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "
 
 def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False,
                   abstract: bool = False) -> tuple[Network, Tree, Tree]:
-    """The network that the fields of a task describe, and its first parameters: numpy arrays, or still to be drawn.
+    """The network that the fields of a task describe, and its first parameters: in files, or still to be drawn.
 
     The last tree has the base's values of what an adapter trains in full; it is empty without one.
 
@@ -55,8 +57,9 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     if abstract:
         params = {}
     elif fields.pretrained:
-        params = loading.load(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
-                              fields.double_quant)
+        together = Sharers(jax.process_index(), jax.process_count(), machines.gather)
+        params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
+                                      fields.double_quant, together)
     else:
         params = network.first_values(seed, stored)
     num_rows = network.config.vocab_size

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jax_engine.models.architecture import ExpertFiles, Family
+from lmmods.core.lazy_array import LazyArray, size_of
 
 # Name of the module; number of the expert; its matrix.
 _ONE = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight$")
@@ -38,6 +39,22 @@ def parts(leaf_name: str, num_experts: int) -> set[Part]:
     """All parts that a file holds of a stacked leaf."""
     count = 2 if leaf_name.endswith("gate_up_proj") else 1
     return {(expert, count, place) for expert in range(num_experts) for place in range(count)}
+
+
+def joined(found: dict[Part, LazyArray], shape: tuple[int, ...], dtype: np.dtype) -> LazyArray:
+    """A leaf of stacked matrices [E, ...] of all its parts."""
+    def read(part: tuple[slice, ...]) -> np.ndarray:
+        experts, rows, *rest = part
+        whole = np.empty(size_of(part), dtype)
+        for (expert, count, place), source in found.items():
+            begin = place * shape[1] // count
+            first, last = max(rows.start, begin), min(rows.stop, begin + shape[1] // count)
+            if experts.start <= expert < experts.stop and first < last:
+                whole[expert - experts.start, first - rows.start:last - rows.start] = source[
+                    slice(first - begin, last - begin), *rest]
+        return whole
+
+    return LazyArray(shape, dtype, read)
 
 
 def apart(family: Family, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -4,23 +4,25 @@ import importlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
-from tqdm import tqdm
 
 from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import flatten, unflatten
-from jax_engine.models import expert_files, mxfp4, quant
+from jax_engine.models import expert_files, mxfp4, quant, quantizing
 from jax_engine.models import lora as adapters
 from jax_engine.models.network import Network, Tree
+from jax_engine.models.quantizing import Scales, Sharers, from_bitsandbytes, piece_of
+from lmmods.core import lazy_array
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import loading_notes, no_model, some
+from lmmods.core.lazy_array import LazyArray, Part
 from lmmods.core.weights_files import check_weights, reading_weights
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.",
@@ -33,12 +35,20 @@ OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_class
                          r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|head|decoder|"
                          r"discriminator_predictions|generator_predictions|generator_lm_head|lm_predictions|"
                          r"mask_predictions)\.")
+_AT_ONCE = 1 << 24  # values that are compared at once
 Slot = tuple[LeafPath, int | None]  # a leaf, and the layer where leaves are stacked
 
 
 def load(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
          quantize: quant.Quantize | None = None, double_quant: bool = True) -> Tree:
-    """Weights of a folder or hub id as numpy arrays, with fresh adapters where the network has them.
+    """`open_weights` as numpy arrays."""
+    return jax.tree.map(np.asarray, open_weights(network, folder, revision, dtype, seed, quantize, double_quant))
+
+
+def open_weights(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
+                 quantize: quant.Quantize | None = None, double_quant: bool = True, sharers: Sharers = Sharers()
+                 ) -> Tree:
+    """Weights of a folder or hub id as arrays that are read by parts, with fresh adapters where the network has them.
 
     Strict: every leaf is filled once, and every key of the files is consumed, tied, or known not to be needed. A head
     that a base model lacks starts at random and is reported. Raises UserError: keys that are missing, left over, or of
@@ -46,24 +56,24 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
 
     Args:
         seed: Of what starts at random.
-        quantize: Keep linear layers in this code, layer by layer, so that the whole model is never there in full.
+        quantize: Keep linear layers in this code; what is read of them is quantised then.
         double_quant: Quantise the scales of 4-bit codes too.
+        sharers: The processes that read together.
     """
-    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant)
+    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers)
     wanted = _wanted(network)
-    saved: dict[Slot, dict[str, np.ndarray]] = {}  # pieces of weights that bitsandbytes has quantised
-    copies: dict[str, tuple[Slot, np.ndarray]] = {}
+    saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved in codes
+    copies: dict[str, tuple[Slot, LazyArray]] = {}
     problems, dropped = [], []
-    # a bar on terminals only, and only where there is something to wait for
-    for key, read in tqdm(_tensors(folder, revision), "loading", unit=" tensors", disable=None, delay=2):
-        owner, piece = mxfp4.piece_of(key) or quant.piece_of(key)
+    for key, value in _tensors(folder, revision):
+        owner, piece = mxfp4.piece_of(key) or piece_of(key)
         owner, part = expert_files.whole(network.family, owner)
         slot = _match(owner, wanted, network)
         if slot is None:
             (dropped if _needless(key) else problems).append(key)
             continue
         *place, tied = slot
-        place, value = tuple(place), read()
+        place = tuple(place)
         if part is not None:
             problems += [f"{key} ({problem})" for problem in leaves.put_part(place, part, value)]
         elif piece != "weight" or leaves.is_quantised(place, value):
@@ -81,16 +91,17 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     for place, pieces in saved.items():
         if mxfp4.PIECES & pieces.keys():
             continue  # only one of two, so the weight is missing
-        leaves.put(place, quant.from_bitsandbytes(pieces, network.arch.conv1d))
-    for place, value in copies.values():
+        leaves.put(place, from_bitsandbytes(pieces, network.arch.conv1d))
+    for key, (place, value) in list(copies.items()):
         if place not in leaves.filled:
             leaves.put(place, value)
+            del copies[key]
     if network.head == "causal" and network.config.tie_word_embeddings and not network.arch.tied:
         # An adapter trains one of the two apart, so the other needs a leaf of its own.
-        leaves.put((("head", "weight"), None), leaves.arrays["embed", "tokens", "weight"].copy())
+        leaves.put((("head", "weight"), None), leaves.found["embed", "tokens", "weight"][None])
     headless = _check_complete(network, leaves, problems, folder)
-    for key, ((path, _), value) in copies.items():
-        if not np.array_equal(leaves.arrays[path], value.astype(leaves.dtype)):
+    for key, ((path, layer), value) in copies.items():
+        if not _equal(leaves.found[path][layer], value.astype(leaves.dtype)):
             raise UserError(f"{folder}: {key} differs from the weight that it is tied to: set tie_word_embeddings: "
                             "false in its config.json.")
     for line in loading_notes(folder, list(headless), [key for key in dropped if not BUFFERS.search(key)]):
@@ -98,85 +109,80 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
     tree = leaves.tree()
     if headless:
         head = [path for name, path, _ in network.names(plain=True) if name in headless]
-        tree = unflatten(flatten(tree) | flatten(network.init(seed, leaves.dtype, head)))
+        tree = unflatten(flatten(tree) | flatten(network.first_values(seed, leaves.dtype, head)))
     return adapters.add_adapter(network, tree, seed) if network.lora else tree
 
 
 class Leaves:
-    """The leaves of a network as they are filled, each place once.
+    """The leaves of a network as they are found in files, each place once.
 
     Args:
         quantize: Code of the weights of linear layers.
         double_quant: Quantise the scales of 4-bit codes too.
+        sharers: The processes that read together.
     """
 
-    def __init__(self, network: Network, dtype: np.dtype, quantize: quant.Quantize | None, double_quant: bool):
+    def __init__(self, network: Network, dtype: np.dtype, quantize: quant.Quantize | None, double_quant: bool,
+                 sharers: Sharers):
         self.network, self.dtype = network, dtype
-        self.arrays: dict[LeafPath, np.ndarray] = {}
+        self.found: dict[LeafPath, dict[int | None, LazyArray | quant.Quantized]] = {}  # by layer
         self.filled: set[Slot] = set()
         self._quantize, self._double_quant = quantize, double_quant
+        self._sharers, self._scales = sharers, Scales()
         self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
-        self._quantised: dict[LeafPath, dict[int | None, quant.Quantized]] = {}
-        self._parts: dict[Slot, set[expert_files.Part]] = {}  # of leaves of experts that files hold one by one
+        self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of experts that files hold one by one
 
-    def is_quantised(self, place: Slot, value: np.ndarray) -> bool:
+    def is_quantised(self, place: Slot, value: LazyArray) -> bool:
         """Whether the value of a linear layer comes in codes."""
         return place[0] in self._linear and value.dtype in (np.uint8, np.int8)
 
-    def put(self, place: Slot, value: np.ndarray | quant.Quantized) -> None:
+    def put(self, place: Slot, value: LazyArray | quant.Quantized) -> None:
         """Fill a place; plain weights of linear layers are quantised where that is asked for."""
         path, layer = place
         self.filled.add(place)
-        if self._quantize and path in self._linear and isinstance(value, np.ndarray):
-            value = quant.quantize(value.astype(self.dtype), self._quantize, self._double_quant,
-                                   self.network.arch.conv1d)
-        if isinstance(value, quant.Quantized):
-            self._quantised.setdefault(path, {})[layer] = value
-        elif layer is None:
-            self.arrays[path] = value.astype(self.dtype)
-        else:
-            self._layers(path)[layer] = value
+        if isinstance(value, LazyArray):
+            value = value.astype(self.dtype)
+            if self._quantize and path in self._linear:
+                value = quantizing.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d,
+                                            self._sharers, self._scales, place)
+        self.found.setdefault(path, {})[layer] = value
 
-    def put_part(self, place: Slot, part: expert_files.Part, value: np.ndarray) -> list[str]:
+    def put_part(self, place: Slot, part: expert_files.Part, value: LazyArray) -> list[str]:
         """Fill a part of a place. Returns what is wrong with it."""
-        path, layer = place
-        wanted = expert_files.parts(path[-1], self.network.shape(path)[0])
-        found = self._parts.setdefault(place, set())
+        shape = self.network.shape(place[0])
+        wanted = expert_files.parts(place[0][-1], shape[0])
+        found = self._parts.setdefault(place, {})
         if part not in wanted:
-            return [f"the configuration says {self.network.shape(path)[0]} experts"]
+            return [f"the configuration says {shape[0]} experts"]
         if part in found or place in self.filled:
             return ["a second time"]
-        target = expert_files.part_of(self._layers(path)[layer], part)
-        if value.shape != target.shape:
-            return [f"{value.shape}, the configuration says {target.shape}"]
-        target[...] = value
-        found.add(part)
-        if found == wanted:
-            self.filled.add(place)
+        if value.shape != (one := (shape[1] // part[1], *shape[2:])):
+            return [f"{value.shape}, the configuration says {one}"]
+        found[part] = value
+        if found.keys() == wanted:
+            self.put(place, expert_files.joined(found, shape, self.dtype))
         return []
 
-    def put_mxfp4(self, place: Slot, blocks: np.ndarray, scales: np.ndarray) -> list[str]:
+    def put_mxfp4(self, place: Slot, blocks: LazyArray, scales: LazyArray) -> list[str]:
         """Fill a place with the values of MXFP4 codes. Returns what is wrong with them."""
-        path, layer = place
-        if mxfp4.shape(blocks) != self.network.shape(path) or blocks.shape[:-1] != scales.shape:
-            return [f"codes of {mxfp4.shape(blocks)}, the configuration says {self.network.shape(path)}"]
-        mxfp4.fill(self._layers(path)[layer], blocks, scales)
-        self.filled.add(place)
+        shape = self.network.shape(place[0])
+        if mxfp4.shape(blocks) != shape or blocks.shape[:-1] != scales.shape:
+            return [f"codes of {mxfp4.shape(blocks)}, the configuration says {shape}"]
+        self.put(place, mxfp4.values(blocks, scales, self.dtype))
         return []
-
-    def _layers(self, path: LeafPath) -> np.ndarray:
-        """The array of a leaf's layers, filled one by one, so that the peak is one copy."""
-        if path not in self.arrays:
-            shape = (self.network.num_stacked(path), *self.network.shape(path))
-            self.arrays[path] = np.empty(shape, self.dtype)
-        return self.arrays[path]
 
     def tree(self) -> Tree:
-        """All of them; quantised layers stacked like the others."""
-        stacked = {path: parts[None] if None in parts else jax.tree.map(
-            lambda *layers: np.stack(layers), *(parts[layer] for layer in sorted(parts)))
-            for path, parts in self._quantised.items()}
-        return unflatten(self.arrays | stacked)
+        """All of them; layers stacked."""
+        return unflatten({path: parts[None] if None in parts else jax.tree.map(
+            lambda *layers: lazy_array.stack(layers), *(parts[layer] for layer in sorted(parts)))
+            for path, parts in self.found.items()})
+
+
+def _equal(one: LazyArray, other: LazyArray) -> bool:
+    """Whether two arrays of a shape hold the same, some rows at a time."""
+    step = max(1, _AT_ONCE * one.shape[0] // one.size)
+    return all(np.array_equal(one.over_first(rows), other.over_first(rows))
+               for rows in (slice(start, start + step) for start in range(0, one.shape[0], step)))
 
 
 def _check_complete(network: Network, leaves: Leaves, problems: list[str], folder: str) -> set[str]:
@@ -217,8 +223,8 @@ def _needless(key: str) -> bool:
     return bool(BUFFERS.search(key) or OTHER_HEADS.match(key) or OTHER_HEADS.match(bare))
 
 
-def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """As `_open`; UserError for files that cannot be read."""
+def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
+    """As `_open`; UserError for files that cannot be read, then or later."""
     check_weights(folder)
     tensors = _open(folder, revision)
     while True:
@@ -226,11 +232,17 @@ def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[
             found = next(tensors, None)
         if found is None:
             return
-        yield found
+        key, array = found
+
+        def read(part: Part, array: LazyArray = array) -> np.ndarray:
+            with reading_weights(folder):
+                return array[part]
+
+        yield key, LazyArray(array.shape, array.dtype, read)
 
 
-def _open(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Yield (key, function that reads it) of every tensor of a folder or hub id."""
+def _open(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
+    """Yield name and values of every tensor of a folder or hub id."""
     folder = _local(folder, revision)
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
@@ -241,14 +253,12 @@ def _open(folder: str, revision: str | None) -> Iterator[tuple[str, Callable[[],
     if lost := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{folder}: {index.name} names files that are not there: {some(lost)}.")
     for file in files:
-        with safe_open(file, "numpy") as tensors:
-            for key in tensors.keys():
-                yield key, lambda tensors=tensors, key=key: tensors.get_tensor(key)
+        yield from lazy_array.of_file(file).items()
     if not files:
         yield from _open_pickled(folder)
 
 
-def _open_pickled(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+def _open_pickled(folder: Path) -> Iterator[tuple[str, LazyArray]]:
     files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise UserError(f"{folder} holds neither model*.safetensors nor pytorch_model*.bin: it has no weights.")
@@ -258,8 +268,13 @@ def _open_pickled(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]
         # Files of torch before 1.6 are no zip and cannot be mapped.
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         for key, tensor in content.items():
-            yield key, lambda tensor=tensor: (tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16)
-                                              if tensor.dtype == torch.bfloat16 else tensor.numpy())
+            def read(part: Part, tensor: Any = tensor) -> np.ndarray:
+                tensor = tensor[part].contiguous()
+                return (tensor.view(torch.int16).numpy().view(jnp.bfloat16) if tensor.dtype == torch.bfloat16
+                        else tensor.numpy())
+
+            dtype = read((slice(0, 0),) * tensor.ndim).dtype
+            yield key, LazyArray(tensor.shape, dtype, read)
 
 
 def _local(folder: str, revision: str | None) -> Path:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -12,6 +13,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.experts import MATRICES
 from jax_engine.models.names import EXPERTS, TOKEN_ROWS
 from jax_engine.models.network import Network, Tree
+from jax_engine.models.quant import Quantized
 from lmmods.core.adapters import (
     ANSWER_HEADS,
     SETTINGS,
@@ -119,11 +121,12 @@ def _in_every_layer(key: str, names: set[str], ours: dict[str, str]) -> set[str]
 
 
 def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
-    """The base (numpy arrays) with new adapters, float32: A at random, B zero, DoRA's |W|, the base's rows."""
+    """The base (host arrays) with new adapters, float32: A at random, B zero, DoRA's |W|, the base's rows."""
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
         # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
-        leaves["head", "weight"] = np.array(leaves["embed", "tokens", "weight"])
+        table = leaves["embed", "tokens", "weight"]
+        leaves["head", "weight"] = table.copy() if isinstance(table, np.ndarray) else table
     drawn = [path for path in flatten(network.shapes) if path[-1] in ("lora_A", "lora_B")]
     leaves |= flatten(network.init(seed, paths=drawn))
     for path, shape in flatten(network.shapes).items():
@@ -131,7 +134,10 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
             tokens = network.build.rows[".".join(path[:-1])]
             leaves[path] = np.asarray(leaves[(*path[:-1], "weight")])[list(tokens)].astype(np.float32)
         elif path[-1] == "lora_magnitude_vector":
-            weight = np.asarray(leaves[(*path[:-1], "weight")].astype(np.float32))
+            weight = leaves[(*path[:-1], "weight")]
+            if isinstance(weight, Quantized):
+                weight = jax.tree.map(np.asarray, weight)
+            weight = np.asarray(weight.astype(np.float32))
             norms = [row_norms(layer, network.arch.conv1d) for layer in weight.reshape(-1, *weight.shape[-2:])]
             leaves[path] = np.stack(norms).reshape(shape.shape)
     return unflatten(leaves)

@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 
+from lmmods.core.lazy_array import LazyArray, Part, size_of
+
 PIECES = {"blocks", "scales"}
 # Sign, two bits of exponent, one of mantissa.
 VALUES = np.array([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
@@ -17,21 +19,28 @@ def piece_of(key: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-def shape(blocks: np.ndarray) -> tuple[int, ...]:
+def shape(blocks: LazyArray) -> tuple[int, ...]:
     """That of the weights [E, in, out] of codes [E, out, in / 32, 16]."""
     num, size, groups, num_bytes = blocks.shape
     return num, groups * num_bytes * 2, size
 
 
-def fill(weights: np.ndarray, blocks: np.ndarray, scales: np.ndarray) -> None:
-    """Write the values of codes into weights, one expert at a time.
+def values(blocks: LazyArray, scales: LazyArray, dtype: np.dtype) -> LazyArray:
+    """The weights [E, in, out] that codes stand for.
 
     Args:
-        weights: [E, in, out].
         blocks: uint8 [E, out, in / 32, 16], the earlier code in the low bits.
         scales: uint8 [E, out, in / 32], exponents of two.
     """
-    for expert, (codes, exponents) in enumerate(zip(blocks, scales, strict=True)):
-        values = VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*exponents.shape, -1)
-        values = np.ldexp(values, exponents.astype(np.int32)[..., None] - _BIAS)
-        weights[expert] = values.reshape(len(values), -1).T
+    def read(part: Part) -> np.ndarray:
+        experts, columns, rows = part
+        weights = np.empty(size_of(part), dtype)
+        for place, expert in enumerate(range(experts.start, experts.stop)):  # one at a time
+            one = slice(expert, expert + 1)
+            codes, exponents = (source[one, rows, *[slice(None)] * (source.ndim - 2)][0] for source in (blocks, scales))
+            found = VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*exponents.shape, -1)
+            found = np.ldexp(found, exponents.astype(np.int32)[..., None] - _BIAS)
+            weights[place] = found.reshape(len(found), -1)[:, columns].T
+        return weights
+
+    return LazyArray(shape(blocks), dtype, read)

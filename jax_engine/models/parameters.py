@@ -1,6 +1,5 @@
 """Parameters of modules: while a network is described they have a shape and a way to start, and no values."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from lmmods.core.initialization import Normal, Uniform, draw_part
+from lmmods.core.lazy_array import LazyArray, Part
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ def starts(module: nnx.Module) -> dict[tuple[str, ...], Start]:
     return {path: node.get_metadata("start") for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
 
 
-class FirstValues:
-    """First values of a leaf, float32 or narrowed, that nobody has drawn yet. Drawn when they become an array.
+class FirstValues(LazyArray):
+    """First values of a leaf, float32 or narrowed, that nobody has drawn yet: a part is drawn without other rows.
 
     Args:
         shape: Of one layer.
@@ -45,26 +45,15 @@ class FirstValues:
     def __init__(self, start: Start, shape: tuple[int, ...], seed: int, names: Sequence[str], stacked: bool,
                  dtype: np.dtype):
         self._start, self._layer_shape, self._seed = start, shape, seed
-        self._names, self._stacked, self.dtype = names, stacked, np.dtype(dtype)
-        self.shape = (len(names), *shape) if stacked else shape
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        self.nbytes = self.size * self.dtype.itemsize
+        self._names, self._stacked = names, stacked
+        super().__init__((len(names), *shape) if stacked else shape, dtype, self._drawn)
 
-    def astype(self, dtype: np.dtype) -> "FirstValues":
-        if self.dtype != np.float32:  # what a narrower type has lost is not found again
-            return np.asarray(self).astype(dtype)
-        return FirstValues(self._start, self._layer_shape, self._seed, self._names, self._stacked, dtype)
-
-    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """A part, a slice for each dimension: what lies in other rows is not drawn."""
+    def _drawn(self, part: Part) -> np.ndarray:
         layers, part = (part[0], part[1:]) if self._stacked else (slice(None), part)
         drawn = [self._layer(name, part).astype(self.dtype) for name in self._names[layers]]
         return np.stack(drawn) if self._stacked else drawn[0]
 
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        return self[(slice(None),) * self.ndim].astype(dtype or self.dtype, copy=False)
-
-    def _layer(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+    def _layer(self, name: str, part: Part) -> np.ndarray:
         start, shape = self._start, self._layer_shape
         if isinstance(start, float):
             return np.full(shape, start, np.float32)[part]

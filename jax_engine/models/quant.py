@@ -3,9 +3,7 @@
 A frozen weight stays quantised on the devices. `astype` makes the matrix inside a step, for one product at a time.
 """
 
-import json
 import math
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from lmmods.core.errors import UserError
 from lmmods.core.task_fields import Quantize
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -28,11 +25,6 @@ CODEBOOKS = {
     "fp4": np.array([sign * value for sign in (1, -1) for value in
                      (0.0, 0.0052083334885537624, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)], np.float32),
 }
-_GRID = 65535  # steps from -1 to 1 on which bitsandbytes' CPU code looks for the nearest value of the dynamic type
-# What bitsandbytes saves beside a weight.
-_STATE = "weight.quant_state.bitsandbytes__"
-_PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
-_CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
 
 
 def _static() -> Any:
@@ -137,26 +129,6 @@ class EightBit(Quantized):
         return values.swapaxes(-1, -2) if self.transposed else values
 
 
-def quantize(weight: np.ndarray, kind: Quantize, double: bool = True, transposed: bool = False) -> Quantized:
-    """Quantise a matrix on the host, with the codes that bitsandbytes gives it.
-
-    Args:
-        weight: [out, in], or [in, out] where `transposed`.
-        double: Quantise the scales of 4-bit codes too.
-    """
-    weight = np.ascontiguousarray(weight.T if transposed else weight)
-    if kind == "int8":
-        weight = weight.astype(np.float16).astype(np.float32)
-        absmax = np.abs(weight).max(axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            codes = np.rint(weight * (1 / absmax * np.float32(127))[:, None])
-        return EightBit(np.where(absmax[:, None] > 0, codes, 0).astype(np.int8), absmax, transposed)
-    codes, absmax = _four_bit_codes(weight.reshape(-1), kind)
-    absmax, nested = _nest(absmax) if double else (absmax, None)
-    packed = (codes[::2] << 4 | codes[1::2])[:-(-weight.size // 2)]
-    return _four_bit(packed, absmax, nested, kind, weight.shape, transposed)
-
-
 def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transposed: bool = False) -> Quantized:
     """Shapes and dtypes of the parts of a quantised matrix; `shape` and the rest are as of `quantize`."""
     *lead, rows, columns = shape
@@ -167,98 +139,15 @@ def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transpo
 
     if kind == "int8":
         return EightBit(part(jnp.int8, *matrix), part(jnp.float32, matrix[0]), transposed)
-    lines, blocks = _lines(matrix), -(-math.prod(matrix) // BLOCK)
+    lines, blocks = lines_of(matrix), -(-math.prod(matrix) // BLOCK)
     nested = (part(jnp.float32, -(-blocks // NESTED_BLOCK)), part(jnp.float32)) if double else None
     absmax = part(jnp.uint8 if double else jnp.float32, lines, blocks // lines)
     return FourBit(part(jnp.uint8, lines, blocks // lines * BLOCK // 2), absmax, nested, kind, matrix, transposed)
 
 
-def _lines(matrix: tuple[int, int]) -> int:
+def lines_of(matrix: tuple[int, int]) -> int:
     """Rows in which a matrix's blocks are laid out."""
     return matrix[0] if matrix[1] % BLOCK == 0 else 1
-
-
-def piece_of(key: str) -> tuple[str, str]:
-    """Name of the weight that a tensor in a saved folder belongs to, and which piece of it the tensor is.
-
-    What is not a companion of a quantised weight is the piece `weight` of itself.
-    """
-    found = _PIECE.match(key)
-    return (f"{found[1]}.weight", found[2]) if found else (key, "weight")
-
-
-def from_bitsandbytes(pieces: dict[str, np.ndarray], transposed: bool = False) -> Quantized:
-    """A matrix as bitsandbytes saved it.
-
-    Args:
-        pieces: By their names: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
-
-    Raises:
-        UserError: One is missing, or blocks are of another size than 64 (nested: 256).
-    """
-    states = [json.loads(bytes(piece)) for name, piece in pieces.items() if name.startswith(_STATE)]
-    wanted = {"weight"} if "SCB" in pieces else {"weight", "weight.absmax"}
-    nested = bool(states) and "nested_offset" in states[0]
-    missing = sorted((wanted | ({"weight.nested_absmax"} if nested else set())) - set(pieces))
-    if missing or not states and "SCB" not in pieces:
-        raise UserError(f"A quantised weight is saved without {', '.join(missing) or _STATE + '...'}: the model folder "
-                        "is incomplete. Fetch or save it again.")
-    if not states:
-        return EightBit(pieces["weight"], pieces["SCB"].reshape(-1), transposed)
-    state = states[0]
-    if (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK)) != (BLOCK, NESTED_BLOCK):
-        raise UserError(f"model.pretrained: its weights are quantised in blocks of {state['blocksize']}. The JAX "
-                        f"engine reads blocks of {BLOCK}: use engine: torch.")
-    scales = (pieces["weight.nested_absmax"], np.asarray(state["nested_offset"], np.float32)) if nested else None
-    return _four_bit(pieces["weight"].view(np.uint8), pieces["weight.absmax"], scales, state["quant_type"],
-                     state["shape"], transposed)
-
-
-def _four_bit(packed: np.ndarray, absmax: np.ndarray, nested: tuple[np.ndarray, np.ndarray] | None, kind: str,
-              matrix: tuple[int, int], transposed: bool) -> FourBit:
-    """Flat bytes and scales laid out in rows."""
-    rows = _lines(matrix)
-    whole = np.zeros(absmax.size * BLOCK // 2, np.uint8)
-    whole[:packed.size] = packed.reshape(-1)
-    return FourBit(whole.reshape(rows, -1), absmax.reshape(rows, -1), nested, kind, tuple(matrix), transposed)
-
-
-def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes, one a byte and padded to whole blocks, and the absmax of each block."""
-    order = np.argsort(CODEBOOKS[kind], kind="stable").astype(np.uint8)
-    bounds = CODEBOOKS[kind][order]
-    bounds = (bounds[:-1] + bounds[1:]) / 2
-    num_blocks = -(-flat.size // BLOCK)
-    codes, absmax = np.empty(num_blocks * BLOCK, np.uint8), np.empty(num_blocks, np.float32)
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start:start + _CHUNK].astype(np.float32)
-        rest = part.size % BLOCK
-        blocks = np.pad(part, (0, -part.size % BLOCK)).reshape(-1, BLOCK)
-        largest = np.abs(blocks).max(axis=1)
-        divisor = np.maximum(largest, np.float32(1e-38))
-        scaled = blocks * (1 / divisor)[:, None]
-        if rest:  # bitsandbytes divides in the last, shorter block, and multiplies in the others
-            largest[-1] = divisor[-1]
-            scaled[-1] = blocks[-1] / divisor[-1]
-        scaled = np.clip(scaled, -1, 1)
-        ranks = np.zeros(scaled.shape, np.uint8)
-        for bound in bounds:
-            ranks += scaled > bound
-        codes[start:start + ranks.size] = order[ranks].reshape(-1)
-        absmax[start // BLOCK:start // BLOCK + len(largest)] = largest
-    return codes, absmax
-
-
-def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Scales as 8-bit codes around their mean (double quantisation), found on a grid as in bitsandbytes on CPUs."""
-    mean = absmax.mean(dtype=np.float64).astype(np.float32)
-    blocks = np.pad(absmax - mean, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
-    steps = np.abs(blocks).max(axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.where(steps[:, None] > 0, blocks / steps[:, None], 0)
-    scaled = np.rint((scaled + 1) * np.float32(_GRID / 2)) / np.float32(_GRID) * 2 - 1
-    codes = np.searchsorted((DYNAMIC[:-1] + DYNAMIC[1:]) / 2, scaled).astype(np.uint8)
-    return codes.reshape(-1)[:absmax.size], (steps, np.asarray(mean))
 
 
 def _dynamic_map() -> np.ndarray:

@@ -1,6 +1,8 @@
 """Quantised weights beside bitsandbytes: bits, values, networks, folders it saved, adapters on top."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -16,10 +18,12 @@ from tested import MAIN, cases, cells
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split
-from jax_engine.models import hub, loading, quant
+from jax_engine.models import hub, loading, quant, quantizing
 from jax_engine.models import lora as adapters
+from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
+from lmmods.core.lazy_array import LazyArray, of_file
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 
@@ -42,13 +46,17 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(jnp.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+def quantized(*args, **options):
+    return jax.tree.map(np.asarray, quantizing.quantize(*args, **options))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_bits_are_those_of_bitsandbytes(kind, double, shape, dtype):
     packed, state = F.quantize_4bit(weight(shape, dtype), quant_type=kind, compress_statistics=double)
-    ours = quant.quantize(as_numpy(weight(shape, dtype)), kind, double)
+    ours = quantized(as_numpy(weight(shape, dtype)), kind, double)
     assert np.array_equal(ours.packed.reshape(-1)[:packed.numel()], packed.numpy().reshape(-1))
     assert np.array_equal(ours.absmax.reshape(-1), state.absmax.numpy())
     if double:
@@ -63,18 +71,47 @@ def test_four_bits_are_those_of_bitsandbytes(kind, double, shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_eight_bits_are_those_of_bitsandbytes(shape):
     codes, absmax, _ = F.int8_vectorwise_quant(weight(shape)[1:].half())
-    ours = quant.quantize(weight(shape)[1:].numpy(), "int8")
+    ours = quantized(weight(shape)[1:].numpy(), "int8")
     assert np.array_equal(ours.codes, codes.numpy()) and np.array_equal(ours.row_absmax, absmax.numpy())
     assert np.allclose(ours.astype(jnp.float32), F.int8_vectorwise_dequant(codes, absmax).numpy(), rtol=1e-6)
-    zero = quant.quantize(np.zeros((2, 8), np.float32), "int8")
+    zero = quantized(np.zeros((2, 8), np.float32), "int8")
     assert not np.any(zero.astype(jnp.float32))
 
 
 def test_large_matrices_are_quantised_in_pieces(monkeypatch):
-    whole = quant.quantize(weight((24, 96)).numpy(), "nf4")
-    monkeypatch.setattr(quant, "_CHUNK", 256)
-    pieces = quant.quantize(weight((24, 96)).numpy(), "nf4")
+    whole = quantized(weight((24, 96)).numpy(), "nf4")
+    monkeypatch.setattr(quantizing, "_CHUNK", 256)
+    pieces = quantized(weight((24, 96)).numpy(), "nf4")
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("int8", True)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_are_those_of_the_whole(kind, double, shape, transposed):
+    """Three processes that each ask for other parts: every array, cut where no block ends, and what all share."""
+    values = weight(shape).numpy()
+    whole = jax.tree.leaves(quantized(values, kind, double, transposed))
+    met, numbers = threading.Barrier(3, timeout=10), {}
+
+    def gather(own):
+        numbers.update(own)
+        met.wait()
+        found = dict(numbers)
+        met.wait()
+        return found
+
+    def parts(rank):
+        lazy = quantizing.quantize(values, kind, double, transposed, quantizing.Sharers(rank, 3, gather))
+        for array, expected in zip(jax.tree.leaves(lazy), whole, strict=True):
+            cut = tuple(slice(length * rank // 3, length * (rank + 1) // 3) for length in array.shape)
+            for axis in range(array.ndim + 1):
+                part = cut[:axis] + (slice(None),) * (array.ndim - axis)
+                assert np.array_equal(array[part], expected[part])
+        return array.shape == expected.shape
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(parts, range(3)))
 
 
 def test_the_dynamic_type_is_that_of_bitsandbytes():
@@ -171,6 +208,30 @@ def test_folders_that_bitsandbytes_saved(folder_of, name, kind, tmp_path):
                 assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-7), path
 
 
+@pytest.mark.parametrize("kind", ["nf4", None])
+def test_a_mesh_reads_each_value_of_a_folder_once(tmp_path, kind, monkeypatch):
+    folder, asked = str(tmp_path), []
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=48, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=False)).save_pretrained(folder)
+
+    def counting(file):
+        def counted(array):
+            return LazyArray(array.shape, array.dtype, lambda part: asked.append(array[part].size) or array[part])
+        return {key: counted(array) for key, array in of_file(file).items()}
+
+    network, whole = network_and_params(folder, "causal", quantize=kind)
+    monkeypatch.setattr(lazy_array, "of_file", counting)
+    lazy = loading.open_weights(network, folder, quantize=kind)
+    assert not asked
+    placed = ShardedMesh(data=2, fsdp=2, tensor=2).put_state(lazy)
+    assert sum(asked) == sum(array.size for array in of_file(tmp_path / "model.safetensors").values())
+    assert jax.tree.structure(placed) == jax.tree.structure(whole)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed["layers"]))
+    for ours, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(whole), strict=True):
+        assert ours.dtype == expected.dtype and np.array_equal(ours, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [LoRA(rank=3, alpha=5), LoRA(rank=3, alpha=5, dora=True)], ids=["lora", "dora"])
 def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
@@ -223,7 +284,7 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_codes_are_sharded_like_their_matrices(kind):
     """Each device holds its part of codes and scales; small scales are everywhere."""
-    layers = [quant.quantize(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
+    layers = [quantized(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *layers)
     parallel = ShardedMesh(data=1, fsdp=4, tensor=2)
     placed = parallel.put_state({"layers": {"mlp": {"up": {"weight": stacked}}}})["layers"]["mlp"]["up"]["weight"]
@@ -238,11 +299,11 @@ def test_a_damaged_folder_is_an_error():
     state = np.frombuffer(json.dumps({"quant_type": "nf4", "blocksize": 128, "shape": [2, 64]}).encode(), np.uint8)
     pieces = {"weight": np.zeros((64, 1), np.uint8), "weight.absmax": np.ones(2, np.float32)}
     with pytest.raises(UserError, match="saved without weight.quant_state"):
-        quant.from_bitsandbytes(pieces)
+        quantizing.from_bitsandbytes(pieces)
     pieces |= {"weight.quant_state.bitsandbytes__nf4": state}
     with pytest.raises(UserError, match="blocks of 128"):
-        quant.from_bitsandbytes(pieces)
+        quantizing.from_bitsandbytes(pieces)
     with pytest.raises(UserError, match="saved without weight.absmax"):
-        quant.from_bitsandbytes({name: piece for name, piece in pieces.items() if name != "weight.absmax"})
+        quantizing.from_bitsandbytes({name: piece for name, piece in pieces.items() if name != "weight.absmax"})
     with pytest.raises(UserError, match="saved without weight"):
-        quant.from_bitsandbytes({"SCB": np.ones(2, np.float32)})
+        quantizing.from_bitsandbytes({"SCB": np.ones(2, np.float32)})

@@ -25,6 +25,7 @@ from jax_engine.models.lora import adapter_settings, add_adapter
 from jax_engine.models.network import Network
 from jax_engine.tasks.expert_load import with_load
 from jax_engine.tasks.sft import SFT
+from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance, note_quantized
 from lmmods.core.hf_config import load_config
@@ -231,10 +232,10 @@ def test_mxfp4_codes_have_the_values_of_transformers():
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
     scales = random.integers(100, 140, (3, 10, 2), dtype=np.uint8)
-    ours = np.empty(mxfp4.shape(blocks), np.float32)
-    mxfp4.fill(ours, blocks, scales)
-    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
-    assert np.array_equal(ours, theirs.numpy())
+    ours = mxfp4.values(lazy_array.of(blocks), lazy_array.of(scales), np.float32)
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    assert np.array_equal(ours, theirs)
+    assert np.array_equal(ours[1:, 5:40, 2:3], theirs[1:, 5:40, 2:3])
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

@@ -1,0 +1,81 @@
+"""Arrays of which only shape and dtype are there: values come, part by part, when somebody asks for them."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+Part = tuple[slice, ...]  # for each dimension where a part begins and ends, without steps
+
+
+class LazyArray:
+    """An array that is read by parts, anew each time.
+
+    Args:
+        read: Gives a part; its slices have both bounds.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: Any, read: Callable[[Part], np.ndarray]):
+        self.shape, self.dtype, self._read = tuple(shape), np.dtype(dtype), read
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def __getitem__(self, part: Part) -> np.ndarray:
+        """A part, of a slice for each dimension."""
+        part = tuple(slice(*cut.indices(length)[:2]) for cut, length in zip(part, self.shape, strict=True))
+        sizes = size_of(part)
+        return self._read(part) if all(sizes) else np.empty(sizes, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[(slice(None),) * self.ndim], dtype or self.dtype)
+
+    def astype(self, dtype: Any) -> "LazyArray":
+        """The same values in another dtype."""
+        return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
+
+    def transposed(self) -> "LazyArray":
+        """Of a matrix, its columns as rows."""
+        return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T)
+
+    def over_first(self, first: slice) -> np.ndarray:
+        """All of what has these places in the first dimension."""
+        return self[(first, *[slice(None)] * (self.ndim - 1))]
+
+
+def of(array: np.ndarray | LazyArray) -> LazyArray:
+    """An array that may be in memory already."""
+    return array if isinstance(array, LazyArray) else LazyArray(array.shape, array.dtype, lambda part: array[part])
+
+
+def of_file(file: Path) -> dict[str, LazyArray]:
+    """Arrays of a safetensors file by name. It stays open as long as one of them is there."""
+    opened = safe_open(file, "numpy")
+
+    def array(name: str) -> LazyArray:
+        stored = opened.get_slice(name)
+        shape = stored.get_shape()
+        if not shape:
+            return of(opened.get_tensor(name))
+        return LazyArray(shape, stored[:0].dtype, lambda part: stored[part])
+
+    return {name: array(name) for name in opened.keys()}
+
+
+def stack(layers: Sequence[LazyArray]) -> LazyArray:
+    """Arrays of one shape and dtype along a new first dimension; read one after the other."""
+    def read(part: Part) -> np.ndarray:
+        chosen = layers[part[0]]
+        whole = np.empty([len(chosen), *size_of(part[1:])], layers[0].dtype)
+        for place, layer in enumerate(chosen):
+            whole[place] = layer[part[1:]]
+        return whole
+
+    return LazyArray((len(layers), *layers[0].shape), layers[0].dtype, read)
+
+
+def size_of(part: Part) -> list[int]:
+    """Shape of a part whose slices have both bounds."""
+    return [max(cut.stop - cut.start, 0) for cut in part]
