@@ -16,7 +16,8 @@ from jax_engine.tasks.base import check_supported
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
 from lmmods.core.task_fields import CausalFields
-from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.checkpoint_format import check_manifest
+from lmmods.runs.checkpoint_io import open_checkpoint
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
 
@@ -57,7 +58,8 @@ class TextModel:
         if checkpoint:
             network, (trainable, rest) = self._network, split(params, self._network.trainable(params))
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
-            params = merge(unpack_trainable(read_checkpoint(checkpoint), like, network.to_torch, network.from_torch),
+            check_manifest(checkpoint)
+            params = merge(unpack_trainable(open_checkpoint(checkpoint), like, network.to_torch, network.from_torch),
                            rest)
         self._params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
         self._pad = data.tokenizer.pad_token_id

@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_engine.distributed.tree import SUMS, Tree
 from jax_engine.optim import step_scalars
+from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, decays
 from lmmods.runs.checkpoint_content import AccumulatedGradients, CheckpointContent
@@ -97,7 +98,8 @@ def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, m
 
 def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
     """Undo `pack_accumulation`, for `Parallel.put_sums`."""
-    gradients = {name.removeprefix(PREFIX): gradient.astype(np.float32) * np.float32(saved["divisor"])
+    divisor = np.float32(saved["divisor"])
+    gradients = {name.removeprefix(PREFIX): lazy_array.of(gradient).astype(np.float32).scaled(divisor)
                  for name, gradient in saved["gradients"].items()}
     numbers = np.asarray(saved["sums"])
     sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), numbers)}
@@ -145,7 +147,7 @@ def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.
     """One slot of the optimiser by name; zeros before the first step."""
     found = {}
     for name, array in wanted.items():
-        entry = by_name.get(PREFIX + name, {}) if by_name else {slot: np.zeros(array.shape)}
+        entry = by_name.get(PREFIX + name, {}) if by_name else {slot: lazy_array.zeros(array.shape)}
         in_8_bits = slot in entry and entry[slot].dtype == np.uint8  # codes of bitsandbytes, not the values
         if slot not in entry or in_8_bits or entry[slot].shape != array.shape:
             raise UserError(f"This checkpoint holds no {slot} of {name}: it is of another optimizer. Resume with the "

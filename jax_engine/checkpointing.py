@@ -9,8 +9,10 @@ from jax_engine.checkpoint_arrays import pack, pack_accumulation, unpack, unpack
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.weights import Weights
 from jax_engine.run import Run, Training
+from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint_content import CheckpointContent
-from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint
+from lmmods.runs.checkpoint_format import check_manifest
+from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint
 from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
 from lmmods.runs.folder import checkpoint_name
@@ -35,7 +37,7 @@ class Checkpointer:
     def restore(self, checkpoint: Path) -> None:
         """Everything as it was when `checkpoint` was written, by either engine."""
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
-        content = read_checkpoint(checkpoint)
+        content = _opened(checkpoint)
         key = type(run.data).__qualname__
         run.progress = read_progress(content, key, parallel.data_parallel_size, "devices")
         host = unpack(content, parallel.shapes(run.state), network.to_torch, network.from_torch)
@@ -122,9 +124,21 @@ class Checkpointer:
         }
 
 
+def _opened(checkpoint: Path) -> CheckpointContent:
+    """`open_checkpoint`, when each process has verified its share of the files. All of them must call this."""
+    rank, problems = jax.process_index(), {}
+    try:
+        check_manifest(checkpoint, share=(rank, jax.process_count()))
+    except UserError as error:
+        problems = {rank: str(error)}
+    if problems := machines.gather(problems):
+        raise UserError(problems[min(problems)])
+    return open_checkpoint(checkpoint)
+
+
 def load_weights(run: Run, checkpoint: Path) -> None:
     """Parameters of a checkpoint instead of the first ones."""
-    content, network, weights = read_checkpoint(checkpoint), run.task.network, run.weights
+    content, network, weights = _opened(checkpoint), run.task.network, run.weights
     like = run.parallel.shapes(weights.trainable)
     trainable = unpack_trainable(content, like, network.to_torch, network.from_torch)
     run.weights = Weights(run.parallel, run.parallel.put_state(trainable), weights.frozen)

@@ -13,7 +13,8 @@ import torch
 from lmmods.commands.replay import first_difference
 from lmmods.core.errors import UserError
 from lmmods.runs import checkpoint_io, checkpoint_pieces
-from lmmods.runs.checkpoint_io import BackgroundWriter, Writers, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_format import check_manifest
+from lmmods.runs.checkpoint_io import BackgroundWriter, Writers, open_checkpoint, read_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_pieces import Pieces, Shares
 from lmmods.torch_engine.checkpoint_io import TORCH
 from tests.forks import Fork
@@ -37,10 +38,12 @@ def test_shards_of_several_processes_are_read_by_both_engines(tmp_path):
         "optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors", "state.json",
         "state.safetensors"]
     on_torch, on_jax = read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")
+    by_parts = open_checkpoint(tmp_path / "c")
     for name, tensor in whole.items():
         assert torch.equal(on_torch["state_dict"][name], tensor)
         assert np.array_equal(on_jax["state_dict"][name], tensor.numpy())
-    for found in (on_torch, on_jax):
+        assert np.array_equal(by_parts["state_dict"][name], tensor.numpy())
+    for found in (on_torch, on_jax, by_parts):
         (optimizer,) = found["optimizer_states"]
         assert optimizer["state"][0]["step"] == 7 and optimizer["state"][0]["m"].shape == (4, 3)
         assert found["sums"].shape == (4,) and found["global_step"] == 3
@@ -73,11 +76,13 @@ def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
         "manifest.json", *(f"{name}-{rank:05d}-of-00002.safetensors" for name in ("model", "optimizer", "state")
                            for rank in range(2)), "state.json"]
     whole = np.arange(12.0).reshape(4, 3)
-    for found in (read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")):
+    for found in (read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c"),
+                  open_checkpoint(tmp_path / "c")):
         state = found["optimizer_states"][0]["state"][0]
         assert np.array_equal(found["state_dict"]["w"], whole) and np.array_equal(state["m"], whole)
         assert np.array_equal(found["state_dict"]["b"], np.ones(2)) and state["step"] == 7
         assert found["window"]["sums"].shape == (4,) and found["global_step"] == 3
+    assert np.array_equal(state["m"][1:3, 0:2], whole[1:3, 0:2])  # across pieces
 
 
 def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
@@ -99,8 +104,9 @@ def test_a_missing_piece_is_damage(tmp_path):
     checkpoint_pieces.begin_folder(tmp_path / "c")
     content = pieces_of(0)
     checkpoint_pieces.write_share(tmp_path / "c", content, Shares(0, 1), checkpoint_io.place_of)
-    with pytest.raises(UserError, match="parts of w are missing"):
-        read_checkpoint(tmp_path / "c")
+    for read in (read_checkpoint, open_checkpoint):
+        with pytest.raises(UserError, match="parts of w are missing"):
+            read(tmp_path / "c")
 
 
 @pytest.mark.parametrize(("rows", "count"), [(4, 1), (4, 3), (2, 3), (0, 2)])
@@ -121,6 +127,9 @@ def test_damage_is_found(tmp_path):
         file.write(b"x")
     with pytest.raises(UserError, match="model.safetensors is not as it was written"):
         read_checkpoint(tmp_path / "c")
+    check_manifest(tmp_path / "c", share=(1, 2))  # of model, state
+    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+        check_manifest(tmp_path / "c", share=(0, 2))
 
 
 def test_arrays_of_any_layout_and_dtype(tmp_path):

@@ -98,8 +98,8 @@ class Replicas(Parallel):
     def put_sums(self, tree):
         # The very first device gets the whole sum, all others zeros: adding up over devices gives the same again.
         is_first = np.array(self.local_ranks) == 0
-        return jax.tree.map(
-            lambda x: self._place(np.where(is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros_like(x))), tree)
+        return jax.tree.map(lambda x: self._place(np.where(
+            is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros(np.shape(x), x.dtype))), tree)
 
     def add_up(self, tree):
         return self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]

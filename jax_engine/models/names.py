@@ -7,9 +7,11 @@ import numpy as np
 
 from jax_engine.distributed.tree import Path, flatten, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
+from lmmods.core import lazy_array
 from lmmods.core.adapters import saved_name
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import some
+from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.checkpoint_pieces import Pieces
 
 Tree = dict[str, Any]
@@ -145,7 +147,7 @@ class Names:
         return {name: leaf if isinstance(leaf, Pieces) else np.ascontiguousarray(leaf) for name, leaf in named.items()}
 
     def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
-        """Undo `to_torch`; the tree has the leaves that are named.
+        """Undo `to_torch`; the tree has the leaves that are named, lazy ones of lazy ones.
 
         Raises:
             UserError: A name that the network does not have, or a stacked leaf of which layers are missing.
@@ -156,13 +158,19 @@ class Names:
         pieces: dict[Path, dict[int | None, np.ndarray]] = {}
         for name, value in named.items():
             path, layer = known[name]
-            pieces.setdefault(path, {})[layer] = np.asarray(value)
+            pieces.setdefault(path, {})[layer] = value if isinstance(value, LazyArray) else np.asarray(value)
         missing = [self.name(path, layer) for path, parts in pieces.items() if path[0] == "layers"
                    for layer in self._stack(_module(path)) if layer not in parts]
         if missing:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
-        return unflatten({path: np.stack([parts[layer] for layer in sorted(parts)])
+        return unflatten({path: _stacked([parts[layer] for layer in sorted(parts)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
+
+
+def _stacked(layers: list[np.ndarray | LazyArray]) -> np.ndarray | LazyArray:
+    if all(isinstance(layer, np.ndarray) for layer in layers):
+        return np.stack(layers)
+    return lazy_array.stack([lazy_array.of(layer) for layer in layers])
 
 
 def _module(path: Path) -> str:

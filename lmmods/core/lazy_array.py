@@ -36,6 +36,10 @@ class LazyArray:
         """The same values in another dtype."""
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
+    def scaled(self, factor: np.generic) -> "LazyArray":
+        """Each value times a number of the same dtype."""
+        return LazyArray(self.shape, self.dtype, lambda part: self[part] * factor)
+
     def transposed(self) -> "LazyArray":
         """Of a matrix, its columns as rows."""
         return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T)
@@ -62,6 +66,26 @@ def of_file(file: Path) -> dict[str, LazyArray]:
         return LazyArray(shape, stored[:0].dtype, lambda part: stored[part])
 
     return {name: array(name) for name in opened.keys()}
+
+
+def zeros(shape: Sequence[int], dtype: Any = np.float32) -> LazyArray:
+    """Zeros."""
+    return LazyArray(shape, dtype, lambda part: np.zeros(size_of(part), dtype))
+
+
+def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
+    """An array of pieces, each with the place in it where it begins."""
+    def read(part: Part) -> np.ndarray:
+        whole = np.empty(size_of(part), pieces[0][1].dtype)
+        for begin, piece in pieces:
+            both = [(max(cut.start, at), min(cut.stop, at + size))
+                    for cut, at, size in zip(part, begin, piece.shape, strict=True)]
+            if all(first < last for first, last in both):
+                whole[tuple(slice(first - cut.start, last - cut.start) for (first, last), cut in zip(both, part))] = (
+                    piece[tuple(slice(first - at, last - at) for (first, last), at in zip(both, begin))])
+        return whole
+
+    return LazyArray(shape, pieces[0][1].dtype, read)
 
 
 def stack(layers: Sequence[LazyArray]) -> LazyArray:

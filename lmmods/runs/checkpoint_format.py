@@ -69,14 +69,18 @@ def write_manifest(folder: Path) -> None:
     write_json(folder / MANIFEST, stamps(sorted(folder.iterdir())))
 
 
-def check_manifest(folder: Path, *names: str) -> None:
-    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut, altered or not listed."""
+def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -> None:
+    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut, altered or not listed.
+
+    Args:
+        share: Which part of so many of the folder's files to read.
+    """
     try:
         manifest = json.loads(_text_of(folder / MANIFEST))
         read = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
         unlisted = sorted(read - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
-        damaged = None if unlisted else first_damaged(
-            folder, {name: manifest[name] for name in names} if names else manifest)
+        own = [] if unlisted else names or sorted(manifest)[share[0]::share[1]]
+        damaged = first_damaged(folder, {name: manifest[name] for name in own}) if own else None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
                         ) from error

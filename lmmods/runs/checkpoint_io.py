@@ -21,13 +21,16 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from lmmods.core import lazy_array
+from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.atomic import commit_folder, write_json
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
 from lmmods.runs.checkpoint_format import check_manifest, read_tree, split, write_manifest
-from lmmods.runs.checkpoint_pieces import Shares, begin_folder, pieces_in, put_together, write_share
+from lmmods.runs.checkpoint_pieces import Shares, begin_folder, check_filled, pieces_in, put_together, write_share
 from lmmods.runs.saving import saving
 
+LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")  # paths of arrays that are read by parts
 SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
 REST = "state"
 
@@ -144,6 +147,41 @@ def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
             whole = library.concatenate([shard[name] for shard in shards]) if len(shards) > 1 and array.ndim else array
             arrays[f"{top}/{name}".lstrip("/")] = whole
     return arrays
+
+
+def open_checkpoint(folder: Path) -> CheckpointContent:
+    """As `read_checkpoint`, but parameters, optimiser state and gradients are lazy, and no checksum is verified.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    arrays: dict[str, np.ndarray | LazyArray] = {}
+    for top, file in (*SHARDED.items(), ("", REST)):
+        for name, array in _opened(folder, sorted(folder.glob(f"{file}*.safetensors"))).items():
+            path = f"{top}/{name}".lstrip("/")
+            arrays[path] = array if array.ndim and path.startswith(LARGE) else np.asarray(array)
+    return read_tree(folder, arrays)
+
+
+def _opened(folder: Path, files: list[Path]) -> dict[str, LazyArray]:
+    """The arrays whose pieces are in some files, or their shards along the first dimension."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
+    for file in files:
+        told = pieces_in(file)
+        for key, array in lazy_array.of_file(file).items():
+            if told is not None:
+                name, shape, begin = told[key]
+            elif array.ndim:  # a shard, behind those of the files before
+                first = shapes[key][0] if key in shapes else 0
+                name, shape, begin = key, (first + array.shape[0], *array.shape[1:]), (first, *[0] * (array.ndim - 1))
+            else:
+                name, shape, begin = key, (), ()
+            shapes[name] = shape
+            pieces.setdefault(name, []).append((begin, array))
+    for name, parts in pieces.items():
+        check_filled(folder, name, sum(array.size for _, array in parts), shapes[name])
+    return {name: lazy_array.joined(shapes[name], parts) for name, parts in pieces.items()}
 
 
 class BackgroundWriter:

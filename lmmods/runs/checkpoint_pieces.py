@@ -162,10 +162,14 @@ def put_together(files: list[Path], load: Callable[[Path], dict[str, Any]], empt
             whole[name][tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))] = part
             filled[name] += math.prod(part.shape)
     for name, array in whole.items():
-        if filled[name] != math.prod(array.shape):
-            raise UserError(f"Checkpoint {files[0].parent} is damaged: parts of {name} are missing. Resume from "
-                            "another one.")
+        check_filled(files[0].parent, name, filled[name], array.shape)
     return whole
+
+
+def check_filled(folder: Path, name: str, found: int, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless pieces with `found` values make up an array of a checkpoint."""
+    if found != math.prod(shape):
+        raise UserError(f"Checkpoint {folder} is damaged: parts of {name} are missing. Resume from another one.")
 
 
 def _temporary(folder: Path) -> Path:

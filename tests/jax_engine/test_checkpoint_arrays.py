@@ -10,9 +10,12 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Steps
 from jax_engine.optim import build, step_scalars
+from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
+from lmmods.core.lazy_array import LazyArray, of_file
 from lmmods.core.settings import Optimizer
-from lmmods.runs.checkpoint_io import read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_io import open_checkpoint, place_of, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_pieces import Pieces, Shares, begin_folder, write_share
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
 
@@ -54,13 +57,43 @@ def test_bits_return_on_other_devices(toy, tmp_path, settings):
     _, state = stepped(toy, before, settings)
     save(toy, before, state, settings, tmp_path / "step=2")
     _, fresh = stepped(toy, after, settings, 0)
-    content = read_checkpoint(tmp_path / "step=2")
+    content = open_checkpoint(tmp_path / "step=2")
     restored = unpack(content, after.shapes(fresh), toy.to_torch, toy.from_torch)
     assert equal(restored, before.fetch_state(state)) and content["global_step"] == 2
     assert equal(after.fetch_state(after.put_state(restored)), restored)
     _, fresh = stepped(toy, before, settings, 0)
     placed = before.put_state(unpack(content, before.shapes(fresh), toy.to_torch, toy.from_torch))
     assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, state)
+
+
+def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch):
+    """Written by three processes, each some rows of every array; read for eight shards, each value once."""
+    mesh, asked = ShardedMesh(fsdp=8), []
+    _, state = stepped(toy, mesh, RULES[0])
+    whole, folder = mesh.fetch_state(state), tmp_path / "c"
+
+    def cut(rank):
+        def rows(leaf):
+            if not isinstance(leaf, np.ndarray) or not leaf.ndim:
+                return leaf
+            first, last = (len(leaf) * each // 3 for each in (rank, rank + 1))
+            return Pieces(leaf.shape, (((first, *[0] * (leaf.ndim - 1)), leaf[first:last]),))
+        return {**jax.tree.map(rows, pack(whole, RULES[0], 2, 9, toy.to_torch)), "global_step": 2}
+
+    begin_folder(folder)
+    for rank in (2, 1, 0):
+        write_share(folder, cut(rank), Shares(rank, 3), place_of)
+
+    def counting(file):
+        return {key: LazyArray(array.shape, array.dtype, lambda part, array=array: asked.append(array[part].size)
+                               or array[part]) for key, array in of_file(file).items()}
+
+    monkeypatch.setattr(lazy_array, "of_file", counting)
+    content = open_checkpoint(folder)
+    asked.clear()
+    restored = mesh.put_state(unpack(content, mesh.shapes(state), toy.to_torch, toy.from_torch))
+    assert sum(asked) == sum(leaf.size for leaf in jax.tree.leaves(whole))
+    assert equal(mesh.fetch_state(restored), whole)
 
 
 @pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
@@ -110,7 +143,7 @@ def test_accumulated_gradients_return(toy, tmp_path):
     sums = gradients_of(params, 0)
     packed = pack_accumulation(four.fetch_state(four.add_up(four.put_sums(sums))), 3, toy.to_torch)
     write_checkpoint(tmp_path / "c", {"window": packed})
-    content = read_checkpoint(tmp_path / "c")["window"]
+    content = open_checkpoint(tmp_path / "c")["window"]
     assert content["num_batches"] == 3 and content["sums"].dtype == np.float64
     assert equal(unpack_accumulation(content, toy.from_torch), sums)
     content["divisor"] = 8.0

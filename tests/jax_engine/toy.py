@@ -7,6 +7,7 @@ import numpy as np
 from jax_engine.distributed.mesh import gathered, look_up
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models.dropout import Seeds, dropout, token_words
+from lmmods.core.lazy_array import of, stack
 
 
 class Toy:
@@ -63,11 +64,11 @@ class Toy:
             if path in leaves and path[0] != "layers":
                 named[name] = np.asarray(leaves[path])
         for layer in range(self.num_layers):
-            named |= {name.format(layer): np.asarray(leaves[path][layer])
+            named |= {name.format(layer): np.asarray(leaves[path])[layer]
                       for path, name in self.names_of.items() if path in leaves and path[0] == "layers"}
         return named
 
     def from_torch(self, named):
         return unflatten({path: named[name] if path[0] != "layers" else
-                          np.stack([named[name.format(layer)] for layer in range(self.num_layers)])
+                          stack([of(named[name.format(layer)]) for layer in range(self.num_layers)])
                           for path, name in self.names_of.items() if name.format(0) in named})
