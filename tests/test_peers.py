@@ -1,6 +1,7 @@
 """Processes that watch each other: what the others do where one of them is killed, fails, or ends."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from lmmods.core import peers
 from lmmods.core.errors import UserError
 from lmmods.core.signals import Interrupted
 
-rank, folder, end = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+rank, folder, end, timeout = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 peers.ENDING, peers.HEARING = 0.5, 1.0
 
 def share(value):
@@ -29,7 +30,7 @@ def share(value):
         time.sleep(0.01)
     return json.loads((folder / "address").read_text())
 
-watch = peers.Peers(30)
+watch = peers.Peers(timeout)
 with watch.end_together():
     watch.meet(rank, 3, share)
     (folder / f"works-{rank}").touch()
@@ -38,6 +39,9 @@ with watch.end_together():
     time.sleep(0.2)
     if end == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    if end == "hangs":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
     if end == "fails":
         raise RuntimeError("of this process")
     if end == "mistaken":
@@ -53,13 +57,20 @@ with watch.end_together():
 GONE = "killed, or its machine cannot be reached. The other processes end, too. --ckpt_path auto goes on from the last"
 
 
-def ends(folder: Path, *how: str) -> tuple[list[int], list[str]]:
-    """Statuses and last lines of three processes that end so; it takes them less than ten seconds."""
-    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(folder), end], text=True,
+def ends(folder: Path, *how: str, timeout: int = 30) -> tuple[list[int], list[str]]:
+    """Statuses and last lines of three processes that end so; it takes them less than ten seconds.
+
+    Those that are stopped go on when those before them have ended.
+    """
+    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(folder), end, str(timeout)], text=True,
                                   stderr=subprocess.PIPE, env={**os.environ, "MASTER_ADDR": "127.0.0.1"})
                  for rank, end in enumerate(how)]
+    said = []
     try:
-        said = [process.communicate(timeout=10)[1].strip() for process in processes]
+        for process, end in zip(processes, how):
+            if end == "hangs" and said:
+                process.send_signal(signal.SIGCONT)
+            said.append(process.communicate(timeout=10)[1].strip())
     finally:
         for process in processes:
             process.kill()
@@ -81,6 +92,13 @@ def test_all_tell_where_the_first_is_lost(tmp_path):
     statuses, said = ends(tmp_path, "dies", "waits", "misses")
     assert statuses == [-9, 75, 75]
     assert all(text.startswith("error: Lost process 0 on ") and GONE in text for text in said[1:])
+
+
+def test_a_process_that_is_stopped_is_told(tmp_path):
+    """The others live, and wait for longer than the limit; it ends, too, as soon as it can."""
+    statuses, said = ends(tmp_path, "waits", "waits", "hangs", timeout=2)
+    assert statuses == [75, 75, 75] and said[1:] == ["", ""]
+    assert said[0].startswith("error: No sign of life of process 2 on ") and "for 2 seconds: it is stopped" in said[0]
 
 
 def test_a_process_that_fails_takes_the_others_along(tmp_path, monkeypatch):

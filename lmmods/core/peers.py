@@ -2,10 +2,11 @@
 
 Collective calls of NCCL, gloo and XLA wait for minutes for a process that is gone, or end in an error that does not
 name it. Here each process keeps a connection to the first one, which the system closes when a process dies, however it
-dies; where a machine or its network is gone, the system finds out by keep-alive packets. A process that is busy for
-long is not taken for a lost one, and nothing is sent by it while all is well.
+dies; where a machine or its network is gone, the system finds out by keep-alive packets. A thread on each end says now
+and then that it lives, so one that is stopped is found out, too; a process that is busy for long goes on saying it.
 """
 
+import math
 import os
 import secrets
 import selectors
@@ -26,6 +27,8 @@ FAILED = 1  # another process has ended with an error
 # Seconds: in which processes that die are told of together; that a process whose own call has failed waits to hear
 # whether another one is lost; that one has to end by itself when another has failed.
 GATHERING, HEARING, ENDING = 0.3, 3.0, 10.0
+BEATS = 8  # signs of life in the time in which there must be one
+ALIVE = "alive"
 
 
 class Line:
@@ -37,6 +40,7 @@ class Line:
 
     def __init__(self, connection: socket.socket, timeout: int, name: str = ""):
         self.connection, self.name, self._received = connection, name, b""
+        self.num_silent = 0  # beats since it said something; those during which this process was stopped do not count
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # Half the time silence, then four packets in the other half; not all systems have all of these options.
         for option, value in (("TCP_KEEPIDLE", timeout // 2), ("TCP_KEEPINTVL", timeout // 8), ("TCP_KEEPCNT", 4),
@@ -54,6 +58,7 @@ class Line:
             received = self.connection.recv(4096)
         except OSError:  # reset, or silent for too long
             return None
+        self.num_silent = 0
         *words, self._received = (self._received + received).split(b"\n")
         return [word.decode(errors="replace") for word in words] if received else None
 
@@ -62,8 +67,8 @@ class Peers:
     """The other processes of a run.
 
     Args:
-        timeout: Seconds without a sign of life of a machine after which its processes are lost; None watches nobody.
-            Processes that die on machines that live are missed at once.
+        timeout: Seconds without a sign of life after which a process is lost; None watches nobody. Processes that die
+            on machines that live are missed at once.
     """
 
     def __init__(self, timeout: int | None):
@@ -153,16 +158,33 @@ class Peers:
     # Watching, in a thread -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        next_beat = 0.0
         while self._lines or self._listener:
-            for key, _ in self._selector.select(GATHERING if self._lost else None):
+            wait = GATHERING if self._lost else max(next_beat - time.monotonic(), 0)
+            for key, _ in self._selector.select(wait):
                 if key.data is None:
                     self._add(Line(self._listener.accept()[0], self._timeout))
                 else:
                     self._hear(key.data)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self._timeout / BEATS
+                self._beat()
             if self._lost and (self._rank or not self._selector.select(GATHERING)):
                 self._end(LOST, UserError(
                     f"Lost process {', '.join(self._lost)}: killed, or its machine cannot be reached. The other "
                     "processes end, too. --ckpt_path auto goes on from the last checkpoint."))
+
+    def _beat(self) -> None:
+        """Say that this process lives, and count how long others have not."""
+        known = [line for line in self._lines if line.name]
+        for line in known:
+            line.send(ALIVE)
+            line.num_silent += 1
+        if silent := [line.name for line in known if line.num_silent > BEATS]:
+            self._end(LOST, UserError(
+                f"No sign of life of process {', '.join(silent)} for {self._timeout} seconds: it is stopped or hangs, "
+                "or its machine does. The other processes end, too. End it where it is still there; --ckpt_path auto "
+                "goes on from the last checkpoint."))
 
     def _hear(self, line: Line) -> None:
         words = line.receive()
@@ -171,11 +193,16 @@ class Peers:
                 key, _, line.name = word.partition(" ")
                 if key != self._key:
                     return self._remove(line)
+            elif word == ALIVE:
+                continue
             elif word == "done":
                 return self._remove(line)
             elif word == "failed":
                 self._remove(line)
-                self._fails.wait(ENDING)  # it may be a mistake that all processes find
+                for _ in range(math.ceil(ENDING * BEATS / self._timeout)):  # it may be a mistake that all find
+                    if self._fails.wait(min(self._timeout / BEATS, ENDING)):
+                        break
+                    self._beat()
                 self._end(FAILED, UserError(f"Process {line.name} has ended with an error, so this one ends, too."))
             else:
                 self._end(int(word))

@@ -53,8 +53,8 @@ class TrainerFields:
         enable_progress_bar: False shows no bar and no lines in its place.
         default_root_dir: The run folder.
         detect_anomaly: Stop at the operation that makes a NaN; slow.
-        heartbeat_timeout: Seconds without a sign of life of another machine after which its processes are lost and the
-            run ends; null waits for them as long as the libraries do.
+        heartbeat_timeout: Seconds without a sign of life of another process after which it is lost and the run ends;
+            null waits for it as long as the libraries do.
     """
 
     accelerator: str = "auto"
