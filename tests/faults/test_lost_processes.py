@@ -1,4 +1,4 @@
-"""One of two processes is killed while they train; the other one ends with a message, and any number goes on."""
+"""Processes are killed while they train; the others end with a message, and another number goes on."""
 
 import json
 import signal
@@ -15,25 +15,31 @@ from tests.runs import TIMED, rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_process_is_killed_and_one_goes_on(engine, recipe, finished, tmp_path, capfd):
-    """Before the fourth of six steps; `--ckpt_path auto` begins the run and goes on with it."""
+@pytest.mark.parametrize(("engine", "processes", "lost"), [("torch", 2, 1), ("jax", 4, 2)])
+def test_processes_are_killed_and_one_goes_on(engine, processes, lost, recipe, finished, tmp_path, capfd):
+    """The last ones, before the fourth of six steps; `--ckpt_path auto` begins the run and goes on with it."""
     common = {"engine": engine, "model__init_args__optimizer": {"lr": 0.003}, "data__init_args__val_size": 0,
-              "checkpoint": {"every_n_steps": 2}}
-    alone = {"trainer__accumulate_grad_batches": 2}
+              "checkpoint": {"every_n_steps": 2}, "data__init_args__batch_size": 8 // processes}
+    alone = {"trainer__accumulate_grad_batches": processes}
     whole = finished(**common, **alone)
     root = str(tmp_path / "run")
-    both = recipe("both.yaml", **common, trainer__default_root_dir=root, trainer__strategy="ddp",
-                  trainer__devices=2 if engine == "torch" else 1)
-    begun, joined = ["fit", *both, "--ckpt_path", "auto"], environments(2)
-    first = Fork(train, *begun, **joined[0], LOCAL_RANK="0", NODE_RANK="0")
-    second = Fork(killed_run, begun, "before", "train_batch", "4", **joined[1], LOCAL_RANK="1", NODE_RANK="0")
-    said = second.communicate()
+    all_of_them = recipe("all.yaml", **common, trainer__default_root_dir=root,
+                         trainer__strategy="ddp" if engine == "torch" else "fsdp",
+                         trainer__devices=processes if engine == "torch" else 1)
+    begun, forks = ["fit", *all_of_them, "--ckpt_path", "auto"], []
+    for rank, own in enumerate(environments(processes)):
+        own |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+        forks.append(Fork(train, *begun, **own) if rank < processes - lost else
+                     Fork(killed_run, begun, "before", "train_batch", "4", **own))
+    for fork in forks[-lost:]:
+        said = fork.communicate()
+        assert fork.returncode == -signal.SIGKILL, said
     killed = time.perf_counter()
-    assert second.returncode == -signal.SIGKILL, said
-    said = first.communicate()
+    told = [fork.communicate() for fork in forks[:-lost]]
     assert time.perf_counter() - killed < 15
-    assert first.returncode == 75 and "error: Lost process 1 on " in said and "Traceback" not in said, said
+    assert {fork.returncode for fork in forks[:-lost]} == {75} and "Traceback" not in "".join(told), told
+    assert all(f"{rank} on " in told[0].partition("error: Lost process ")[2]
+               for rank in range(processes - lost, processes)), told
 
     one = recipe("one.yaml", **common, **alone, trainer__default_root_dir=root)
     assert main(["fit", *one, "--ckpt_path", "auto"]) == 0
