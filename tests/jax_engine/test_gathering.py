@@ -14,7 +14,8 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split, unflatten
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
-from jax_engine.models.quant import Quantized, quantize
+from jax_engine.models.quant import Quantized
+from jax_engine.models.quantizing import quantize
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
 
