@@ -15,7 +15,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target, target_named
 from lmmods.core.plan import StepPlan, Variant, remedies
 
-PLANNERS = {"jax": "jax_engine.planning"}
+PLANNERS = {"jax": "jax_engine.planning", "torch": "lmmods.torch_engine.planning"}
 # Environments with the compilers of other devices, by the package that each is made for, and how to make them.
 ENVIRONMENTS = {"libtpu": "plan-tpu", "jax_cuda12_plugin": "plan-cuda"}
 
@@ -28,9 +28,6 @@ def plan(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
         SystemExit: With the status of the process that compiles.
     """
     on = target_named(CommandLine(types, engine, arguments).parse(arguments).plan.on)
-    if engine not in PLANNERS:
-        raise UserError(f"plan: recipes of the {engine} engine cannot be planned; the JAX engine plans the same recipe "
-                        "with --engine jax.")
     python = _compiler(on) if engine == "jax" else None
     if python is None:
         Planning(types, engine, arguments)
@@ -58,6 +55,16 @@ def _compiler(on: Target) -> Path | None:
 class Planning(EngineCLI):
     """One engine's classes for a recipe, on whatever devices are here."""
 
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Lightning's looks for the devices and starts what its strategy needs; the planner is told of both instead."""
+        if self.engine != "torch":
+            self._asked: tuple[Any, ...] = ()
+            return super().instantiate_trainer(**kwargs)
+        keys = self.config_init[self.subcommand]["trainer"]
+        self._asked = keys["strategy"], keys["precision"]
+        here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
+        return super().instantiate_trainer(**kwargs, **here, plugins=None)
+
     def plan(self, model: Any, datamodule: Any, on: str) -> None:
         """Perform `plan`; arguments as of `EngineCommands.plan`.
 
@@ -65,7 +72,8 @@ class Planning(EngineCLI):
             UserError: There is no such target, or the recipe cannot be planned.
         """
         target = target_named(on)
-        planner = importlib.import_module(PLANNERS[self.engine]).Planner(self.trainer, model, datamodule, target)
+        planner = importlib.import_module(PLANNERS[self.engine]).Planner(
+            self.trainer, model, datamodule, target, *self._asked)
         recipe = planner.recipe()
         found = planner.plan(recipe)
         say(f"Plan for {target}, {self.engine}, {planner.precision}, {recipe.rows} x {recipe.accumulated} rows on each "

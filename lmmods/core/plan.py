@@ -105,6 +105,7 @@ class StepPlan:
         dtype: Of the products.
         num_tokens: Of all devices, padding included.
         notes: What is assumed beside.
+        counted: How the arithmetic is known.
     """
 
     target: Target
@@ -119,6 +120,7 @@ class StepPlan:
     num_tokens: int
     ranks: int
     notes: list[str] = field(default_factory=list)
+    counted: Source = "assumed"
 
     @property
     def total(self) -> int:
@@ -158,7 +160,7 @@ class StepPlan:
         for kind, found in sorted(self.traffic.items()):
             yield _line(kind, self.source, f"{found.count} a step, {_size(found.num_bytes)} among "
                         f"{found.group} devices")
-        yield _line("arithmetic of a step", "assumed", f"{self.flops / 1e12:,.3g} TFLOP on each device")
+        yield _line("arithmetic of a step", self.counted, f"{self.flops / 1e12:,.3g} TFLOP on each device")
         if bounds := self.bounds():
             seconds = max(bounds.values())
             each = ", ".join(f"{name} {_time(value)}" for name, value in bounds.items())

@@ -1,5 +1,6 @@
 """What lmmods/torch_engine/compat/torch.py needs of torch."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_every_operation_is_seen():
             return func(*args, **kwargs or {})
 
     names, aten = [], torch.ops.aten
+    x = torch.ones(2, requires_grad=True)
+    with Seen():
+        assert bool(x.sum() > 1)
+        x[x > 0].sum().backward()
+    assert compat.READING in names and sum(func in compat.INDEXING for func in names) == 2, mend(
+        "torch", compat.arithmetic)
+    names.clear()
     with Seen():
         layer = nn.Embedding(3, 2, padding_idx=0)
         with torch.no_grad():
@@ -64,3 +72,41 @@ def test_every_operation_is_seen():
     assert aten.select.int.is_view and not aten.fill_.Scalar.is_view, mend("torch", compat.tensors_in)
     one, two = torch.ones(1), torch.ones(2)
     assert compat.tensors_in((one, [two, 3], {"a": "b"})) == [one, two], mend("torch", compat.tensors_in)
+
+
+def test_tensors_without_values():
+    with compat.without_values():
+        layer = nn.Linear(4, 8)
+        assert not compat.has_values(layer.weight) and compat.is_plain(layer.weight.data)
+        watched = weakref.ref(layer.weight)
+        layer.to(torch.bfloat16)
+        assert watched().dtype == torch.bfloat16, mend("torch", compat.without_values)
+        with compat.with_values():
+            assert compat.has_values(torch.ones(2)) and torch.ones(2).sum() == 2, mend("torch", compat.with_values)
+    assert compat.has_values(torch.ones(2)) and not compat.is_plain(nn.Parameter(torch.ones(2)))
+
+
+def test_arithmetic_of_operations():
+    aten, x = torch.ops.aten, torch.ones(2, 3, 4, 8)
+    assert compat.arithmetic(aten.mm.default, (x[0, 0], x[0, 0].t()), {}, torch.ones(4, 4)) == 2 * 4 * 4 * 8, mend(
+        "torch", compat.arithmetic)
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    assert compat.arithmetic(attend.default, (x, x, x), {}, attend(x, x, x)) == 4 * 2 * 3 * 4 * 4 * 8, mend(
+        "torch", compat.arithmetic)
+    assert compat.arithmetic(aten.add.Tensor, (x, x), {}, x) == 0
+
+
+def test_resized_memory_is_told():
+    seen, x = [], torch.ones(4)
+    with compat.resizing(lambda storage, size: seen.append((storage.nbytes(), size))):
+        x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(16)
+    assert seen == [(16, 0)], mend("torch", compat.resizing)
+
+
+def test_processes_can_be_imagined():
+    with compat.imagined_processes(8):
+        assert torch.distributed.get_world_size() == 8, mend("torch", compat.imagined_processes)
+        x = torch.ones(8)
+        torch.distributed.all_gather_into_tensor(x, torch.ones(1))
+    assert not torch.distributed.is_initialized()

@@ -6,9 +6,12 @@ Each use is held by tests/compat/test_bitsandbytes.py.
 import warnings
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lmmods.torch_engine.compat.torch import with_values
 
 
 def mend_cpu_kernels(model: nn.Module) -> None:
@@ -48,10 +51,34 @@ def dequantize_by_blocks() -> torch.library.Library:
 
 
 def matrix_of(layer: nn.Module) -> Tensor:
-    """The weights [out, in] of a Linear4bit: its `weight.quant_state`, which a layer that FSDP has sharded finds again
-    by `fix_4bit_weight_quant_state_from_module`, as its own forward does."""
+    """The weights [out, in] of a Linear4bit, by its `quant_state`, also where FSDP has left the weight without one."""
     from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 
-    fix_4bit_weight_quant_state_from_module(layer)
-    return dequantize_4bit(layer.weight.data.view(-1, 1), layer.weight.quant_state)
+    state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+    return dequantize_4bit(layer.weight.data.view(-1, 1), state)
+
+
+def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Module:
+    """A Linear4bit in place of a linear layer whose weight [out, in] has no values.
+
+    `Params4bit` can hold none such, so a plain parameter has its attributes. The scales' table is made with values,
+    as bitsandbytes keeps it (`name2qmap`).
+
+    Args:
+        quantization: transformers' BitsAndBytesConfig.
+    """
+    import bitsandbytes as bnb
+
+    with with_values():
+        bnb.functional.quantize_blockwise(torch.zeros(256))
+        packed = bnb.nn.Linear4bit(1, 1, bias=False, compute_dtype=quantization.bnb_4bit_compute_dtype)
+    packed.out_features, packed.in_features = weight.shape
+    codes, state = bnb.functional.quantize_4bit(
+        weight.detach(), compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type, quant_storage=quantization.bnb_4bit_quant_storage)
+    del packed.weight
+    packed.weight, packed.quant_state = nn.Parameter(codes, requires_grad=False), state
+    packed.weight.quant_state, packed.weight.quant_type = state, state.quant_type
+    packed.weight.compress_statistics, packed.weight.bnb_quantized = state.nested, True
+    packed.bias = layer.bias
+    return packed

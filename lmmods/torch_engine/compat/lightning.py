@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def decide_skip(trainer: L.Trainer, decide: Callable[[bool], bool]) -> None:
@@ -58,3 +59,8 @@ def shard_over_all(strategy: ModelParallelStrategy) -> None:
     Its argument `data_parallel_size` would do, but how many processes there are is not known when the recipe is read.
     """
     strategy._data_parallel_size = strategy.num_nodes * strategy.num_processes // strategy._tensor_parallel_size
+
+
+def give_mesh(module: L.LightningModule, mesh: DeviceMesh) -> None:
+    """Let a module find the mesh of its processes, as ModelParallelStrategy does: `_device_mesh`."""
+    module._device_mesh = mesh

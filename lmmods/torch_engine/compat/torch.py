@@ -3,14 +3,25 @@
 `torch.nn.Module._apply` is replaced on models that lie on several devices: see `never_move`.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees every operation that torch runs
+from torch.utils._python_dispatch import _disable_current_modes as with_values  # amid `without_values`: as ever
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-__all__ = ["DispatchMode"]
+_ON_GPU = {getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}"):
+           getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}") for end in ("", "_backward")}
+READING = torch.ops.aten._local_scalar_dense.default  # what `item` and `bool` run
+INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
+            torch.ops.aten._index_put_impl_.default)  # second argument: indices
+
+__all__ = ["DispatchMode", "with_values"]
 
 
 def cpu_multiplies_bfloat16() -> bool:
@@ -41,3 +52,69 @@ def never_move(model: nn.Module) -> None:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested arguments of an operation; `torch.utils` has no public name for its trees."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """While this is entered, what is made or computed has shape, type and device, but no values: `FakeTensorMode`.
+
+    `Module.to` and its kin swap such parameters (`torch.utils.swap_tensors`), which fails where anybody watches them;
+    they get the other one's memory instead.
+    """
+    original = torch.utils.swap_tensors
+    torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        torch.utils.swap_tensors = original
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is anything to read: not in a tensor made `without_values`, nor on the device `meta`."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is torch's own tensor, with or `without_values`, and none of a library's subclasses."""
+    return type(tensor) in (Tensor, FakeTensor)
+
+
+def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    """Additions and multiplications of an operation: `torch.utils.flop_counter`, whose table has no public name.
+
+    Attention on processors is not in it, and counted as that on GPUs, whose operators begin with the same arguments.
+    """
+    count = flop_registry.get(_ON_GPU.get(func.overloadpacket, func.overloadpacket))
+    return 0 if count is None else count(*args, **kwargs, out_val=result)
+
+
+@contextmanager
+def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """`changed` is called with each storage that is resized, and its new bytes: `UntypedStorage.resize_`.
+
+    FSDP2 frees and makes whole parameters so, past all operations.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        changed(storage, num_bytes)
+        return original(storage, num_bytes)
+
+    torch.UntypedStorage.resize_ = resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original
+
+
+@contextmanager
+def imagined_processes(number: int) -> Iterator[None]:
+    """While this is entered, this is the first of so many processes, whose collectives do nothing: backend `fake`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

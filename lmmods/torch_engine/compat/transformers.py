@@ -34,6 +34,21 @@ def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[s
     return model._update_model_kwargs_for_generation(outputs, kwargs)
 
 
+def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
+    """Names of the linear layers that bitsandbytes packs: `HfQuantizer.get_modules_to_not_convert` tells the others.
+
+    Args:
+        skip: What `from_pretrained` is told to leave, in place of the output layer.
+    """
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    left = HfQuantizer.get_modules_to_not_convert(model, skip, model._keep_in_fp32_modules)
+    return [name for name, module in model.named_modules()
+            if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, left)]
+
+
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """from_pretrained shows its bar where it takes seconds, and its table of missing and unexpected weights ("LOAD

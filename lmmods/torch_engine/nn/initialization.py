@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lmmods.core.adapters import saved_name
 from lmmods.core.initialization import Normal, Uniform, draw, draw_part, fill, row_norms, stream_key
 from lmmods.torch_engine.compat.peft import magnitudes, reset_adapter
-from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
+from lmmods.torch_engine.compat.torch import DispatchMode, has_values, tensors_in
 from lmmods.torch_engine.compat.transformers import (
     around_missing_weights,
     before_each_module,
@@ -125,7 +125,7 @@ class FirstWeights(DispatchMode):
         self._names = names()
         if later is not None:
             for name, param in model.named_parameters():
-                waiting = self._waiting.get(_memory(param))
+                waiting = self._waiting.get(_memory(param)) if _is_real(param) else None
                 if waiting is not None and waiting.is_simple():
                     _, _, (distribution,) = waiting.writes[0]
                     constants = [(part.storage_offset(), part.storage_offset() + part.numel(), value[0] if value else 0)
@@ -184,7 +184,7 @@ class FirstWeights(DispatchMode):
 
 
 def _is_real(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.numel() > 0
+    return has_values(tensor) and tensor.numel() > 0
 
 
 def _memory(tensor: Tensor) -> int:
@@ -235,5 +235,7 @@ def start_adapter(model: nn.Module, seed: int) -> None:
     with FirstWeights(seed) as weights:
         weights.start(model, lambda: reset_adapter(model), saved_name)
     for magnitude, weight, is_conv1d in magnitudes(model):
+        if not has_values(weight):
+            continue
         norms = row_norms(weight.float().cpu().numpy(), is_conv1d)
         magnitude.copy_(torch.from_numpy(norms))

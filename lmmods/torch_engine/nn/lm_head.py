@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lmmods.core.console import say
 from lmmods.core.experts import Mixture
 from lmmods.torch_engine.compat.peft import trained_rows
-from lmmods.torch_engine.compat.torch import has_forward_hooks
+from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
 from lmmods.torch_engine.nn.experts import with_load
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights, token_logps, token_loss
 
@@ -68,7 +68,7 @@ class LMHead:
             return f"its layer is a {type(layer).__name__}"
         if layer.bias is not None:
             return "it has a bias"
-        if type(layer.weight.data) is not Tensor:
+        if not is_plain(layer.weight.data):
             return "its weights are sharded"
         return "hooks of a strategy run around it" if has_forward_hooks(layer) else None
 

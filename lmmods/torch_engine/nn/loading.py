@@ -21,8 +21,9 @@ from lmmods.core.hf_config import (
 from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
-from lmmods.torch_engine.compat.transformers import quiet_loading
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, packed_outline
+from lmmods.torch_engine.compat.torch import has_values
+from lmmods.torch_engine.compat.transformers import layers_to_quantize, quiet_loading
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.initialization import missing_weights
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
@@ -67,6 +68,12 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
     if saved == MXFP4:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
+    if not has_values(torch.empty(0)):
+        if is_packed:
+            raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Name the model "
+                            "that it was made of in model.pretrained, with model.quantize.")
+        return _outlined(auto_class, config, stored, attention, trust_remote_code, options.get("quantization_config"),
+                         frozen and precision != "bf16-true")
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
     with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading():
@@ -94,10 +101,31 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
             if type(param) is nn.Parameter and param.is_floating_point():
                 param.data = param.data.to(stored)
     if frozen and precision != "bf16-true":
-        for module in model.modules():
-            if "Norm" in type(module).__name__:
-                module.float()
+        _norms_to_float32(model)
     return model.train()
+
+
+def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
+              quantization: Any, float32_norms: bool) -> nn.Module:
+    """The same network without values, of which no weights are read."""
+    with choosing_attention(attention):
+        model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
+    if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
+        for name in layers_to_quantize(model, quantization.llm_int8_skip_modules):
+            layer = model.get_submodule(name)
+            weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
+            model.set_submodule(name, packed_outline(layer, weight, quantization))
+        note_quantized(config, quantization.bnb_4bit_quant_type)
+    if float32_norms:
+        _norms_to_float32(model)
+    return model.train()
+
+
+def _norms_to_float32(model: nn.Module) -> None:
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            for param in module.parameters():
+                param.data = param.data.float()
 
 
 def base_names(config: PreTrainedConfig) -> dict[str, str]:
@@ -137,5 +165,6 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
     for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
         for param in {layer.weight, getattr(layer, "bias", None)} - {None}:
-            param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
+            if has_values(param):
+                param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
     return list(range(old, num_tokens))

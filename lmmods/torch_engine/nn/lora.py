@@ -16,6 +16,7 @@ from lmmods.core.adapters import (
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
+from lmmods.torch_engine.compat.torch import has_values
 from lmmods.torch_engine.nn.initialization import start_adapter
 
 
@@ -76,13 +77,16 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel, get_peft_model
 
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
     try:
         config = PeftConfig.from_pretrained(folder)
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
+        if not has_values(torch.empty(0)):
+            config.inference_mode = False
+            return _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)
         wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, config=config,
                                             autocast_adapter_dtype=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -6,7 +6,7 @@ neither [B, T, V] nor [N, V] logits ever exist, and nothing is computed twice.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,17 @@ from lmmods.torch_engine.nn.cpu_kernels import onednn_products
 # train also their gradient, which on GPUs costs more than the memory; on CPUs larger chunks gain no speed.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
+
+
+@contextmanager
+def chunks_of_gpus() -> Iterator[None]:
+    """While tensors on this processor stand in for those of a GPU."""
+    global CHUNK_BYTES
+    before, CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES_GPU
+    try:
+        yield
+    finally:
+        CHUNK_BYTES = before
 
 
 class LossSums(NamedTuple):

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lmmods.core.console import say
 from lmmods.core.settings import Optimizer, decays
+from lmmods.torch_engine.compat.torch import is_plain
 from lmmods.torch_engine.nn import sharding
 
 
@@ -82,7 +83,7 @@ def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings
 
 def _can_fuse(params: list[nn.Parameter]) -> bool:
     """torch fuses AdamW on these devices, for floating-point parameters that are plain tensors."""
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and type(p.data) is torch.Tensor
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and is_plain(p.data)
                for p in params)
 
 

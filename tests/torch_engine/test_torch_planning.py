@@ -1,0 +1,155 @@
+"""Plans on torch against arithmetic by hand, networks that transformers and bitsandbytes load, and this processor."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from lmmods.core.errors import UserError
+from lmmods.core.hardware import target_named
+from lmmods.core.plan import Traffic
+from lmmods.core.settings import LoRA
+from lmmods.strategies import FSDP2, DeepSpeed
+from lmmods.torch_engine.planning import Planner
+from lmmods.torch_engine.tasks.clm import CLM
+
+ROOT = Path(__file__).parents[2]
+LAYERS, WIDTH, INNER, HEADS, LENGTH, ROWS = 2, 32, 48, 4, 16, 2
+CONFIG = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+          "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": LENGTH}
+MATRICES = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
+NORMS = (2 * LAYERS + 1) * WIDTH
+
+
+@pytest.fixture
+def planner(tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    batch = {name: torch.ones(1, 3, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
+
+    def make(on="H100", strategy="auto", precision="32-true", accumulated=1, **model):
+        data = SimpleNamespace(
+            tokenizer=tokenizer, prepare_data=lambda: None, setup=lambda _: None, batch_size=ROWS, max_length=LENGTH,
+            packing=False, trainable_new_tokens=[], train_dataloader=lambda: [batch] * 12)
+        trainer = SimpleNamespace(accumulate_grad_batches=accumulated, gradient_clip_val=1.0, overfit_batches=0,
+                                  limit_train_batches=None, length=(-1, 2), val_check_interval=None,
+                                  check_val_every_n_epoch=1)
+        if "pretrained" not in model:
+            model = {"config": CONFIG, **model}
+        return Planner(trainer, CLM(**model), data, target_named(on), strategy, precision)
+
+    return make
+
+
+@pytest.fixture
+def vocabulary(tokenizer_folder):
+    return len(AutoTokenizer.from_pretrained(tokenizer_folder))
+
+
+def test_a_device_alone_by_hand(planner, vocabulary):
+    made = planner()
+    found = made.plan(made.recipe())
+    matrices, tokens = MATRICES + vocabulary * WIDTH, ROWS * LENGTH
+    params = 4 * (matrices + vocabulary * WIDTH + NORMS)
+    steps = 4 * (9 * LAYERS + 3)  # one number of each tensor's
+    assert found.memory["parameters"] == pytest.approx(params, abs=100)  # rope's frequencies
+    assert found.memory["optimiser state"] == 2 * params + steps
+    # of the last step until the forward pass ends, which has made the head's new one by then
+    assert found.memory["gradients"] == params + 4 * vocabulary * WIDTH
+    # six products' worth for each weight; of attention two forward, five backward
+    assert found.flops == 6 * matrices * tokens + 14 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
+    assert found.traffic == {} and found.num_tokens == tokens and found.counted == found.source == "simulated"
+    assert made.num_steps(found, made.recipe()) == 12 * 2  # epochs
+
+
+def test_micro_batches_of_a_step_add_up(planner):
+    made = planner(accumulated=5)
+    one, five = (made.plan(replace(made.recipe(), accumulated=number)) for number in (1, 5))
+    assert five.flops == 5 * one.flops and five.num_tokens == 5 * one.num_tokens
+    assert five.total >= one.total
+
+
+def test_checkpointing_keeps_less_and_computes_blocks_again(planner):
+    made = planner()
+    kept, again = (made.plan(replace(made.recipe(), checkpointing=value)) for value in (False, True))
+    assert again.memory["activations"] < kept.memory["activations"] / 3
+    last = LAYERS * WIDTH * INNER  # a block's last product leaves nothing that its backward pass would need
+    assert again.flops - kept.flops == (2 * (MATRICES - last) * ROWS * LENGTH
+                                        + 4 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH)
+
+
+def test_replicas_add_up_their_gradients(planner, vocabulary):
+    made = planner(on="8xL4", strategy="ddp")
+    found, size = made.plan(made.recipe()), 4 * (MATRICES + 2 * vocabulary * WIDTH + NORMS)
+    assert found.traffic == {"all-reduce": Traffic(1, size, 8)} and found.memory["buckets of gradients"] == size
+
+
+def sharded(params):
+    """Bytes of what one of eight holds, and of all together with what evens out the parts."""
+    rows = [(-(-shape[0] // 8), shape[1:].numel()) for shape in (param.shape for param in params)]
+    part = sum(size * count * 4 for size, count in rows)
+    return part, 8 * part
+
+
+def test_shards_by_hand(planner):
+    """Every block and the rest is gathered forward and backward, and its gradient scattered once."""
+    made = planner(on="8xH100", strategy=FSDP2())
+    found = made.plan(made.recipe())
+    from transformers import AutoConfig
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG, vocab_size=len(made.data.tokenizer)))
+    part, whole = sharded(list(network.parameters()))
+    assert found.memory["parameters"] == pytest.approx(part, abs=300)  # rope's frequencies, of every block
+    assert found.memory["optimiser state"] == pytest.approx(2 * part, abs=4 * (9 * LAYERS + 3))
+    groups = LAYERS + 1
+    assert found.traffic["all-gather"] == Traffic(2 * groups, 2 * whole, 8)
+    assert found.traffic["reduce-scatter"] == Traffic(groups, whole, 8)
+
+
+def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    network = AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=quantization, dtype=torch.float32,
+                                                   device_map={"": "cpu"})
+    packed = [module for module in network.modules() if hasattr(module, "quant_state")]
+    scales = sum(each.nbytes for module in packed for each in (
+        module.quant_state.absmax, module.quant_state.state2.absmax))
+    size = sum(param.nbytes for param in network.parameters()) + scales
+    rank = 4
+    adapter = 4 * rank * sum(module.in_features + module.out_features for module in packed)
+    made = planner(pretrained=str(llama_folder), quantize="nf4", lora=LoRA(rank=rank))
+    found = made.plan(made.recipe())
+    # each layer's own tables of 16 values, one of 256
+    tables = len(packed) * (16 * 4 + 256 * 4 + 4)
+    assert size + adapter <= found.memory["parameters"] <= size + adapter + tables + 200
+    assert found.memory["gradients"] == adapter
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"on": "v5e-8"}, "no TPU.*--engine jax"),
+    ({"strategy": DeepSpeed()}, "trainer.strategy DeepSpeed cannot be planned"),
+    ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size cannot be planned"),
+    ({"quantize": "int8", "lora": LoRA()}, "model.quantize int8 cannot be planned"),
+    ({"precision": "64-true"}, "trainer.precision 64-true cannot be planned")])
+def test_what_cannot_be_planned_is_named(planner, llama_folder, changes, message):
+    model = {"pretrained": str(llama_folder)} if "quantize" in changes else {}
+    with pytest.raises(UserError, match=message):
+        planner(**model, **changes)
+
+
+@pytest.mark.slow
+def test_steps_take_the_memory_that_is_planned():
+    """Of this machine's processor, within a tenth: the peak of a process that trains against the plan of the recipe."""
+    recipes = [["plan", "--config", f"configs/{name}.yaml", "--on", "cpu"] for name in ("clm", "mlm", "sft_qlora")]
+    found = subprocess.run([sys.executable, str(Path(__file__).with_name("measured_memory.py")), json.dumps(recipes)],
+                           capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    pairs = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("[")]
+    assert len(pairs) == len(recipes), found.stderr[-3000:]
+    for planned, taken in pairs:
+        assert planned == pytest.approx(taken, rel=0.1)
