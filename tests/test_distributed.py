@@ -148,6 +148,27 @@ def test_processes_that_share_matrices_take_up_the_adapters_of_one(task):
     same_weights(two.model / "adapter_model.safetensors", one.model / "adapter_model.safetensors")
 
 
+CONTEXT = {"class_path": "lmmods.strategies.FSDP2",
+           "init_args": {"context_parallel_size": 2, "sharded_checkpoints": True}}
+
+
+@pytest.mark.slow
+def test_processes_that_cut_rows_take_the_steps_of_one_which_ends_one_of_them(task):
+    """A step is under way when the run passes on."""
+    changes = {**SHARING, **ADAPTED, "model__init_args__quantize": "nf4", "trainer__val_check_interval": 3,
+               "checkpoint": {"every_n_steps": None, "keep_last": 9}}
+    changes["model__init_args__lora"] = {**ADAPTED["model__init_args__lora"], "dropout": 0.1}
+    one, arguments = task("qlora", "one", **changes)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("qlora", "two", 2, CONTEXT, **changes, trainer__accumulate_grad_batches=2)
+    assert with_two(arguments).count("Parameters:") == 1
+    same_figures(two, one, rel=1e-5)
+    same_weights(two.model / "adapter_model.safetensors", one.model / "adapter_model.safetensors")
+    _, arguments = task("qlora", "two", **changes)
+    assert main(["fit", *arguments, "--ckpt_path", str(two.checkpoint("step=1+1")), "--overwrite", "true"]) == 0
+    same_figures(two, one, rel=1e-5)
+
+
 @pytest.mark.parametrize(("changes", "names"), [
     ({"model_type": "gpt2"}, "knows no way to cut gpt2"), ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ({"attention_dropout": 0.1}, "attention_dropout 0.1")])
@@ -158,17 +179,22 @@ def test_networks_whose_matrices_no_processes_share(changes, names):
         check_network(SimpleNamespace(**config), 2)
 
 
-@pytest.mark.parametrize(("size", "changes", "names"), [
-    (2, {"quantize": "nf4"}, "does not go with model.quantize nf4"),
-    (2, {"compile": True}, "does not go with model.compile"),
-    (3, {}, "a number that divides that of all processes, 2"), (0, {}, "divides that of all processes, 2"),
-    (2, {"trainer": SimpleNamespace(gradient_clip_algorithm="value")}, "trainer.gradient_clip_algorithm value")])
-def test_settings_that_do_not_go_with_shared_matrices(monkeypatch, size, changes, names):
+@pytest.mark.parametrize(("sizes", "changes", "names"), [
+    ((2, 1), {"quantize": "nf4"}, "does not go with model.quantize nf4"),
+    ((2, 1), {"compile": True}, "tensor_parallel_size 2 does not go with model.compile"),
+    ((1, 2), {"compile": True}, "context_parallel_size 2 does not go with model.compile"),
+    ((1, 2), {"attention": "eager"}, "does not go with model.attention eager"),
+    ((1, 2), {"auto_class": "AutoModelForMaskedLM"}, "does not go with model.class_path SimpleNamespace"),
+    ((3, 1), {}, "tensor_parallel_size 3 must be a number that divides that of all processes, 2"),
+    ((2, 2), {}, "size 2 × context_parallel_size 2 must be"), ((0, 1), {}, "divides that of all processes, 2"),
+    ((2, 1), {"trainer": SimpleNamespace(gradient_clip_algorithm="value")}, "trainer.gradient_clip_algorithm value")])
+def test_settings_that_do_not_go_with_shared_micro_batches(monkeypatch, sizes, changes, names):
     monkeypatch.setattr(FSDP2, "num_processes", 2)
-    module = {"quantize": None, "compile": False, "optimizer": Optimizer(),
-              "trainer": SimpleNamespace(gradient_clip_algorithm="norm")} | changes
+    module = {"quantize": None, "compile": False, "optimizer": Optimizer(), "attention": None,
+              "auto_class": "AutoModelForCausalLM", "trainer": SimpleNamespace(gradient_clip_algorithm="norm")}
+    strategy = FSDP2(tensor_parallel_size=sizes[0], context_parallel_size=sizes[1])
     with pytest.raises(UserError, match=names):
-        FSDP2(tensor_parallel_size=size).check_run(SimpleNamespace(**module))
+        strategy.check_run(SimpleNamespace(**module | changes))
 
 
 @pytest.fixture

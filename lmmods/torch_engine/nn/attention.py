@@ -96,7 +96,7 @@ def _attend_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
     if max(query.shape[2], key.shape[2]) > FLOAT32_LENGTH:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    dtype = _compute_dtype(value)
+    dtype = compute_dtype(value)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()
     with torch.autocast(query.device.type, enabled=False):
@@ -105,7 +105,7 @@ def _attend_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def _unfit(model: nn.Module) -> str | None:
-    config, dtype = model.config.get_text_config(), _compute_dtype(model.get_input_embeddings().weight)
+    config, dtype = model.config.get_text_config(), compute_dtype(model.get_input_embeddings().weight)
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {dtype}"
     if getattr(config, "sliding_window", None) is not None:
@@ -131,7 +131,7 @@ def _packed_logits(model: nn.Module) -> Tensor:
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The type in which autocast, where it is on, would have attention compute."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -160,7 +160,7 @@ class _Varlen:
         positions = options.get("position_ids")
         if attention_mask is not None or positions is None or query.shape[2] != key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-        dtype = _compute_dtype(value)  # rotary positions leave float32 behind under autocast
+        dtype = compute_dtype(value)  # rotary positions leave float32 behind under autocast
         rows = [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value)]
         starts, longest = self._documents(positions, len(query))
         # torch 2.11's takes fewer heads of keys without an argument

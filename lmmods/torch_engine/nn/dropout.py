@@ -37,6 +37,7 @@ class TokenDropout:
 
     def __init__(self, model: nn.Module, compiled: bool = False):
         self._tokens: Tensor | None = None  # [B, T] int32
+        self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens  # those of this process, where rows are cut
         self._calls: dict[str, int] = {}
         self._is_off = False
         self._told: set[str] = set()
@@ -79,7 +80,7 @@ class TokenDropout:
     def begin(self, batch: dict[str, Tensor]) -> None:
         """The next forward pass is of this batch, and so is the backward pass behind it."""
         seeds = batch.get("token_seeds")
-        self._tokens, self._calls = None if seeds is None else seeds.flatten(0, -2).int(), {}
+        self._tokens, self._calls = None if seeds is None else self.own(seeds).flatten(0, -2).int(), {}
         if seeds is None and self.has_sites:
             self._tell("Dropout: the batches have no token_seeds, so masks depend on how rows are cut into batches.")
 

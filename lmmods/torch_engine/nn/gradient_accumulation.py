@@ -97,10 +97,10 @@ class GradientAccumulation:
         Returns:
             Norm of the averaged gradient.
         """
-        sums = strategy.reduce(self._sums, reduce_op="sum") / sharding.num_sharers(strategy)
+        sums = strategy.reduce(self._sums, reduce_op="sum") / sharding.num_repeats(strategy)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         weight = torch.where(sums[1] > 0, sums[1], 1)
-        factor = self.divisor(accumulated) * _num_data_ranks(strategy) / weight
+        factor = self.divisor(accumulated) * sharding.num_losses(strategy) / weight
         for device in {grad.device for grad in grads}:  # several where the model is spread
             scale_all([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
         norm = total_norm(grads)
@@ -137,7 +137,7 @@ class GradientAccumulation:
         """
         if not self.is_open:
             return {}
-        return {"sums": strategy.reduce(self._sums.clone(), reduce_op="sum") / sharding.num_sharers(strategy),
+        return {"sums": strategy.reduce(self._sums.clone(), reduce_op="sum") / sharding.num_repeats(strategy),
                 "num_batches": self.num_batches,
                 "divisor": self.divisor(accumulated),
                 "gradients": {name: _summed(param.grad, strategy) for name, param in params.items()
@@ -148,7 +148,7 @@ class GradientAccumulation:
 
         Args:
             accumulated: As in `divisor`, in this run.
-            is_first: The first data rank gets what all had summed, the others begin at zero.
+            is_first: Whether this loss is the first of all, which gets what all had summed; the others begin at zero.
         """
         self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
         if state:
@@ -156,24 +156,20 @@ class GradientAccumulation:
             factor = state["divisor"] / self.divisor(accumulated)
             self._gradients = {name: grad * factor for name, grad in state["gradients"].items()}
 
-    def put_gradients(self, params: dict[str, nn.Parameter], num_data_ranks: int, is_first: bool) -> None:
-        """Give the parameters the gradients of an unpacked step; arguments as in `unpack`."""
+    def put_gradients(self, params: dict[str, nn.Parameter], num_losses: int, is_first: bool) -> None:
+        """Give the parameters the gradients of an unpacked step; arguments as in `unpack` and of `sharding`."""
         for name, grad in self._gradients.items():
             param = params[name]
             if isinstance(param, DTensor):
-                param.grad = sharding.placed_like(grad, param) / num_data_ranks
+                param.grad = sharding.placed_like(grad, param) / num_losses
             elif is_first:
                 param.grad = sharding.placed_like(grad, param)
         self._gradients = {}
 
 
-def _num_data_ranks(strategy: Any) -> int:
-    return strategy.world_size // sharding.num_sharers(strategy)
-
-
 def _summed(grad: Tensor, strategy: Any) -> Tensor:
     if isinstance(grad, DTensor):  # averaged over the processes already
-        return sharding.whole(grad) * _num_data_ranks(strategy)
+        return sharding.whole(grad) * sharding.num_losses(strategy)
     return strategy.reduce(grad.clone(), reduce_op="sum")
 
 

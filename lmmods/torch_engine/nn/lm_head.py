@@ -107,10 +107,10 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     Args:
         head: Its head, or None to use the model's own logits [B, T, V].
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; where labels
-            do not all count alike, `loss_weights` [B, T].
+            do not all count alike, `loss_weights` [B, T]. Or what `CutRows.cut` makes of these.
         mixture: The experts whose load is to be measured, if any; `balance_loss` is the weight of that loss.
     """
-    targets, weights = shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
+    targets, weights = _targets(batch)
     hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
     sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights)
     if mixture is None:
@@ -126,12 +126,19 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
     Args:
         batch: As in `causal_loss`.
     """
-    targets = shift_labels(batch["labels"])
+    targets, _ = _targets(batch)
     hidden, *rest, _ = _before_head(model, head, batch)
     scored = targets != IGNORED
     logps = token_logps(hidden[scored], targets[scored], *rest)
     rows = scored.nonzero()[:, 0]
     return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
+
+
+def _targets(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """What each position predicts, and how much that counts."""
+    if "targets" in batch:
+        return batch["targets"], batch.get("target_weights")
+    return shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
 
 
 def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], **options: bool
@@ -144,6 +151,8 @@ def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
     # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
         "attention_mask": batch["attention_mask"]}
+    if "row_segments" in batch:
+        inputs["attention_mask"] = batch["row_segments"]
     if head is None:
         outputs = model(**inputs)
         return outputs.logits, lambda x: x, [], outputs.logits.shape[-1], False, outputs

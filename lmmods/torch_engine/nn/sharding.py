@@ -35,7 +35,22 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
 
 def num_sharers(strategy: Any) -> int:
     """Processes that compute each micro-batch together under a strategy of Lightning."""
+    return num_repeats(strategy) * num_pieces(strategy)
+
+
+def num_repeats(strategy: Any) -> int:
+    """Of these, how many come to the same loss: they share the matrices."""
     return getattr(strategy, "tensor_parallel_size", 1)
+
+
+def num_pieces(strategy: Any) -> int:
+    """And over how many each row is cut, whose losses add up."""
+    return getattr(strategy, "context_parallel_size", 1)
+
+
+def num_losses(strategy: Any) -> int:
+    """Losses that are computed at a time and add up: of micro-batches, or of the pieces of their rows."""
+    return strategy.world_size // num_repeats(strategy)
 
 
 def num_copies(tensor: Tensor) -> int:

@@ -1,5 +1,6 @@
 """FSDP2: fully sharded data parallel training with torch's `fully_shard`."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ class FSDP2(ModelParallelStrategy):
         process_group_backend: `nccl` or `gloo`; null takes the device's default.
         tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
             every layer (see `nn.tensor_parallel`).
+        context_parallel_size: Processes that compute each micro-batch together, each with a part of the places of every
+            row (see `nn.cut_rows`).
     """
 
     def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None,
-                 tensor_parallel_size: int = 1):
+                 tensor_parallel_size: int = 1, context_parallel_size: int = 1):
         super().__init__(tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend)
         self.sharded_checkpoints, self.tensor_parallel_size = sharded_checkpoints, tensor_parallel_size
+        self.context_parallel_size = context_parallel_size
 
     lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as with every other strategy
 
@@ -42,21 +46,28 @@ class FSDP2(ModelParallelStrategy):
         if module.optimizer.name not in ("adamw", "sgd"):
             raise UserError(f"optimizer.name {module.optimizer.name} does not go with strategy fsdp, whose "
                             "parameters are sharded over processes: use adamw or sgd, or strategy ddp.")
-
+        sizes = {"tensor_parallel_size": self.tensor_parallel_size, "context_parallel_size": self.context_parallel_size}
+        num_processes = self.num_nodes * self.num_processes
+        if min(sizes.values()) < 1 or num_processes % math.prod(sizes.values()):
+            asked = " × ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+            raise UserError(f"trainer.strategy: {asked} must be a number that divides that of all processes, "
+                            f"{num_processes}.")
         if self.tensor_parallel_size != 1:
-            self._check_tensor_parallel(module)
+            self._refuse(f"tensor_parallel_size {self.tensor_parallel_size}", {
+                f"model.quantize {module.quantize}": module.quantize, "model.compile": module.compile,
+                "sharded_checkpoints": self.sharded_checkpoints,
+                "trainer.gradient_clip_algorithm value": module.trainer.gradient_clip_algorithm == "value"})
+        if self.context_parallel_size != 1:
+            self._refuse(f"context_parallel_size {self.context_parallel_size}", {
+                f"model.class_path {type(module).__name__}": module.auto_class != "AutoModelForCausalLM",
+                "model.compile": module.compile,
+                f"model.attention {module.attention}": module.attention not in (None, "sdpa")})
 
-    def _check_tensor_parallel(self, module: L.LightningModule) -> None:
-        size, num_processes = self.tensor_parallel_size, self.num_nodes * self.num_processes
-        if size < 1 or num_processes % size:
-            raise UserError(f"trainer.strategy: tensor_parallel_size {size} must be a number that divides that of all "
-                            f"processes, {num_processes}.")
-        refused = {f"model.quantize {module.quantize}": module.quantize, "model.compile": module.compile,
-                   "sharded_checkpoints": self.sharded_checkpoints,
-                   "trainer.gradient_clip_algorithm value": module.trainer.gradient_clip_algorithm == "value"}
-        if names := [name for name, is_on in refused.items() if is_on]:
-            raise UserError(f"trainer.strategy: tensor_parallel_size {size} does not go with {', '.join(names)}. Take "
-                            "that out, or set the size to 1: parameters are sharded over all processes anyway.")
+    @staticmethod
+    def _refuse(what: str, found: dict[str, Any]) -> None:
+        if names := [name for name, is_on in found.items() if is_on]:
+            raise UserError(f"trainer.strategy: {what} does not go with {', '.join(names)}. Take that out, or set the "
+                            "size to 1: parameters are sharded over all processes anyway.")
 
     def setup_environment(self) -> None:
         self.check_run(self.lightning_module)

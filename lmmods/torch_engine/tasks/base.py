@@ -19,6 +19,7 @@ from lmmods.core.text_metrics import perplexity
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.cut_rows import CutRows
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, WeightedMean, seed_step
@@ -44,6 +45,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self._waiting: list[dict[str, Tensor]] = []
         self._dropout: TokenDropout | None = None
+        self.cut_rows: CutRows | None = None  # where they are cut over several processes
         self.accumulation = GradientAccumulation(self.metric_names)
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
@@ -56,13 +58,15 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
-        shards, cuts_matrices = self.device_mesh is not None, sharding.num_sharers(self.trainer.strategy) > 1
+        shards, cuts_matrices = self.device_mesh is not None, sharding.num_repeats(self.trainer.strategy) > 1
         later: dict[str, FirstValues] | None = {} if shards and not cuts_matrices else None
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.trainer.strategy.root_device,
                                    seed=base_seed(), later=later)
         self._dropout = TokenDropout.of(self.model)
         if shards:
+            if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
+                self.cut_rows = CutRows.over(self.model, self.device_mesh, num_pieces)
             sharding.shard(self, self.model, self.device_mesh)
             fill_shards(self.model, later or {})
         with self.trainer.precision_plugin.forward_context():
@@ -130,8 +134,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return tokens_per_piece(self.piece_tokens, is_alone, self.device, hidden_size)
 
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Real tokens of the rows that score, and how many rows do: others only even out the processes."""
-        scored = self.scored_rows(batch)
+        """Real tokens of the rows that score, and how many rows do: others only even out the processes.
+
+        Of rows that are cut over several processes the first of these counts them.
+        """
+        scored = self.scored_rows(batch) * (self.cut_rows is None or self.cut_rows.rank == 0)
         return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
@@ -143,7 +150,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             torch.nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]],
                                                  gradient_clip_val, norm,
-                                                 foreach=False if sharding.num_sharers(strategy) > 1 else None)
+                                                 foreach=False if sharding.num_repeats(strategy) > 1 else None)
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -182,12 +189,16 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))
-        self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
-                                 self.trainer.data_rank == 0)
+        self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches, self._is_first)
 
     def on_train_start(self) -> None:
         follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
-        self.accumulation.put_gradients(self.trainable(), self.trainer.num_data_ranks, self.trainer.data_rank == 0)
+        self.accumulation.put_gradients(self.trainable(), sharding.num_losses(self.trainer.strategy), self._is_first)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether no process before this one computes another loss."""
+        return self.trainer.global_rank < sharding.num_repeats(self.trainer.strategy)
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
@@ -205,6 +216,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         tokens, piece = data.batch_size * self.sequences_per_row * data.max_length, self.piece_size()
         if piece:
             tokens = min(tokens, max(piece, data.max_length))
+        tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
         return summary.training_bytes(self.model, self.optimizer.name, tokens,
                                       self.gradient_checkpointing, compute_bytes)
 

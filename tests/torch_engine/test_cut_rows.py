@@ -1,0 +1,160 @@
+"""Rows that processes cut along the sequence, against whole rows of plain transformers: each family of the list."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.nn import cut_rows
+from lmmods.torch_engine.nn.cut_rows import FAMILIES, CutRows, check_network
+from lmmods.torch_engine.nn.dropout import TokenDropout
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss
+from lmmods.torch_engine.nn.loss import LossSums
+from tests.forks import together
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+         "attention_dropout": 0.0}
+OF = {"mistral": {"sliding_window": 4}, "smollm3": {"no_rope_layers": [1, 0]}, "phi3": {"sliding_window": 5},
+      "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+      "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+      "cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+      "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+      "starcoder2": {"sliding_window": 6, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+      "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
+
+
+def batches() -> dict[str, dict[str, torch.Tensor]]:
+    """Rows of 13 places: documents packed, and some padded on either side."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 64, (2, 13), generator=draw)
+    labels = ids.where(torch.rand(ids.shape, generator=draw) < 0.8, -100)
+    weights = torch.rand(ids.shape, generator=draw)
+    lengths = [[3, 7, 3], [6, 5, 0]]  # the second row ends in padding
+    segments = torch.tensor([[1] * a + [2] * b + [3] * c + [0] * (13 - a - b - c) for a, b, c in lengths])
+    positions = torch.tensor([[*range(a), *range(b), *range(13 - a - b)] for a, b, _ in lengths])
+    starts = (positions == 0) | (segments == 0)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, 9:] = 0, 0
+    return {"packed": {"input_ids": ids, "labels": labels.where(~starts, -100), "segment_ids": segments,
+                       "position_ids": positions, "attention_mask": (segments > 0).long(), "loss_weights": weights},
+            "padded": {"input_ids": ids, "labels": labels.where((mask > 0) & (mask.cumsum(1) > 1), -100),
+                       "attention_mask": mask}}
+
+
+def whole_loss(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    packed = "segment_ids" in batch
+    inputs = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"]}
+    logits = network(input_ids=batch["input_ids"], use_cache=False, **inputs).logits
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
+    return (losses * batch["loss_weights"][:, 1:].flatten()).sum() if packed else losses.sum()
+
+
+def agree_by_row(network: torch.nn.Module, rows: CutRows, batch: dict[str, torch.Tensor]) -> None:
+    """Log-probabilities of rows, of which each process has some tokens, and the gradient of a loss of all of them."""
+    found = []
+    for part in (batch, rows.cut(batch)):
+        network.zero_grad()
+        logps, _ = causal_logps(network, LMHead.of(network), part)
+        if part is not batch:
+            logps = rows.total(logps)
+        rows.share(LossSums((logps / 10).exp().sum(), logps.new_tensor(2))).total.backward()
+        weight = network.get_output_embeddings().weight.grad
+        torch.distributed.all_reduce(weight)
+        found.append((logps.detach(), weight.clone()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5 * found[0][1].abs().max().item())
+
+
+def agree(*families: str) -> None:
+    """Losses and gradients of two processes that cut their rows, two places at a time."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    cut_rows.BLOCK = 2
+    for family in families:
+        config = AutoConfig.for_model(family, **SIZES, **OF.get(family, {}), attn_implementation="sdpa")
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(config)
+        for parameter in network.parameters():  # biases, too
+            torch.nn.init.normal_(parameter, std=0.2)
+        TokenDropout(network)
+        for kind, batch in batches().items():
+            network.set_attn_implementation("sdpa")
+            network.zero_grad()
+            loss = whole_loss(network, batch)
+            loss.backward()
+            wanted = {"loss": loss.detach()} | {name: p.grad.clone() for name, p in network.named_parameters()}
+            rows = CutRows.over(network, mesh, 2)
+            network.zero_grad()
+            part = rows.cut(batch)
+            assert part["input_ids"].shape == (2, 8)
+            loss = causal_loss(network, LMHead.of(network), part).total
+            loss.backward()
+            found = {"loss": loss.detach()} | {name: p.grad for name, p in network.named_parameters()}
+            for name, value in found.items():
+                torch.distributed.all_reduce(value)
+                scale = wanted[name].abs().max()
+                assert scale > 0 and (value - wanted[name]).abs().max() <= 1e-5 * scale, (family, kind, name)
+        agree_by_row(network, rows, batch)
+        print(family, "agrees")
+    torch.distributed.destroy_process_group()
+
+
+class OneOfThree(CutRows):
+    """One of three that cut rows, in a process that knows the keys, then the values, of the others [T, 2, ...]."""
+
+    def __init__(self, rank: int, known: torch.Tensor):
+        self.rank, self.size, self._last, self._known = rank, 3, (None, []), known
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._known
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums = x
+        return x[: len(x) // self.size]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("block", [1, 3, 1024])
+def test_attention_in_blocks_of_queries(monkeypatch, block, window):
+    monkeypatch.setattr(cut_rows, "BLOCK", block)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, 24, 4, generator=draw) for heads in (4, 2, 2, 4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    segments = torch.tensor([[1] * 5 + [2] * 14 + [3] * 2 + [0] * 3, [0] * 4 + [1] * 20]).int()
+    back = torch.arange(24)[:, None] - torch.arange(24)
+    seen = (back >= 0) & (back < (window or 24)) & (segments[:, :, None] == segments[:, None])
+    wanted = F.scaled_dot_product_attention(q, k, v, seen[:, None], scale=0.3, enable_gqa=True).transpose(1, 2)
+    of_q, of_k, of_v = torch.autograd.grad(wanted, (q, k, v), grad.transpose(1, 2))
+    sums = 0
+    for rank in range(3):
+        rows = OneOfThree(rank, torch.stack([k, v]).movedim(3, 0).detach())
+        own = torch.tensor(sum(map(list, rows._own(24)), []))
+        parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
+        mixed, _ = rows.attend(None, *parts, segments[:, None, None], scaling=0.3, sliding_window=window)
+        torch.testing.assert_close(mixed, wanted[:, own])
+        mixed.backward(grad[:, :, own].transpose(1, 2))
+        torch.testing.assert_close(parts[0].grad, of_q[:, :, own])
+        sums = sums + rows.sums
+    torch.testing.assert_close(sums.movedim(0, 3), torch.stack([of_k, of_v]))
+
+
+@pytest.mark.parametrize(("changes", "names"), [
+    ({"model_type": "bert"}, "not known to be right for bert"), ({"attn_pdrop": 0.1}, "dropout of attention"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type dynamic")])
+def test_networks_whose_rows_no_processes_cut(changes, names):
+    config = SimpleNamespace(**{"model_type": "llama", "rope_parameters": None} | changes)
+    with pytest.raises(UserError, match=names):
+        check_network(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)), 2)
+
+
+@pytest.mark.slow
+def test_every_family_computes_cut_rows_as_whole_ones():
+    for said in together(list(FAMILIES), processes=2, program=agree):
+        assert said.count("agrees") == len(FAMILIES)
