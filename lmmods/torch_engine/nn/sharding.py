@@ -53,6 +53,11 @@ def num_losses(strategy: Any) -> int:
     return strategy.world_size // num_repeats(strategy)
 
 
+def is_first(strategy: Any) -> bool:
+    """Whether this process computes the first of these."""
+    return strategy.global_rank < num_repeats(strategy)
+
+
 def num_copies(tensor: Tensor) -> int:
     """How many processes hold each part of a sharded tensor."""
     parts = [size for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)

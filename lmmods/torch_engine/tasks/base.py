@@ -189,16 +189,13 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))
-        self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches, self._is_first)
+        self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
+                                 sharding.is_first(self.trainer.strategy))
 
     def on_train_start(self) -> None:
         follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
-        self.accumulation.put_gradients(self.trainable(), sharding.num_losses(self.trainer.strategy), self._is_first)
-
-    @property
-    def _is_first(self) -> bool:
-        """Whether no process before this one computes another loss."""
-        return self.trainer.global_rank < sharding.num_repeats(self.trainer.strategy)
+        strategy = self.trainer.strategy
+        self.accumulation.put_gradients(self.trainable(), sharding.num_losses(strategy), sharding.is_first(strategy))
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
