@@ -35,16 +35,18 @@ def check_network(model: nn.Module, num_processes: int) -> None:
         num_processes: That each row is cut over.
     """
     config = model.config.get_text_config()
-    what = f"trainer.strategy: context_parallel_size {num_processes}"
     if config.model_type not in FAMILIES:
-        raise UserError(f"{what} is not known to be right for {config.model_type}, only for {', '.join(FAMILIES)}. "
-                        "Set it to 1, and shorten long rows by data.max_length.")
+        raise UserError(f"trainer.strategy: context_parallel_size {num_processes} is not known to be right for "
+                        f"{config.model_type}, only for {', '.join(FAMILIES)}. Set it to 1, and shorten long rows by "
+                        "data.max_length.")
     if has_rates(config, "att"):
-        raise UserError(f"{what} does not go with dropout of attention, whose masks are those of whole rows: set its "
-                        "rate to 0 in model.config_overrides, or the size to 1.")
+        raise UserError(f"trainer.strategy: context_parallel_size {num_processes} does not go with dropout of "
+                        "attention, whose masks are those of whole rows: set its rate to 0 in model.config_overrides, "
+                        "or the size to 1.")
     if moving := _rope_types(config) & {"dynamic", "longrope"}:
-        raise UserError(f"{what} does not go with rope type {', '.join(moving)}, whose angles depend on how long a "
-                        "row is: name another in model.config_overrides, or set the size to 1.")
+        raise UserError(f"trainer.strategy: context_parallel_size {num_processes} does not go with rope type "
+                        f"{', '.join(moving)}, whose angles depend on how long a row is: name another in "
+                        "model.config_overrides, or set the size to 1.")
 
 
 def _rope_types(config: Any) -> set[str]:
