@@ -32,9 +32,10 @@ SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     # By rows alone: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to bring
     # them into the layout of the activations, or each layer gathers these along `tensor`.
     (r"embed\.\w+\.weight$|\bhead\.weight$", (("tensor", *_FSDP), ())),
-    (r"weight\.(nested|row_absmax)", ()),  # scales of quantised weights
+    (r"\.(nested|row_absmax)", ()),  # scales of quantised weights
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, ("tensor", *_FSDP))),  # row-parallel: inputs are split
     (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole ones, each for its tokens
+    (r"experts\.\w+_proj\.", (("expert", "tensor", "fsdp", SEQUENCE), _FSDP)),  # codes, all below each other
     (r"lora_A$", ((), _FSDP)),
     (r"lora_B$", (_FSDP, ())),
     (r"\.weight\b", (("tensor", *_FSDP), _FSDP)),  # all other matrices, column-parallel: outputs are split

@@ -12,6 +12,7 @@ from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
 from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
+from jax_engine.models.experts import MATRICES
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
@@ -48,7 +49,8 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
-    note_quantized(config, fields.quantize or (None if saved == hf_config.MXFP4 else saved))
+    in_files = saved not in (None, hf_config.MXFP4)
+    note_quantized(config, saved if in_files else fields.quantize, in_files)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels,
                                "attention": fields.attention if fields.fast_kernels else "eager"}
@@ -58,17 +60,17 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         params = {}
     elif fields.pretrained:
         together = Sharers(jax.process_index(), jax.process_count(), machines.gather)
-        params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed, fields.quantize,
-                                      fields.double_quant, together)
+        params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
+                                      None if in_files else fields.quantize, fields.double_quant, together)
     else:
         params = network.first_values(seed, stored)
     num_rows = network.config.vocab_size
     network, params = _with_rows_for(len(data.tokenizer), network, params, options)
-    kind = fields.quantize or (None if saved == hf_config.MXFP4 else saved)
-    double = fields.double_quant if saved is None else hf_config.is_double_quantized(config)
+    kind = saved if in_files else fields.quantize
+    codes = kind, fields.double_quant if saved is None else hf_config.is_double_quantized(config), in_files
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
-        return network, outline(network, stored, precision, kind, double) if abstract else params, {}
+        return network, outline(network, stored, precision, *codes) if abstract else params, {}
     settings = fields.lora or adapters.adapter_settings(fields.adapter)
     if not fields.lora and not fields.adapter_drops:
         settings = dataclasses.replace(settings, dropout=0.0)
@@ -76,26 +78,29 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
             else adapters.adapter_rows(network, settings, fields.adapter))
     network = hub.network(network.config, head, lora=settings, rows=rows, **options)
     if abstract:
-        params = outline(network, stored, precision, kind, double)
+        params = outline(network, stored, precision, *codes)
         return network, params, unflatten({path: leaf for path, leaf in flatten(params).items()
                                            if network.trains(path) and path[-1] not in LORA_LEAVES})
     return network, *_with_adapter(network, params, fields.adapter, precision, seed)
 
 
-def outline(network: Network, stored: str, precision: str, quantize: Quantize | None = None, double: bool = True
-            ) -> Tree:
+def outline(network: Network, stored: str, precision: str, quantize: Quantize | None = None, double: bool = True,
+            keeps_experts: bool = False) -> Tree:
     """Shape and dtype of each parameter as training begins.
 
     Args:
         stored: dtype of what an adapter leaves as it is, and of all parameters without one.
-        quantize: Code of the linear layers of the base.
+        quantize: Code of the base.
         double: Whether the scales of 4-bit codes are quantised too.
+        keeps_experts: Whether its experts are in full all the same, as in quantised files.
     """
-    linear = {(*ours.split("."), "weight") for ours in network.linears()}
+    in_codes = network.quantised(quantize)
+    if keeps_experts:
+        in_codes = {path for path in in_codes if path[-1] not in MATRICES}
 
     def leaf(path: Path, shape: tuple[int, ...]) -> Any:
-        if quantize and path in linear and not (network.lora and network.trains(path)):
-            return quant.outline(shape, quantize, double, network.arch.conv1d)
+        if path in in_codes and not (network.lora and network.trains(path)):
+            return quant.outline(shape, quantize, double, network.arch.conv1d, path[-1] in MATRICES)
         return jax.ShapeDtypeStruct(shape, _dtype(network, path, stored, precision))
 
     return unflatten({path: leaf(path, shape.shape) for path, shape in flatten(network.shapes).items()})

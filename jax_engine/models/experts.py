@@ -23,10 +23,12 @@ from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, on_mesh
 from jax_engine.models.architecture import Architecture, Experts
 from jax_engine.models.linear import ACTIVATIONS, Build, lora_scaling, product
 from jax_engine.models.parameters import parameter
+from jax_engine.models.quant import FourBit, Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, lora_a
 from lmmods.core.settings import LoRA
 
+Matrices = dict[str, Array | Quantized | tuple[Array, Array]]
 MATRICES = ("gate_up_proj", "down_proj")  # of all experts of a layer, in torch's order
 # Rows of a block: with more, matrices are read less often, and more rows are empty where few tokens share an expert.
 BLOCK_SIZES = (8, 128)
@@ -102,12 +104,13 @@ class ExpertMatrices(nnx.Module):
             if name in build.adapted_experts:
                 setattr(self, f"{name}_lora", ExpertAdapter(experts.num, *shapes[name][::-1], build.lora.rank))
 
-    def arrays(self) -> dict[str, Array | tuple[Array, Array]]:
-        """All of them by name, in the type of matrix products; of `..._lora` A and B."""
+    def arrays(self) -> Matrices:
+        """All of them by name, in codes or in the type of matrix products; of `..._lora` A and B."""
         found = {}
         for name, value in vars(self).items():
             if isinstance(value, nnx.Param):
-                found[name] = value[...].astype(self.build.dtype)
+                weights = value.get_value()
+                found[name] = weights if isinstance(weights, Quantized) else weights.astype(self.build.dtype)
             elif isinstance(value, ExpertAdapter):
                 found[name] = value.arrays(self.build.lora, self.build.dtype)
         return found
@@ -161,17 +164,26 @@ def _over_mesh(mix, num_experts: int):
 
     def local(x, shares, chosen, matrices):
         gathered = [jax.lax.all_gather(part, "expert", tiled=True) for part in (x, shares, chosen)]
-        first = jax.lax.axis_index(axes) * len(matrices["down_proj"])
+        first = jax.lax.axis_index(axes) * matrices["down_proj"].shape[0]
         found = jax.lax.psum(mix(*gathered[:2], gathered[2] - first, matrices), axes[1:])
         return jax.lax.psum_scatter(found, "expert", tiled=True)
 
     over_ranks = PartitionSpec(DATA_AXES, SEQUENCE)
-    return jax.shard_map(local, in_specs=(over_ranks,) * 3 + (PartitionSpec(axes),), out_specs=over_ranks,
-                         check_vma=False)
+    mapped = jax.shard_map(local, in_specs=(over_ranks,) * 3 + (PartitionSpec(axes),), out_specs=over_ranks,
+                           check_vma=False)
+    return lambda x, shares, chosen, matrices: mapped(x, shares, chosen, {
+        name: _for_shards(matrix, x.dtype) for name, matrix in matrices.items()})
+
+
+def _for_shards(matrix: Array | Quantized | tuple[Array, Array], dtype: jnp.dtype) -> Array | FourBit:
+    """What has the experts, or all their rows, as its first dimension."""
+    if not isinstance(matrix, FourBit):
+        return matrix
+    return matrix.with_plain_scales() if matrix.packed.shape[-2] > 1 else matrix.astype(dtype)
 
 
 def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array, shares: Array, chosen: Array,
-         matrices: dict[str, Array | tuple[Array, Array]]) -> Array:
+         matrices: Matrices) -> Array:
     """[B, T, D] of [B, T, D], shares and choices [B, T, K]; of a choice outside of the experts nothing.
 
     Args:
@@ -179,23 +191,17 @@ def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array,
         transposed: Matrices are [E, in, out].
     """
     tokens, shares, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, shares, chosen))
-    num = len(matrices["down_proj"])
+    num = matrices["down_proj"].shape[0]
     shares = jnp.where((chosen >= 0) & (chosen < num), shares, 0)
 
     if form == "dense":
-        layer = partial(_layer, _times_all, slice(None), matrices, transposed)
+        layer = partial(_layer, form, None, matrices, transposed)
         found = layer(inner(layer(jnp.broadcast_to(tokens, (num, *tokens.shape)), "gate_up_proj")), "down_proj")
         each = (jax.nn.one_hot(chosen, num) * shares[..., None]).sum(1)
         return jnp.einsum("end,ne->nd", found, each).reshape(x.shape)
     order = _sorted(chosen, num, 1 if form == "ragged" else _block_size(chosen, num))
 
-    def times(transposed: bool, blocks: Array, matrix: Array) -> Array:
-        if form == "ragged":
-            matrix = matrix if transposed else matrix.swapaxes(1, 2)
-            return jax.lax.ragged_dot(blocks[:, 0], matrix, order.sizes)[:, None]
-        return _times_blocks(transposed, blocks, matrix, order.owners, order.num_blocks)
-
-    layer = partial(_layer, times, order.owners, matrices, transposed)
+    layer = partial(_layer, form, order, matrices, transposed)
     blocks = jnp.take(tokens, order.tokens, axis=0, mode="fill", fill_value=0)
     blocks = blocks.reshape(len(order.owners), -1, x.shape[-1])
     rows = layer(inner(layer(blocks, "gate_up_proj")), "down_proj").reshape(-1, x.shape[-1])
@@ -203,24 +209,46 @@ def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array,
     return (found * shares[..., None]).sum(1).reshape(x.shape)
 
 
-def _layer(times: Callable[[bool, Array, Array], Array], owners: Array | slice,
-           matrices: dict[str, Array | tuple[Array, Array]], transposed: bool, blocks: Array, name: str) -> Array:
-    """[M, rows, out] of blocks [M, rows, in], each of one expert, with the matrix of this name.
-
-    Args:
-        times: From whether matrices are [E, in, out], blocks, and the matrices.
-        owners: Expert of each block.
-    """
-    found = times(transposed, blocks, matrices[name])
+def _layer(form: str, order: "_Order | None", matrices: Matrices, transposed: bool, blocks: Array, name: str) -> Array:
+    """[M, rows, out] of blocks [M, rows, in], each of one expert, with the matrix of this name."""
+    times = _times_codes if isinstance(matrices[name], Quantized) else _times
+    found = times(form, transposed, blocks, matrices[name], order)
     if f"{name}_lora" in matrices:
         a, b = matrices[f"{name}_lora"]
-        found = found + times(False, times(False, blocks, a), b)
+        found = found + _times(form, False, _times(form, False, blocks, a, order), b, order)
+    owners = slice(None) if order is None else order.owners
     return found + matrices[f"{name}_bias"][owners][:, None] if f"{name}_bias" in matrices else found
 
 
-def _times_all(transposed: bool, rows: Array, matrices: Array) -> Array:
-    """Rows [E, N, in] by the matrix of each."""
-    return jnp.einsum("eni,eio->eno" if transposed else "eni,eoi->eno", rows, matrices)
+def _times(form: str, transposed: bool, blocks: Array, matrices: Array, order: "_Order | None") -> Array:
+    """Blocks by the matrix of their expert; without order block e is of expert e."""
+    if form == "dense":
+        return jnp.einsum("eni,eio->eno" if transposed else "eni,eoi->eno", blocks, matrices)
+    if form == "ragged":
+        matrices = matrices if transposed else matrices.swapaxes(1, 2)
+        return jax.lax.ragged_dot(blocks[:, 0], matrices, order.sizes)[:, None]
+    return _times_blocks(transposed, blocks, matrices, order.owners, order.num_blocks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _times_codes(form: str, transposed: bool, blocks: Array, codes: Quantized, order: "_Order | None") -> Array:
+    """`_times` of matrices in codes, which alone are kept: the backward pass makes the matrices again."""
+    return _times(form, transposed, blocks, codes.astype(blocks.dtype), order)
+
+
+def _codes_forward(form, transposed, blocks, codes, order):
+    return _times_codes(form, transposed, blocks, codes, order), (jnp.zeros_like(blocks, shape=(0,)), codes, order)
+
+
+def _codes_backward(form, transposed, kept, gradient):
+    like, codes, order = kept
+    matrices = jax.lax.optimization_barrier(codes).astype(like.dtype)
+    blocks = jnp.zeros((*gradient.shape[:-1], matrices.shape[1 if transposed else 2]), like.dtype)
+    _, pullback = jax.vjp(lambda blocks: _times(form, transposed, blocks, matrices, order), blocks)
+    return *pullback(gradient), None, None
+
+
+_times_codes.defvjp(_codes_forward, _codes_backward)
 
 
 class _Order(NamedTuple):

@@ -56,7 +56,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
 
     Args:
         seed: Of what starts at random.
-        quantize: Keep linear layers in this code; what is read of them is quantised then.
+        quantize: Keep the leaves of `network.quantised` in this code; what is read of them is quantised then.
         double_quant: Quantise the scales of 4-bit codes too.
         sharers: The processes that read together.
     """
@@ -117,7 +117,7 @@ class Leaves:
     """The leaves of a network as they are found in files, each place once.
 
     Args:
-        quantize: Code of the weights of linear layers.
+        quantize: Code of the weights of linear layers, and of experts if it has 4 bits.
         double_quant: Quantise the scales of 4-bit codes too.
         sharers: The processes that read together.
     """
@@ -130,6 +130,7 @@ class Leaves:
         self._quantize, self._double_quant = quantize, double_quant
         self._sharers, self._scales = sharers, Scales()
         self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
+        self._coded = network.quantised(quantize)
         self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of experts that files hold one by one
 
     def is_quantised(self, place: Slot, value: LazyArray) -> bool:
@@ -137,12 +138,12 @@ class Leaves:
         return place[0] in self._linear and value.dtype in (np.uint8, np.int8)
 
     def put(self, place: Slot, value: LazyArray | quant.Quantized) -> None:
-        """Fill a place; plain weights of linear layers are quantised where that is asked for."""
+        """Fill a place; what is to be quantised is."""
         path, layer = place
         self.filled.add(place)
         if isinstance(value, LazyArray):
             value = value.astype(self.dtype)
-            if self._quantize and path in self._linear:
+            if path in self._coded:
                 value = quantizing.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d,
                                             self._sharers, self._scales, place)
         self.found.setdefault(path, {})[layer] = value

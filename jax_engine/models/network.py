@@ -26,13 +26,14 @@ from jax_engine.models.decoder import DecoderEmbedding, LMHead
 from jax_engine.models.depth import Loop, joined, loops_of
 from jax_engine.models.dropout import Seeds, site_seeds, token_words
 from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
-from jax_engine.models.experts import Load
+from jax_engine.models.experts import MATRICES, Load
 from jax_engine.models.linear import Build, Linear, Norm
-from jax_engine.models.names import Names
+from jax_engine.models.names import EXPERTS, Names
 from jax_engine.models.parameters import FirstValues, Start, starts
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
 from lmmods.core.settings import decays
+from lmmods.core.task_fields import Quantize
 
 Tree = dict[str, Any]
 ROUTED = "_with_experts"
@@ -276,6 +277,14 @@ class Network(Names):
     def linears(self) -> list[str]:
         """Our paths of the linear layers; the head that makes the logits is not among them."""
         return list(dict.fromkeys(self._linears))
+
+    def quantised(self, kind: Quantize | None) -> set[Path]:
+        """Leaves that `model.quantize` stores in codes of this kind: linear layers, and experts in 4 bits."""
+        if kind is None:
+            return set()
+        linear = {(*ours.split("."), "weight") for ours in self.linears()}
+        is_stacked = kind != "int8" and self.arch.experts is not None
+        return linear | ({(*EXPERTS.split("."), name) for name in MATRICES} if is_stacked else set())
 
     def trainable(self, params: Tree) -> Tree:
         """`trains` for each leaf."""

@@ -5,7 +5,7 @@ A frozen weight stays quantised on the devices. `astype` makes the matrix inside
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -69,6 +69,7 @@ class FourBit(Quantized):
         kind: nf4 or fp4.
         matrix: (out, in).
         transposed: The layer keeps its matrix as [in, out] (Conv1D).
+        stacked: Rows of each of several matrices, which stand below each other in this one; None: it is one.
     """
 
     packed: Array
@@ -77,19 +78,30 @@ class FourBit(Quantized):
     kind: str = _static()
     matrix: tuple[int, int] = _static()
     transposed: bool = _static()
+    stacked: int | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.packed.shape[:-2], *(self.matrix[::-1] if self.transposed else self.matrix))
+        *lead, rows, _ = self.packed.shape
+        if self.stacked is None:
+            return (*lead, *(self.matrix[::-1] if self.transposed else self.matrix))
+        rows = self.matrix[0] if rows == 1 else rows  # of a shard fewer
+        return (*lead, rows // self.stacked, self.stacked, self.matrix[1])
 
     def astype(self, dtype: Any) -> Array:
         lead, rows = self.packed.shape[:-2], self.packed.shape[-2]
         codes = jnp.stack([self.packed >> 4, self.packed & 15], axis=-1)
         values = jnp.asarray(CODEBOOKS[self.kind])[codes].reshape(*lead, rows, -1, BLOCK) * self._scales()[..., None]
-        if rows != self.matrix[0]:  # else no shape that joins rows, along which they may be sharded
+        if rows == 1:  # else no shape that joins rows, along which they may be sharded
             values = values.reshape(*lead, -1)[..., :math.prod(self.matrix)]
+        if self.stacked is not None:
+            return values.reshape(self.shape).astype(dtype)
         values = values.reshape(*lead, *self.matrix).astype(dtype)
         return values.swapaxes(-1, -2) if self.transposed else values
+
+    def with_plain_scales(self) -> "FourBit":
+        """The same without double quantisation, whose scales belong to all shards."""
+        return replace(self, absmax=self._scales(), nested=None)
 
     def _scales(self) -> Array:
         """float32 [..., rows, columns / 64]."""
@@ -129,8 +141,16 @@ class EightBit(Quantized):
         return values.swapaxes(-1, -2) if self.transposed else values
 
 
-def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transposed: bool = False) -> Quantized:
-    """Shapes and dtypes of the parts of a quantised matrix; `shape` and the rest are as of `quantize`."""
+def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transposed: bool = False,
+            stacked: bool = False) -> Quantized:
+    """Shapes and dtypes of the parts of a quantised matrix; `shape` and the rest are as of `quantize`.
+
+    Args:
+        stacked: The last three dimensions are of several matrices.
+    """
+    if stacked:
+        *lead, num, rows, columns = shape
+        return replace(outline((*lead, num * rows, columns), kind, double), stacked=rows)
     *lead, rows, columns = shape
     matrix = (columns, rows) if transposed else (rows, columns)
 

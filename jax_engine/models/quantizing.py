@@ -71,13 +71,17 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
     """A matrix in the codes that bitsandbytes gives it; its arrays are lazy.
 
     Args:
-        weight: [out, in], or [in, out] where `transposed`.
+        weight: [out, in], or [in, out] where `transposed`; in 4 bits also several [E, ...], to bitsandbytes one
+            one long row.
         double: Quantise the scales of 4-bit codes too.
         sharers: All of them must ask for the same arrays in the same order.
         scales: Shared by the matrices of a network.
         place: Leaf that the matrix belongs to, and which of it.
     """
     weight, scales = lazy_array.of(weight), Scales() if scales is None else scales
+    if weight.ndim == 3:
+        joined = quantize(weight.below_each_other(), kind, double, False, sharers, scales, place)
+        return dataclasses.replace(joined, stacked=weight.shape[1])
     like = outline(weight.shape, kind, double, transposed)
     matrix = weight.transposed() if transposed else weight
     if isinstance(like, EightBit):

@@ -73,7 +73,12 @@ class FinishedRun:
         """The base with the run's adapter on it, if it has one."""
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(base, self.folder.model).eval() if self.has_adapter else base
+        from lmmods.torch_engine.nn.packed_experts import stand_ins
+
+        if not self.has_adapter:
+            return base
+        with stand_ins(base):
+            return PeftModel.from_pretrained(base, self.folder.model).eval()
 
     def saved_quantization(self) -> str | None:
         """How the base itself is saved, if it is not read into plain numbers."""
@@ -116,7 +121,13 @@ def copy_dequantized(quantized, model) -> None:
     """Give `model` the weights that the quantised one computes with."""
     import bitsandbytes as bnb
 
+    from lmmods.torch_engine.nn.packed_experts import packed_names
+
     plain = dict(model.named_modules())
+    for name in packed_names(quantized):
+        module, _, own = name.rpartition(".")
+        parameter = getattr(plain[module], own)
+        parameter.data = getattr(quantized.get_submodule(module), own).to(parameter.dtype)
     for name, module in quantized.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
             plain[name].weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(

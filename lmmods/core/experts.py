@@ -38,11 +38,15 @@ def mixture_of(config: Any) -> Mixture | None:
     return Mixture(num, per_token) if num and per_token else None
 
 
-def note_quantized(config: Any, quantize: str | None) -> None:
-    """Say that a quantised base has experts that are not."""
-    if quantize and mixture_of(config) is not None:
-        say(f"model.quantize: experts are not stored in {quantize}. Those of a layer are one parameter, and "
-            "bitsandbytes quantises linear layers alone.")
+def note_quantized(config: Any, quantize: str | None, in_files: bool) -> None:
+    """Say that a quantised base has experts that are not.
+
+    Args:
+        in_files: Whether its files are quantised already.
+    """
+    if mixture_of(config) is not None and (in_files or quantize == "int8"):
+        say(f"model.{'pretrained' if in_files else 'quantize'}: experts are not stored in {quantize}: "
+            + ("the files have them in full." if in_files else "set nf4 or fp4 for that."))
 
 
 def check_balance(config: Any, balance_loss: float, routes: bool) -> None:

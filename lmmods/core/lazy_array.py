@@ -44,6 +44,18 @@ class LazyArray:
         """Of a matrix, its columns as rows."""
         return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T)
 
+    def below_each_other(self) -> "LazyArray":
+        """Of several matrices [N, rows, columns], their rows as those of one."""
+        num, length, columns = self.shape
+
+        def read(part: Part) -> np.ndarray:
+            rows, cut = part
+            first, last = rows.start // length, -(-rows.stop // length)
+            found = self[slice(first, last), slice(0, length), cut].reshape(-1, cut.stop - cut.start)
+            return found[rows.start - first * length:rows.stop - first * length]
+
+        return LazyArray((num * length, columns), self.dtype, read)
+
     def over_first(self, first: slice) -> np.ndarray:
         """All of what has these places in the first dimension."""
         return self[(first, *[slice(None)] * (self.ndim - 1))]

@@ -29,6 +29,7 @@ from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 
 # Rows of whole blocks; rows that begin inside a block; a last block of a few; an odd number of elements.
 SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]
+STACKS = [(3, 40, 64), (5, 7, 13)]  # of experts, which bitsandbytes takes for one long row
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +51,7 @@ def quantized(*args, **options):
     return jax.tree.map(np.asarray, quantizing.quantize(*args, **options))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *STACKS])
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +130,17 @@ def quantised_torch(folder, head, kind, **options):
     model = getattr(transformers, AUTO[head]).from_pretrained(folder, quantization_config=config, device_map="cpu",
                                                               dtype=torch.float32)
     mend_cpu_kernels(model)
+    if kind != "int8":
+        double = options.get("bnb_4bit_use_double_quant", False)
+        for parameter in stacked_experts(model).values():
+            parameter.data = F.dequantize_4bit(*F.quantize_4bit(parameter.data, quant_type=kind,
+                                                                compress_statistics=double))
     return model
+
+
+def stacked_experts(model) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters()
+            if ".experts." in name and parameter.ndim == 3}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +171,7 @@ def test_the_same_layers_are_quantised_as_in_torch(folder_of, name, head):
     model = quantised_torch(folder, head, "nf4")
     network, params = network_and_params(folder, head, quantize="nf4")
     theirs = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    theirs |= set(stacked_experts(model))
     ours = {torch_name for torch_name, path, _ in network.names(plain=True)
             if isinstance(flatten(params)[path], quant.Quantized)}
     assert ours == theirs

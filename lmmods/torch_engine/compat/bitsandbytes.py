@@ -61,24 +61,34 @@ def matrix_of(layer: nn.Module) -> Tensor:
 def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Module:
     """A Linear4bit in place of a linear layer whose weight [out, in] has no values.
 
-    `Params4bit` can hold none such, so a plain parameter has its attributes. The scales' table is made with values,
-    as bitsandbytes keeps it (`name2qmap`).
-
     Args:
         quantization: transformers' BitsAndBytesConfig.
     """
     import bitsandbytes as bnb
 
     with with_values():
-        bnb.functional.quantize_blockwise(torch.zeros(256))
         packed = bnb.nn.Linear4bit(1, 1, bias=False, compute_dtype=quantization.bnb_4bit_compute_dtype)
     packed.out_features, packed.in_features = weight.shape
+    del packed.weight
+    packed.weight, packed.quant_state = packed_weight(weight, quantization)
+    packed.bias = layer.bias
+    return packed
+
+
+def packed_weight(weight: Tensor, quantization: Any) -> tuple[nn.Parameter, Any]:
+    """Codes of a weight without values, and their state.
+
+    `Params4bit` can hold none such, so a plain parameter has its attributes. The scales' table is made with values,
+    as bitsandbytes keeps it (`name2qmap`).
+    """
+    import bitsandbytes as bnb
+
+    with with_values():
+        bnb.functional.quantize_blockwise(torch.zeros(256))
     codes, state = bnb.functional.quantize_4bit(
         weight.detach(), compress_statistics=quantization.bnb_4bit_use_double_quant,
         quant_type=quantization.bnb_4bit_quant_type, quant_storage=quantization.bnb_4bit_quant_storage)
-    del packed.weight
-    packed.weight, packed.quant_state = nn.Parameter(codes, requires_grad=False), state
-    packed.weight.quant_state, packed.weight.quant_type = state, state.quant_type
-    packed.weight.compress_statistics, packed.weight.bnb_quantized = state.nested, True
-    packed.bias = layer.bias
-    return packed
+    packed = nn.Parameter(codes, requires_grad=False)
+    packed.quant_state, packed.quant_type = state, state.quant_type
+    packed.compress_statistics, packed.bnb_quantized = state.nested, True
+    return packed, state

@@ -30,8 +30,21 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def adapts_parameters(model: nn.Module) -> bool:
-    """Whether adapters are on parameters instead of layers: the class `ParamWrapper`, by its name."""
-    return any(type(layer).__name__ == "ParamWrapper" for _, layer in lora_layers(model))
+    """Whether adapters are on parameters instead of layers."""
+    return any(adapted_parameter(layer) for _, layer in lora_layers(model))
+
+
+def adapted_parameter(layer: nn.Module) -> str | None:
+    """Name of the parameter that a LoRA layer adapts instead of a layer: `parameter_name` of a `ParamWrapper`, which
+    is known by its own name."""
+    return layer.parameter_name if type(layer).__name__ == "ParamWrapper" else None
+
+
+def has_one_adapter(layer: nn.Module) -> bool:
+    """Whether a LoRA layer has the one adapter that is active. Raises RuntimeError: several are, or it is merged."""
+    if layer.merged or len(layer.active_adapters) > 1:
+        raise RuntimeError("An adapter on packed experts is neither merged nor beside another one.")
+    return any(name in layer.lora_A for name in layer.active_adapters)
 
 
 def has_variant(layer: nn.Module) -> bool:

@@ -44,6 +44,19 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which storage a tensor has, as long as that is alive: `_cdata`; tensors without values have no `data_ptr`."""
+    return tensor.untyped_storage()._cdata
+
+
+def hides_saved_tensors() -> bool:
+    """Whether hooks are on what autograd saves, as in checkpointing: `_top_saved_tensors_default_hooks`.
+
+    Others inside of them would take their place.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def never_move(model: nn.Module) -> None:
     """Let nobody move or cast the model as a whole: `_apply` is what `to`, `cuda` and `float` all end in."""
     model._apply = lambda *_, **__: model

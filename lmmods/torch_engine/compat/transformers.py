@@ -79,6 +79,55 @@ def quiet_loading() -> Iterator[None]:
 
 
 @contextmanager
+def quantising(chosen: Callable[[str, Tensor], bool]) -> Iterator[dict[str, Any]]:
+    """from_pretrained, asked for 4 bits, quantises these parameters too, each as soon as it is read.
+
+    Gives what will hold bitsandbytes' `QuantState` of each, by name. The class of `AUTO_QUANTIZER_MAPPING` is another
+    one meanwhile, with `param_needs_quantization` and `get_quantize_ops`, whose result has `convert`.
+
+    Args:
+        chosen: Whether a parameter is one of them, by its name and what it is before it is read.
+    """
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    states: dict[str, Any] = {}
+
+    class Quantize(Bnb4bitQuantize):
+        def convert(self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any) -> dict[str, Any]:
+            from bitsandbytes.nn import Params4bit
+
+            found, settings = {}, self.hf_quantizer.quantization_config
+            for name, value in input_dict.items():
+                if not chosen(name, model.get_parameter(name)):
+                    found |= super().convert({name: value}, model=model, **kwargs)
+                    continue
+                value = value[0] if isinstance(value, list) else value
+                found[name] = Params4bit(
+                    value, requires_grad=False, quant_type=settings.bnb_4bit_quant_type,
+                    compress_statistics=settings.bnb_4bit_use_double_quant,
+                    quant_storage=settings.bnb_4bit_quant_storage).to(value.device)
+                states[name] = found[name].quant_state
+            return found
+
+    class Quantizer(AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]):
+        def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+            module, _, name = param_name.rpartition(".")
+            parameter = model.get_submodule(module)._parameters.get(name)
+            is_chosen = parameter is not None and not self.pre_quantized and chosen(param_name, parameter)
+            return is_chosen or super().param_needs_quantization(model, param_name, **kwargs)
+
+        def get_quantize_ops(self) -> Quantize:
+            return Quantize(self)
+
+    before, AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"], Quantizer
+    try:
+        yield states
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+
+
+@contextmanager
 def without_first_weights() -> Iterator[None]:
     """Models of transformers that are made keep what their parts started with, and are not tied: `init_weights`.
 

@@ -21,11 +21,12 @@ from lmmods.core.hf_config import (
 from lmmods.core.initialization import mean_row
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, packed_outline
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, packed_outline, packed_weight
 from lmmods.torch_engine.compat.torch import has_values
-from lmmods.torch_engine.compat.transformers import layers_to_quantize, quiet_loading
+from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.initialization import missing_weights
+from lmmods.torch_engine.nn.packed_experts import is_stacked, pack
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -44,7 +45,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     checkpointing. Raises UserError: the model cannot be found or read.
 
     Args:
-        quantize: 4-bit or 8-bit weights of every linear layer but the output head (bitsandbytes).
+        quantize: 4-bit or 8-bit weights of every linear layer but the output head (bitsandbytes), and in 4 bits of
+            stacked experts.
         precision: Lightning's name.
         frozen: The base itself does not train.
         device: Where quantised weights are made.
@@ -76,7 +78,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                          frozen and precision != "bf16-true")
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
-    with reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading():
+    with (reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading(),
+          quantising(is_stacked) as states):
         try:
             model, found = auto_class.from_pretrained(
                 pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,
@@ -91,7 +94,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                         "missing. Fetch it again.")
     for line in loading_notes(pretrained, list(found["missing_keys"]), list(found["unexpected_keys"])):
         say(line)
-    note_quantized(config, quantize or (saved if is_packed else None))
+    note_quantized(config, saved if is_packed else quantize, in_files=is_packed)
+    pack(model, states)
     mend_cpu_kernels(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
@@ -115,7 +119,13 @@ def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, at
             layer = model.get_submodule(name)
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
             model.set_submodule(name, packed_outline(layer, weight, quantization))
-        note_quantized(config, quantization.bnb_4bit_quant_type)
+        states = {}
+        for name, parameter in list(model.named_parameters()):
+            if is_stacked(name, parameter):
+                path, _, own = name.rpartition(".")
+                codes, states[name] = packed_weight(parameter, quantization)
+                setattr(model.get_submodule(path), own, codes)
+        pack(model, states)
     if float32_norms:
         _norms_to_float32(model)
     return model.train()

@@ -18,6 +18,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.torch import has_values
 from lmmods.torch_engine.nn.initialization import start_adapter
+from lmmods.torch_engine.nn.packed_experts import is_stacked, packed_names, stand_ins
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
@@ -33,13 +34,16 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     linear, has_experts = _adaptable(model), mixture_of(model.config) is not None
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
+    packed = packed_names(model)
     for name in sorted(in_full):
+        if any(own.startswith(f"{name}.") for own in packed):
+            raise UserError(quantised_in_full(name, "4 bits"))
         module = model.get_submodule(name)
         if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
             kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
             raise UserError(quantised_in_full(name, kind))
-    adapted_parameters(settings, [name for name, parameter in model.named_parameters()
-                                  if ".experts." in name and parameter.ndim == 3], in_full)
+    stacked = [name for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
+    adapted_parameters(settings, [*packed, *stacked], in_full)
     answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
     if "all-linear" in targets and has_experts:  # PEFT would count them and their router in
@@ -58,7 +62,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         exclude_modules=answers or None,  # an adapter on what trains in full would clash
         task_type=task_type,
     )
-    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with stand_ins(model):
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     # PEFT puts names there that the model's type once had in its experts.
     if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
         raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
@@ -84,11 +89,13 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
         config = PeftConfig.from_pretrained(folder)
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
-        if not has_values(torch.empty(0)):
-            config.inference_mode = False
-            return _cast_trainable(get_peft_model(model, config, autocast_adapter_dtype=False), dtype)
-        wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, config=config,
-                                            autocast_adapter_dtype=False)
+        with stand_ins(model):
+            if not has_values(torch.empty(0)):
+                config.inference_mode = False
+                wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+            else:
+                wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, config=config,
+                                                    autocast_adapter_dtype=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
                         f"{first_line(error)}") from error

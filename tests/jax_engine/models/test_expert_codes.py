@@ -1,0 +1,58 @@
+"""Experts in 4 bits on JAX beside those on torch, whose numbers tests/torch_engine/test_packed_experts.py holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_reference import labels_of, our_loss
+
+from jax_engine.distributed.tree import flatten, merge, split, unflatten
+from jax_engine.models import building, hub, loading
+from jax_engine.models.lora import add_adapter, save_adapter
+from jax_engine.models.quant import Quantized
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn.loading import load_pretrained
+from lmmods.torch_engine.nn.lora import continue_adapter
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(("name", "fast"), [("gpt_oss", False), pytest.param("mixtral", True, marks=pytest.mark.slow)])
+def test_an_adapter_on_codes_travels_and_trains_as_on_torch(make_ref, name, fast, tmp_path):
+    """Logits, loss and gradients of adapters on the attention and on experts; between the passes no matrix is kept."""
+    ref = make_ref(name)
+    net = hub.network(ref.net.config, "causal", lora=LoRA(rank=2, target_parameters=BOTH), fast_kernels=fast)
+    random, base = np.random.default_rng(0), loading.load(ref.net, str(ref.folder), quantize="nf4")
+    params = unflatten({path: random.normal(size=leaf.shape).astype(np.float32) / 4 if "lora" in path[-1] else leaf
+                        for path, leaf in flatten(add_adapter(net, base, 0)).items()})
+    wanted = building.outline(net, "float32", "32-true", "nf4")
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted) == jax.tree.map(
+        lambda leaf: (np.shape(leaf), leaf.dtype), params)
+    save_adapter(net, params, tmp_path)
+    model = continue_adapter(load_pretrained(transformers.AutoModelForCausalLM, str(ref.folder), quantize="nf4",
+                                             frozen=True), str(tmp_path), torch.float32)
+    batch, labels = ref.batch(), labels_of(ref.batch())
+    logits = model(**{key: torch.tensor(value) for key, value in batch.items()}).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten(),
+                                             reduction="sum")
+    loss.backward()
+
+    trainable, frozen = split(params, net.trainable(params))
+    def run(trainable):
+        return our_loss(net, merge(trainable, frozen), batch, labels)
+
+    pullback = jax.eval_shape(lambda trainable: jax.vjp(run, trainable)[1], trainable)
+    kept = {leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.dtype == jnp.float32}
+    assert kept and not {leaf.shape for leaf in flatten(frozen).values() if isinstance(leaf, Quantized)} & kept
+    (value, found), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(trainable)
+    real, theirs = batch["attention_mask"] > 0, logits.detach().numpy()
+    assert np.abs(found - theirs)[real].max() <= 1e-5 * np.abs(theirs).max()
+    assert abs(value - loss.item()) <= 1e-5 * loss.item()
+    ours = net.to_torch(gradients)
+    trained = {key: weights.grad.numpy() for key, weights in model.named_parameters() if weights.requires_grad}
+    assert ours.keys() == trained.keys() and any(".experts." in key for key in trained)
+    largest = max(np.abs(gradient).max() for gradient in trained.values())
+    for key, gradient in trained.items():
+        assert np.abs(ours[key] - gradient).max() <= 1e-4 * max(np.abs(gradient).max(), 1e-3 * largest), key

@@ -1,0 +1,109 @@
+"""Folders of mixtures of experts: experts one by one, stacked, in MXFP4."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_reference import FAMILIES
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from jax_engine.models import hub, loading, mxfp4
+from lmmods.core import lazy_array
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import load_config
+from lmmods.torch_engine.nn import export
+from lmmods.torch_engine.nn.loading import load_pretrained
+
+
+def rewritten(ref, folder, change):
+    folder.mkdir(exist_ok=True)
+    tensors = change(load_file(ref.folder / "model.safetensors"))
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    return loading.load(ref.net, str(folder))
+
+
+def test_stacked_files_and_renamed_modules_load_the_same_bits(make_ref, tmp_path):
+    ref = make_ref("mixtral")
+    assert any(".block_sparse_moe.experts.4.w2.weight" in key for key in load_file(ref.folder / "model.safetensors"))
+    ref.torch.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(
+        tmp_path / "stacked" / "model.safetensors"))
+    stacked = loading.load(ref.net, str(tmp_path / "stacked"))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(ref.params), strict=True))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda t: {k: v for k, v in t.items() if "0.mlp.experts.3.up_proj" not in k}, "layers.0.mlp.experts.gate_up_proj"),
+    (lambda t: t | {"model.layers.0.mlp.experts.4.up_proj.weight": torch.ones(12, 16)}, "4.up_proj.weight .*4 experts"),
+    (lambda t: t | {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(11, 16)}, r"\(11, 16\).*\(12, 16\)"),
+    (lambda t: t | {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(12, 16)}, "a second time"),
+    (lambda t: t | {"model.layers.0.mlp.experts.0.w1.weight": torch.ones(12, 16)}, "experts.0.w1.weight"),
+])
+def test_experts_that_do_not_fit_are_refused_by_name(make_ref, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        rewritten(make_ref("qwen3_moe"), tmp_path, change)
+
+
+def test_mxfp4_codes_have_the_values_of_transformers():
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
+    scales = random.integers(100, 140, (3, 10, 2), dtype=np.uint8)
+    ours = mxfp4.values(lazy_array.of(blocks), lazy_array.of(scales), np.float32)
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    assert np.array_equal(ours, theirs)
+    assert np.array_equal(ours[1:, 5:40, 2:3], theirs[1:, 5:40, 2:3])
+
+
+@pytest.fixture(scope="module")
+def in_mxfp4(tmp_path_factory):
+    """A folder of gpt-oss whose experts are in MXFP4, and the values of their codes by transformers."""
+    random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("mxfp4")
+    config = transformers.GptOssConfig(**FAMILIES["gpt_oss"] | {"hidden_size": 32, "intermediate_size": 64})
+    model = transformers.GptOssForCausalLM(config)
+    model.save_pretrained(folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name, sizes in (("gate_up_proj", (4, 128, 1, 16)), ("down_proj", (4, 32, 2, 16))):
+        for layer in range(2):
+            key = f"model.layers.{layer}.mlp.experts.{name}"
+            blocks, scales = random.integers(0, 256, sizes, np.uint8), random.integers(118, 124, sizes[:3], np.uint8)
+            tensors |= {f"{key}_blocks": torch.tensor(blocks), f"{key}_scales": torch.tensor(scales)}
+            values[key] = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+            del tensors[key]
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder, values
+
+
+def test_a_folder_in_mxfp4_is_read_into_plain_weights_on_both_engines(in_mxfp4, tmp_path):
+    folder, values = in_mxfp4
+    net = hub.network(load_config(str(folder)), "causal")
+    params = loading.load(net, str(folder))
+    model = load_pretrained(transformers.AutoModelForCausalLM, str(folder))
+    ours, theirs = net.to_torch(params), dict(model.named_parameters())
+    assert list(ours) == list(theirs) and all(torch.equal(theirs[key], value) for key, value in values.items())
+    assert all(np.array_equal(ours[key], value.detach().numpy()) for key, value in theirs.items())
+    hub.save(net, params, tmp_path / "jax")
+    export.save(model, tmp_path / "torch", False, None, True)
+    for engine in ("jax", "torch"):
+        assert "quantization_config" not in json.loads((tmp_path / engine / "config.json").read_text())
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / engine)
+        assert all(torch.equal(value, theirs[key]) for key, value in again.named_parameters())
+
+
+def test_mxfp4_is_not_quantised_again_and_half_of_it_is_missing(in_mxfp4, tmp_path):
+    folder, _ = in_mxfp4
+    with pytest.raises(UserError, match="model.quantize is nf4, but .* is saved in mxfp4"):
+        load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize="nf4", frozen=True)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    net = hub.network(load_config(str(folder)), "causal")
+    with pytest.raises(UserError, match="Missing: model.layers.1.mlp.experts.down_proj"):
+        loading.load(net, str(tmp_path))
