@@ -42,7 +42,7 @@ class NetworkShape:
 
     Args:
         num_params: All parameters, tied ones once.
-        num_linear: Those in linear layers other than the output head: what is quantised.
+        num_linear: Those in linear layers other than the output head, and in experts: what is quantised.
         lora_per_rank: Parameters that adapters on these layers have for each rank.
     """
 

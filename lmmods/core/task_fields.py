@@ -28,8 +28,8 @@ class TaskFields:
         config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Run Python code that comes with the model (torch engine only).
-        quantize: Store the frozen base in 4 bits (nf4, fp4) or 8 (int8); needs `lora` or `adapter`. QLoRA (Dettmers
-            et al. 2023) is `lora` plus this field.
+        quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 (int8); needs `lora` or `adapter`. QLoRA
+            (Dettmers et al. 2023) is `lora` plus this field.
         double_quant: Quantise the 4-bit scales too.
         quant_storage: Type in which packed 4-bit weights are kept (torch engine; changes nothing on JAX); null is
             uint8.

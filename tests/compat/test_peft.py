@@ -44,6 +44,12 @@ def test_adapters_on_parameters_are_known():
     config = LoraConfig(r=2, target_modules=[], target_parameters=["0.matrices"])
     model = get_peft_model(nn.Sequential(Stack()), config)
     assert compat.adapts_parameters(model), mend("peft", compat.adapts_parameters)
+    layer = model.base_model.model[0]
+    assert compat.adapted_parameter(layer) == "matrices", mend("peft", compat.adapted_parameter)
+    assert compat.has_one_adapter(layer), mend("peft", compat.has_one_adapter)
+    layer.merge()
+    with pytest.raises(RuntimeError, match="neither merged"):
+        compat.has_one_adapter(layer)
     assert not compat.adapts_parameters(adapted())
     with pytest.raises(UserError, match="model.compile: .*lora.target_parameters"):
         compile_layers(model)

@@ -38,6 +38,19 @@ def test_hooks_are_seen():
         assert not compat.has_forward_hooks(layer)
 
 
+def test_checkpointing_hides_what_autograd_saves():
+    seen = []
+
+    def block(x):
+        seen.append(compat.hides_saved_tensors())
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    block(x)
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert seen == [False, True, True], mend("torch", compat.hides_saved_tensors)
+
+
 def test_a_model_stays_where_it_is():
     layer = nn.Linear(2, 2)
     compat.never_move(layer)

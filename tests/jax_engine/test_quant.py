@@ -86,6 +86,13 @@ def test_large_matrices_are_quantised_in_pieces(monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True))
 
 
+def test_rows_of_stacked_matrices_are_read_by_parts():
+    values = np.arange(60).reshape(3, 4, 5)
+    joined = lazy_array.of(values).below_each_other()
+    for rows in (slice(0, 12), slice(2, 5), slice(4, 8), slice(7, 12), slice(3, 3)):
+        assert np.array_equal(joined[rows, 1:4], values.reshape(12, 5)[rows, 1:4])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("int8", True)])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -12,6 +12,7 @@ from lmmods.commands.exported_model import copy_dequantized
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn import packed_experts
+from lmmods.torch_engine.nn.building import compile_layers
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 from lmmods.torch_engine.nn.loading import load_pretrained
@@ -98,6 +99,8 @@ def test_adapters_train_as_on_the_round_trip_and_no_matrix_is_kept(pair, paramet
         assert torch.allclose(other(IDS).logits, logits, atol=1e-5)
 
 
-def test_experts_in_4_bits_do_not_train_themselves(pair):
+def test_experts_in_4_bits_neither_train_themselves_nor_are_compiled(pair):
     with pytest.raises(UserError, match=r"layers.0.mlp.experts.*4 bits"):
         add_lora(pair[0], LoRA(modules_to_save=["experts"]), [], torch.float32)
+    with pytest.raises(UserError, match="model.compile: experts in 4 bits"):
+        compile_layers(pair[0])

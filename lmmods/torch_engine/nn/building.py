@@ -21,6 +21,7 @@ from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards, from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
+from lmmods.torch_engine.nn.packed_experts import packed_names
 
 
 def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
@@ -116,6 +117,9 @@ def compile_layers(model: nn.Module) -> None:
     if adapts_parameters(model):
         raise UserError("model.compile: adapters on experts (lora.target_parameters) put new matrices into the network "
                         "in each forward pass, and torch.compile would compile for each. Set model.compile to false.")
+    if packed_names(model):
+        raise UserError("model.compile: experts in 4 bits are made into matrices as they are read, which torch.compile "
+                        "does not follow. Set model.compile to false, or model.quantize to null.")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():

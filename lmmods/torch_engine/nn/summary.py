@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.model_sizes import NetworkShape, flops_per_token, step_bytes, widths_of
+from lmmods.torch_engine.nn.packed_experts import is_stacked
 
 
 @dataclass
@@ -106,9 +107,10 @@ def planned_shape(config: Any, auto_class: str) -> NetworkShape:
     head = model.get_output_embeddings()
     linear = [module.weight.shape for module in model.modules()
               if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    stacked = [parameter.shape for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     return NetworkShape(num_params=sum(map(num_elements, model.parameters())),
-                        num_linear=sum(shape.numel() for shape in linear), lora_per_rank=sum(map(sum, linear)),
-                        widths=widths_of(config))
+                        num_linear=sum(shape.numel() for shape in linear + stacked),
+                        lora_per_rank=sum(map(sum, linear)), widths=widths_of(config))
 
 
 def available_bytes(device: torch.device) -> int:
