@@ -123,3 +123,9 @@ def test_processes_can_be_imagined():
         x = torch.ones(8)
         torch.distributed.all_gather_into_tensor(x, torch.ones(1))
     assert not torch.distributed.is_initialized()
+
+
+def test_views_share_a_storage():
+    first, second = torch.ones(2, 3), torch.ones(2, 3)
+    assert compat.storage_of(first[1].t()) == compat.storage_of(first) != compat.storage_of(second), mend(
+        "torch", compat.storage_of)
