@@ -13,30 +13,30 @@ import torch
 from lmmods.commands.replay import first_difference
 from lmmods.core.errors import UserError
 from lmmods.runs import checkpoint_io, checkpoint_pieces
-from lmmods.runs.checkpoint_format import check_manifest
-from lmmods.runs.checkpoint_io import BackgroundWriter, Writers, open_checkpoint, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_format import check_manifest, write_manifest
+from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_pieces import Pieces, Shares
-from lmmods.torch_engine.checkpoint_io import TORCH
+from lmmods.torch_engine.checkpoint_io import TORCH, frozen
 from tests.forks import Fork
 from tests.test_checkpoint_format import same
 
 
-def test_shards_of_several_processes_are_read_by_both_engines(tmp_path):
-    """Two processes; the barriers let the second write when the first has made the folder, and before it ends it."""
+def test_shards_of_older_checkpoints_are_read_by_both_engines(tmp_path):
+    """Two processes' files of rows without a word on where they belong; numbers are in the first one's."""
     whole = {"w": torch.arange(12.0).view(4, 3), "b": torch.arange(2.0)}
     step = torch.tensor(7.0)
-
-    def content(rank: int) -> dict:
-        shard = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
-        return {"state_dict": shard, "optimizer_states": [{"state": {0: {"step": step, "m": shard["w"]}}}],
-                "sums": torch.ones(4), "global_step": 3}
-
-    waits = iter([lambda: None, lambda: write_checkpoint(tmp_path / "c", content(1), TORCH, Writers(1, 2))])
-    write_checkpoint(tmp_path / "c", content(0), TORCH, Writers(0, 2, lambda: next(waits)()))
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
-        "manifest.json", "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors",
-        "optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors", "state.json",
-        "state.safetensors"]
+    write_checkpoint(tmp_path / "c", {
+        "state_dict": whole, "optimizer_states": [{"state": {0: {"step": step, "m": whole["w"].clone()}}}],
+        "sums": torch.ones(4), "global_step": 3}, TORCH)
+    for group in ("model", "optimizer"):
+        tensors = TORCH.load(tmp_path / "c" / f"{group}.safetensors")
+        for rank in range(2):
+            own = {name: tensor.chunk(2)[rank] if tensor.ndim else tensor for name, tensor in tensors.items()
+                   if tensor.ndim or rank == 0}
+            TORCH.save(own, tmp_path / "c" / f"{group}-{rank:05d}-of-00002.safetensors", {})
+        (tmp_path / "c" / f"{group}.safetensors").unlink()
+    (tmp_path / "c" / "manifest.json").unlink()
+    write_manifest(tmp_path / "c")
     on_torch, on_jax = read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")
     by_parts = open_checkpoint(tmp_path / "c")
     for name, tensor in whole.items():
@@ -83,6 +83,29 @@ def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
         assert np.array_equal(found["state_dict"]["b"], np.ones(2)) and state["step"] == 7
         assert found["window"]["sums"].shape == (4,) and found["global_step"] == 3
     assert np.array_equal(state["m"][1:3, 0:2], whole[1:3, 0:2])  # across pieces
+
+
+def test_what_torch_writes_beside_training_is_as_it_was(tmp_path):
+    """The shards of two processes; meanwhile training goes on with what they have counted and listed."""
+    import ml_dtypes
+
+    weights, step, best = torch.arange(12.0).view(4, 3).bfloat16(), torch.tensor(7.0), [[0.5, "step=2"]]
+    writers = BackgroundWriter(), BackgroundWriter()
+    for rank, writer in enumerate(writers):
+        shard = Pieces((4, 3), (((3 * rank, 0), weights[:3] if rank == 0 else weights[3:]),))
+        content = frozen({"state_dict": {"w": shard}, "optimizer_states": [{"state": {0: {"step": step}}}],
+                          "callbacks": {"Checkpoint": {"best": best}}})
+        step += 1
+        best.append([0.4, "step=4"])
+        writer.save(tmp_path / "c", content, shares=Shares(rank, 2), library=TORCH)
+    for writer in writers:
+        writer.wait()
+    for dtype, found in ((torch.bfloat16, read_checkpoint(tmp_path / "c", TORCH)),
+                         (ml_dtypes.bfloat16, read_checkpoint(tmp_path / "c"))):
+        assert found["state_dict"]["w"].dtype == dtype
+        assert found["state_dict"]["w"].tolist() == torch.arange(12.0).view(4, 3).tolist()
+        assert found["optimizer_states"][0]["state"][0]["step"] == 7
+        assert found["callbacks"]["Checkpoint"]["best"] == [[0.5, "step=2"]]
 
 
 def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):

@@ -6,23 +6,22 @@
     state.json              everything else, and where the arrays go
     manifest.json           size and checksum of each file
 
-Of sharded parameters each process may write its own shard, `model-00000-of-00002.safetensors` and so on, which joined
-along their first dimension are the whole; or pieces that say where they belong (lmmods.runs.checkpoint_pieces). The
-folder appears under its name only when all of it is on disk.
+Several processes write files of their own, `model-00000-of-00002.safetensors` and so on, of pieces that say where they
+belong (lmmods.runs.checkpoint_pieces); in older checkpoints, of shards which joined along their first dimension are the
+whole. The folder appears under its name only when all of it is on disk.
 """
 
 import shutil
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from lmmods.core import lazy_array
 from lmmods.core.lazy_array import LazyArray
+from lmmods.runs.array_library import NUMPY, ArrayLibrary
 from lmmods.runs.atomic import commit_folder, write_json
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
@@ -35,86 +34,26 @@ SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
 REST = "state"
 
 
-@dataclass(frozen=True)
-class ArrayLibrary:
-    """What is done with arrays of one kind.
-
-    Args:
-        is_array: Whether a node of a tree is one.
-        save: Write arrays by name as a safetensors file.
-        load: Undo `save`.
-        concatenate: Join arrays along their first dimension.
-        empty: Make an array of a shape, of another one's kind.
-    """
-
-    is_array: Callable[[Any], bool]
-    save: Callable[[dict[str, Any], Path], None]
-    load: Callable[[Path], dict[str, Any]]
-    concatenate: Callable[[list[Any]], Any]
-    empty: Callable[[Any, tuple[int, ...]], Any]
-    memory_of: Callable[[Any], Hashable] = id
-
-
-def _save_numpy(arrays: dict[str, np.ndarray], path: Path) -> None:
-    # safetensors writes garbage for arrays that are not contiguous
-    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})
-
-
-NUMPY = ArrayLibrary(lambda node: isinstance(node, np.ndarray), _save_numpy, safetensors.numpy.load_file,
-                     np.concatenate, lambda like, shape: np.empty(shape, like.dtype))
-
-
-@dataclass(frozen=True)
-class Writers:
-    """The processes that write a checkpoint together; all of them must call `write_checkpoint`.
-
-    Args:
-        rank: This process.
-        world_size: Number of processes. Each has a shard of the parameters and optimiser state along their first
-            dimension, and all else whole.
-        barrier: Waits for all processes.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    barrier: Callable[[], None] = lambda: None
-
-
-def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLibrary = NUMPY,
-                     writers: Writers = Writers()) -> None:
+def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLibrary = NUMPY) -> None:
     """Write a tree of plain data and arrays. Raises UserError: the disk failed.
 
     Args:
-        folder: On a file system that the writers share. What is there is replaced.
+        folder: What is there is replaced.
     """
     temporary = folder.with_name(f".{folder.name}")
     tree, arrays = split(content, library.is_array, library.memory_of)
-    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
-        if writers.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        writers.barrier()
-        _write_arrays(arrays, temporary, library, writers)
-        writers.barrier()
-        if writers.rank == 0:
-            write_json(temporary / PLAIN, tree)
-            write_manifest(temporary)
-            commit_folder(temporary, folder)
-
-
-def _write_arrays(arrays: dict[str, Any], folder: Path, library: ArrayLibrary, writers: Writers) -> None:
     by_file: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         file, inside = place_of(name)
         by_file.setdefault(file, {})[inside] = array
-    shard = f"-{writers.rank:05d}-of-{writers.world_size:05d}" if writers.world_size > 1 else ""
-    for file, part in by_file.items():
-        if file != REST:  # a single number is whole on each process
-            own = {name: array for name, array in part.items() if writers.rank == 0 or array.ndim}
-            library.save(own, folder / f"{file}{shard}.safetensors")
-        elif writers.rank == 0:
-            library.save(part, folder / f"{file}.safetensors")
+    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for file, part in by_file.items():
+            library.save(part, temporary / f"{file}.safetensors", {})
+        write_json(temporary / PLAIN, tree)
+        write_manifest(temporary)
+        commit_folder(temporary, folder)
 
 
 def place_of(path: str) -> tuple[str, str]:
@@ -192,7 +131,8 @@ class BackgroundWriter:
         self._writing: Future[None] | None = None
 
     def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None,
-             shares: Shares | None = None, barrier: Callable[[], None] = lambda: None) -> None:
+             shares: Shares | None = None, barrier: Callable[[], None] = lambda: None,
+             library: ArrayLibrary = NUMPY) -> None:
         """Start to write `content`, whose arrays nothing changes any more, after the checkpoint before it.
 
         Args:
@@ -208,14 +148,15 @@ class BackgroundWriter:
             if shares.rank == 0:
                 begin_folder(folder)
             barrier()
-        self._writing = self._thread.submit(self._write, folder, content, then, shares)
+        self._writing = self._thread.submit(self._write, folder, content, then, shares, library)
 
     @staticmethod
-    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None], shares: Shares | None) -> None:
+    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None], shares: Shares | None,
+               library: ArrayLibrary) -> None:
         if shares is None:
-            write_checkpoint(folder, content)
+            write_checkpoint(folder, content, library)
         else:
-            write_share(folder, content, shares, place_of)
+            write_share(folder, content, shares, place_of, library)
         if shares is None or shares.rank == 0:
             then()
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from lmmods.core.errors import UserError
+from lmmods.runs.array_library import NUMPY, ArrayLibrary
 from lmmods.runs.atomic import commit_folder, write_json
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
@@ -43,7 +43,7 @@ class Pieces:
     """
 
     shape: tuple[int, ...]
-    parts: tuple[tuple[tuple[int, ...], np.ndarray], ...]
+    parts: tuple[tuple[tuple[int, ...], Any], ...]
 
     @property
     def ndim(self) -> int:
@@ -91,8 +91,8 @@ def begin_folder(folder: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups: Callable[[str], tuple[str, str]]
-                ) -> None:
+def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups: Callable[[str], tuple[str, str]],
+                library: ArrayLibrary = NUMPY) -> None:
     """Write this process's pieces; the first also ends the checkpoint, when all others have written theirs.
 
     Args:
@@ -104,21 +104,21 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
         UserError: The disk failed.
     """
     temporary = _temporary(folder)
-    tree, arrays = split(content, lambda node: isinstance(node, (Pieces, np.ndarray)))
-    files: dict[str, tuple[dict[str, np.ndarray], dict[str, Any]]] = {}
+    tree, arrays = split_pieces(content, library)
+    files: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for path, array in arrays.items():
         group, name = groups(path)
         stored, told = files.setdefault(group, ({}, {}))
-        if isinstance(array, np.ndarray):
+        if not isinstance(array, Pieces):
             array = Pieces(array.shape, (((0,) * array.ndim, array),) if shares.rank == 0 else ())
         for number, (begin, part) in enumerate(array.parts):
             key = f"{name}|{number}"
-            stored[key] = np.asarray(part, order="C")  # safetensors writes garbage for arrays that are not contiguous
+            stored[key] = part
             told[key] = [name, list(array.shape), list(begin)]
     with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
         for group, (stored, told) in files.items():
             hidden = temporary / f".{shares.file(group)}"
-            save_file(stored, hidden, metadata={"format": "pt", PIECES: json.dumps(told)})
+            library.save(stored, hidden, {PIECES: json.dumps(told)})
             os.replace(hidden, temporary / shares.file(group))
         if shares.rank == 0:
             awaited = {shares.file(group, rank) for group in files for rank in range(shares.size)}
@@ -127,6 +127,12 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
             write_json(temporary / PLAIN, tree)
             write_manifest(temporary)
             commit_folder(temporary, folder)
+
+
+def split_pieces(content: CheckpointContent, library: ArrayLibrary) -> tuple[Any, dict[str, Any]]:
+    """`split` where arrays may be `Pieces`."""
+    return split(content, lambda node: isinstance(node, Pieces) or library.is_array(node),
+                 lambda node: id(node) if isinstance(node, Pieces) else library.memory_of(node))
 
 
 def pieces_in(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] | None:

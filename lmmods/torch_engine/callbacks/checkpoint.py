@@ -15,6 +15,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
     """Save what a run needs to go on exactly."""
 
     _inside_epoch = True
+    _latest: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After StartReport has made the run folder ready."""
@@ -47,13 +48,28 @@ class Checkpoint(CheckpointPolicy, L.Callback):
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write a checkpoint of this very moment, point `last` and `best`, drop what is no longer kept."""
         module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
-        path = self.path(trainer)
+        path = self._latest = self.path(trainer)
+        kept = self.decide(path.name)
+
+        def settle() -> None:
+            kept.apply(trainer.run_folder)
+            log_checkpoint(trainer.loggers, path)
+
         with trainer.stopwatch.paused():
-            trainer.save_checkpoint(path)
-            if trainer.is_global_zero:
-                self.decide(path.name).apply(trainer.run_folder)
-                log_checkpoint(trainer.loggers, path)
+            trainer.save_checkpoint(path, storage_options=settle)
         trainer.strategy.barrier("checkpoint")
+
+    def is_saved(self, trainer: L.Trainer) -> bool:
+        """Whether a checkpoint of this very moment stands, or is being written."""
+        path = self.path(trainer)
+        return path == self._latest or path.is_dir()
+
+    def wait(self, trainer: L.Trainer) -> None:
+        """Return when the latest checkpoint stands; raises what went wrong. All processes must call this."""
+        writer = trainer.strategy.checkpoint_io.writer
+        if writer is not None:
+            writer.wait()
+            trainer.strategy.barrier("checkpoint stands")
 
     def save_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """The same where a callback has ended the run, and Lightning has counted its epoch."""

@@ -18,6 +18,7 @@ from lmmods.torch_engine.callbacks.samples import Samples
 from lmmods.torch_engine.compat.lightning import epoch_ends
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
+NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest one must stand
 Performer = Callable[[L.Trainer, L.LightningModule], None]
 
 
@@ -93,13 +94,15 @@ class RunEvents(L.Callback):
             validates=trainer.validation_is_due,
             run_ends=trainer.is_last_batch_of_run,
             is_interrupted=trainer.interrupt_requested,
-            is_saved=lambda: self._checkpoint.path(trainer).is_dir())
+            is_saved=lambda: self._checkpoint.is_saved(trainer))
 
     def _perform(self, events: Iterator[Event], trainer: L.Trainer, module: L.LightningModule,
                  performers: dict[Event, Performer] | None = None) -> None:
         for event in events:
             if event is Event.VALIDATE:
                 return  # Lightning does, and calls the hooks of it
+            if event in NEEDS_CHECKPOINT and self._checkpoint is not None:
+                self._checkpoint.wait(trainer)
             (performers or self._performers)[event](trainer, module)
 
     def _check(self, trainer: L.Trainer, validated: bool) -> None:

@@ -1,6 +1,7 @@
 """FSDP2: fully sharded data parallel training with torch's `fully_shard`."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_io import Writers
+from lmmods.runs.checkpoint_pieces import Pieces, Shares
 from lmmods.torch_engine.compat.lightning import shard_over_all
-from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, whole
+from lmmods.torch_engine.nn.sharding import is_cut, load_into, local_rows, placed_like, whole
 
 
 class FSDP2(ModelParallelStrategy):
@@ -21,8 +22,8 @@ class FSDP2(ModelParallelStrategy):
     Checkpoints are the same as those of one process: a run can be resumed with any strategy on any number of processes.
 
     Args:
-        sharded_checkpoints: Each process writes its own shard of the checkpoint, in parallel, instead of the first one
-            gathering and writing everything. The folder must be on a file system that all processes share.
+        sharded_checkpoints: Each process writes its own shard of the checkpoint, beside training, instead of the first
+            one gathering and writing everything. The folder must be on a file system that all processes share.
         process_group_backend: `nccl` or `gloo`; null takes the device's default.
         tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
             every layer (see `nn.tensor_parallel`).
@@ -76,14 +77,16 @@ class FSDP2(ModelParallelStrategy):
 
     # Checkpoints: Lightning's own are pickled, and hold the frozen base too ------------------------------------------
 
-    def _stored(self, tensor: Tensor) -> Tensor:
+    def _stored(self, tensor: Tensor) -> Tensor | Pieces:
         """What this process holds of a tensor for a checkpoint. A collective call: all processes must make it."""
-        if self.sharded_checkpoints:
-            return local(tensor).detach().cpu()
+        if self.sharded_checkpoints and is_cut(tensor):
+            part, rows = local_rows(tensor)
+            begin = (rows.start, *[0] * (tensor.ndim - 1))
+            return Pieces(tuple(tensor.shape), ((begin, part.detach().to("cpu", copy=True)),) if len(rows) else ())
         full = whole(tensor).detach()
         return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
 
-    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor | Pieces]:
         return {name: self._stored(param) for name, param in self.lightning_module.trainable().items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -92,13 +95,14 @@ class FSDP2(ModelParallelStrategy):
                          for key, value in values.items()} for index, values in saved["state"].items()}
         return {**saved, "state": state}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path,
+                        storage_options: Callable[[], None] | None = None) -> None:
         path = Path(self.broadcast(filepath))
         if self.sharded_checkpoints:
-            writers = Writers(self.global_rank, self.world_size, self.barrier)
-            self.checkpoint_io.save_checkpoint(checkpoint, path, writers=writers)
+            self.checkpoint_io.save_share(checkpoint, path, storage_options, Shares(self.global_rank, self.world_size),
+                                          self.barrier)
         elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path)
