@@ -79,7 +79,7 @@ class Planner:
         refused = {
             f"trainer.strategy {name}": not isinstance(strategy, str | FSDP2),
             f"trainer.strategy {strategy}": isinstance(strategy, str) and not _is_known(strategy),
-            "tensor_parallel_size": getattr(strategy, "tensor_parallel_size", 1) > 1,
+            **{name: getattr(strategy, name, 1) > 1 for name in ("tensor_parallel_size", "context_parallel_size")},
             "model.quantize int8": task.quantize == "int8",
             "model.max_memory": task.max_memory is not None,
             f"trainer.precision {self.precision}": self.precision not in COMPUTE_DTYPES,

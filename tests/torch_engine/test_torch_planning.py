@@ -135,6 +135,7 @@ def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
     ({"on": "v5e-8"}, "no TPU.*--engine jax"),
     ({"strategy": DeepSpeed()}, "trainer.strategy DeepSpeed cannot be planned"),
     ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size cannot be planned"),
+    ({"strategy": FSDP2(context_parallel_size=2)}, "context_parallel_size cannot be planned"),
     ({"quantize": "int8", "lora": LoRA()}, "model.quantize int8 cannot be planned"),
     ({"precision": "64-true"}, "trainer.precision 64-true cannot be planned")])
 def test_what_cannot_be_planned_is_named(planner, llama_folder, changes, message):
