@@ -35,6 +35,8 @@ class Planner:
         on: The target.
     """
 
+    may_shard = True  # whatever the recipe
+
     def __init__(self, trainer: Any, task: Task, data: Any, on: Target):
         self.trainer, self.task, self.data = trainer, task, data
         self.devices, simulated = devices_of(on)

@@ -36,7 +36,7 @@ def test_the_tpus_compiler_has_the_last_word():
 class Planner:
     """Memory by a rule; counts what it is asked for."""
 
-    on = EIGHT
+    on, may_shard = EIGHT, True
 
     def __init__(self, needs):
         self.needs, self.asked = needs, []
@@ -66,5 +66,6 @@ def test_the_first_change_that_fits_is_named(needs, changed, rows):
 def test_what_a_recipe_has_is_no_remedy():
     sharded = replace(RECIPE, checkpointing=True, strategy="fsdp")
     assert remedies(sharded, 8, may_quantize=False) == []
+    assert remedies(replace(RECIPE, checkpointing=True), 8, may_quantize=False, may_shard=False) == []
     assert [each.quantize for each in remedies(sharded, 1, may_quantize=True)] == ["nf4"]
     assert [each.rows for each in replace(RECIPE, rows=6).smaller()] == [3, 1]

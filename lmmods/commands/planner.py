@@ -100,7 +100,7 @@ class Planning(EngineCLI):
 
 def first_that_fits(planner: Any, recipe: Variant, may_quantize: bool) -> tuple[Variant, StepPlan] | None:
     """The first variant of a recipe that fits, with as many rows in a micro-batch as fit; None: none does."""
-    for way in [recipe, *remedies(recipe, planner.on.num_devices, may_quantize)]:
+    for way in [recipe, *remedies(recipe, planner.on.num_devices, may_quantize, planner.may_shard)]:
         sizes = list(way.smaller())
         if way is not recipe and (found := planner.plan(way)).fits:
             return way, found

@@ -44,17 +44,18 @@ class Variant:
                 *self.changed, f"data.batch_size: {rows}, trainer.accumulate_grad_batches: {accumulated}"))
 
 
-def remedies(recipe: Variant, num_devices: int, may_quantize: bool) -> list[Variant]:
+def remedies(recipe: Variant, num_devices: int, may_quantize: bool, may_shard: bool = True) -> list[Variant]:
     """Ways to need less memory, the cheapest first; each includes those before it, but for rows.
 
     Args:
         may_quantize: Whether the model starts from weights that can be frozen.
+        may_shard: Whether the rest of the recipe goes with `fsdp`.
     """
     found, last = [], recipe
     if not recipe.checkpointing:
         last = replace(last, checkpointing=True, changed=(*last.changed, "model.gradient_checkpointing: true"))
         found.append(last)
-    if num_devices > 1 and recipe.strategy in ("auto", "ddp"):
+    if may_shard and num_devices > 1 and recipe.strategy in ("auto", "ddp"):
         last = replace(last, strategy="fsdp", changed=(*last.changed, "trainer.strategy: fsdp"))
         found.append(last)
     if may_quantize and recipe.quantize is None:

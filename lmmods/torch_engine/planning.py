@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lmmods.core.errors import UserError
+from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
+from lmmods.core.hf_config import load_config
 from lmmods.core.model_sizes import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import Schedule, limited
@@ -82,10 +84,26 @@ class Planner:
             **{name: getattr(strategy, name, 1) > 1 for name in ("tensor_parallel_size", "context_parallel_size")},
             "model.quantize int8": task.quantize == "int8",
             "model.max_memory": task.max_memory is not None,
+            "model.lora.dora with model.quantize": task.quantize and task.lora is not None and task.lora.dora,
+            "a mixture of experts": self._has_experts(),
             f"trainer.precision {self.precision}": self.precision not in COMPUTE_DTYPES,
         }
         if names := [name for name, is_on in refused.items() if is_on]:
             raise UserError(f"plan: on torch {', '.join(names)} cannot be planned. Take that out to plan the rest.")
+
+    def _has_experts(self) -> bool:
+        task = self.task
+        named = task.pretrained if task.config is None else task.config
+        return mixture_of(load_config(named, task.overrides, task.revision, task.trust_remote_code)) is not None
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether the recipe can go on with `fsdp`."""
+        try:
+            FSDP2().check_run(self.task)
+        except UserError:
+            return False
+        return True
 
     def recipe(self) -> Variant:
         """The recipe as it is."""
@@ -121,7 +139,7 @@ class Planner:
         on_gpu = self.on.platform == "gpu"
         with imagined_processes(ranks) if is_sharded else nullcontext():
             if is_sharded:
-                FSDP2.check_run(FSDP2(), task)
+                FSDP2().check_run(task)
                 names = ("data_parallel", "tensor_parallel")
                 give_mesh(task, init_device_mesh("cpu", (ranks, 1), mesh_dim_names=names))
             with without_values(), chunks_of_gpus() if on_gpu else nullcontext():
