@@ -192,12 +192,7 @@ def is_double_quantized(config: Any) -> bool:
 
 def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
     """UserError unless a folder that is quantised already keeps its quantisation and trains only an adapter."""
-    if kind is None:
-        return
-    if kind == MXFP4:
-        if quantize:
-            raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}, which is read into "
-                            "plain weights and not quantised again. Set model.quantize to null.")
+    if kind in (None, MXFP4):  # which is read into plain weights, and quantised where that is asked for
         return
     if quantize not in (None, kind):
         raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "

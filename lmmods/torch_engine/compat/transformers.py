@@ -79,7 +79,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 @contextmanager
-def quantising(chosen: Callable[[str, Tensor], bool]) -> Iterator[dict[str, Any]]:
+def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool) -> Iterator[dict[str, Any]]:
     """from_pretrained, asked for 4 bits, quantises these parameters too, each as soon as it is read.
 
     Gives what will hold bitsandbytes' `QuantState` of each, by name. The class of `AUTO_QUANTIZER_MAPPING` is another
@@ -87,7 +87,9 @@ def quantising(chosen: Callable[[str, Tensor], bool]) -> Iterator[dict[str, Any]
 
     Args:
         chosen: Whether a parameter is one of them, by its name and what it is before it is read.
+        from_mxfp4: Files hold MXFP4, which its own quantiser's `get_weight_conversions` read into numbers.
     """
+    from transformers import Mxfp4Config
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
@@ -119,6 +121,12 @@ def quantising(chosen: Callable[[str, Tensor], bool]) -> Iterator[dict[str, Any]
 
         def get_quantize_ops(self) -> Quantize:
             return Quantize(self)
+
+        def get_weight_conversions(self) -> list[Any]:
+            if not from_mxfp4:
+                return super().get_weight_conversions()
+            reader = AUTO_QUANTIZER_MAPPING["mxfp4"](Mxfp4Config(dequantize=True), pre_quantized=True)
+            return reader.get_weight_conversions()
 
     before, AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"], Quantizer
     try:

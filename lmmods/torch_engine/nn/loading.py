@@ -66,10 +66,12 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or is_packed else {}
     if max_memory is not None:
         options = placement(max_memory)
-    if quantize and not saved:
+    if quantize and not is_packed:
         options["quantization_config"] = _quantization(quantize, double_quant, quant_storage or "uint8", compute, skip)
-    if saved == MXFP4:
+    if saved == MXFP4 and not quantize:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
+    elif saved == MXFP4:
+        del config.quantization_config  # what is read is quantised anew
     if not has_values(torch.empty(0)):
         if is_packed:
             raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Name the model "
@@ -79,7 +81,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
     with (reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading(),
-          quantising(is_stacked) as states):
+          quantising(is_stacked, saved == MXFP4) as states):
         try:
             model, found = auto_class.from_pretrained(
                 pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,

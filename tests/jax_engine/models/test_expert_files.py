@@ -2,6 +2,7 @@
 
 import json
 
+import bitsandbytes.functional as F
 import jax
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hf_reference import FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from jax_engine.distributed.tree import flatten
 from jax_engine.models import hub, loading, mxfp4
+from lmmods.commands.exported_model import copy_dequantized
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
@@ -97,10 +100,27 @@ def test_a_folder_in_mxfp4_is_read_into_plain_weights_on_both_engines(in_mxfp4, 
         assert all(torch.equal(value, theirs[key]) for key, value in again.named_parameters())
 
 
-def test_mxfp4_is_not_quantised_again_and_half_of_it_is_missing(in_mxfp4, tmp_path):
+def test_mxfp4_is_quantised_anew_where_that_is_asked_for(in_mxfp4):
+    folder, values = in_mxfp4
+    net = hub.network(load_config(str(folder)), "causal")
+    ours = flatten(loading.load(net, str(folder), quantize="nf4"))
+    model = load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize="nf4", frozen=True)
+    plain = load_pretrained(transformers.AutoModelForCausalLM, str(folder), frozen=True)
+    for name in ("gate_up_proj", "down_proj"):
+        matrices = np.asarray(ours["layers", "mlp", "experts", name].astype(np.float32))
+        for layer in range(2):
+            key = f"model.layers.{layer}.mlp.experts"
+            wanted = F.dequantize_4bit(*F.quantize_4bit(values[f"{key}.{name}"], quant_type="nf4",
+                                                        compress_statistics=True))
+            assert torch.equal(getattr(model.get_submodule(key), name), wanted)
+            assert np.allclose(matrices[layer], wanted, rtol=1e-5, atol=1e-6)
+    copy_dequantized(model, plain)
+    ids = torch.tensor([[3, 9, 4, 7]])
+    assert torch.allclose(plain(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_half_of_mxfp4_is_missing(in_mxfp4, tmp_path):
     folder, _ = in_mxfp4
-    with pytest.raises(UserError, match="model.quantize is nf4, but .* is saved in mxfp4"):
-        load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize="nf4", frozen=True)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(tensors, tmp_path / "model.safetensors")
