@@ -24,7 +24,7 @@ class Network(nn.Module):
         self.up, self.down = linear(64, 128, bias=False, **kind), linear(128, 64, **kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(torch.tanh(self.up(x).clamp_(-9, 9)))  # in place, as some networks cut queries off
 
 
 def adapted(quantised: bool = False, **fields) -> nn.Module:

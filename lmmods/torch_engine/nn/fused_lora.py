@@ -59,8 +59,9 @@ def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return type(layer).forward(layer, x, *args, **kwargs)
     [name] = layer.active_adapters
     dropped = layer.lora_dropout[name](x)
-    return _AdaptedProduct.apply(x, None if dropped is x else dropped, layer.lora_A[name].weight,
-                                 layer.lora_B[name].weight, layer.scaling[name], layer.base_layer, dtype)
+    found = _AdaptedProduct.apply(x, None if dropped is x else dropped, layer.lora_A[name].weight,
+                                  layer.lora_B[name].weight, layer.scaling[name], layer.base_layer, dtype)
+    return found.view(*x.shape[:-1], -1)  # no view out of the function: some networks change it in place
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -105,13 +106,13 @@ class _AdaptedProduct(torch.autograd.Function):
         result = F.linear(flat, _matrix(base, dtype), bias).addmm_(inner, low_b.t(), alpha=scaling)
         ctx.save_for_backward(into, inner, low_a, low_b)
         ctx.base, ctx.scaling, ctx.types = base, scaling, (x.dtype, a.dtype, b.dtype)
-        return result.view(*x.shape[:-1], -1)
+        ctx.shape = x.shape[:-1]
+        return result
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         into, inner, a, b = ctx.saved_tensors
-        shape, (dtype_x, dtype_a, dtype_b) = grad.shape[:-1], ctx.types
-        grad = grad.reshape(-1, grad.shape[-1])
+        shape, (dtype_x, dtype_a, dtype_b) = ctx.shape, ctx.types
         grad_inner = (grad @ b).mul_(ctx.scaling)
         grad_b = (grad.t() @ inner).to(dtype_b).mul_(ctx.scaling)
         grad_a = (grad_inner.t() @ into).to(dtype_a)
