@@ -151,7 +151,7 @@ class CutRows:
 
     def _order(self, length: int, device: torch.device) -> Tensor:
         """[T]: the places of the first process, then of the second, and so on."""
-        return torch.cat([torch.arange(piece.start, piece.stop) for piece in self._pieces(length)]).to(device)
+        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self._pieces(length)])
 
     # Attention -------------------------------------------------------------------------------------------------------
 
