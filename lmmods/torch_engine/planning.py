@@ -35,7 +35,7 @@ from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 from lmmods.torch_engine.tasks.base import TaskModule
 
 ROOM = 0.9  # of a GPU's memory
-BUCKET_BYTES = 25 * 2**20  # of DDP, which adds up the gradients of so many at a time
+BUCKETS = 2**20, 25 * 2**20  # bytes of gradients that DDP adds up at a time: the first, and each after it
 STEPPING = ("adamw", "sgd", "adafactor")  # optimisers that can step without values
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
@@ -181,7 +181,7 @@ class Planner:
             memory["optimiser state"] = int(sum(grad.numel() for grad in gradients) * STATE_BYTES[task.optimizer.name])
         if ranks > 1 and not is_sharded:
             memory["buckets of gradients"] = size = sum(grad.nbytes for grad in gradients)
-            traffic["all-reduce"] = Traffic(-(-size // BUCKET_BYTES), size, ranks)
+            traffic["all-reduce"] = Traffic(num_buckets([grad.nbytes for grad in gradients]), size, ranks)
         dtype = str(COMPUTE_DTYPES[self.precision]).removeprefix("torch.")
         return StepPlan(
             self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self._room(), None,
@@ -233,6 +233,16 @@ class Planner:
         if self.task.compile:
             notes.append("planned without model.compile")
         return notes
+
+
+def num_buckets(sizes: list[int]) -> int:
+    """How many all-reduces DDP makes of gradients of these bytes, which come in the order of their parameters."""
+    count, filled, limit = 0, 0, BUCKETS[0]
+    for size in reversed(sizes):
+        filled += size
+        if filled >= limit:
+            count, filled, limit = count + 1, 0, BUCKETS[1]
+    return count + (filled > 0)
 
 
 def _is_known(strategy: str) -> bool:

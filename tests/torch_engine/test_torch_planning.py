@@ -17,7 +17,7 @@ from lmmods.core.hardware import target_named
 from lmmods.core.plan import Traffic
 from lmmods.core.settings import LoRA
 from lmmods.strategies import FSDP2, DeepSpeed
-from lmmods.torch_engine.planning import Planner
+from lmmods.torch_engine.planning import BUCKETS, Planner, num_buckets
 from lmmods.torch_engine.tasks.clm import CLM
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +85,13 @@ def test_replicas_add_up_their_gradients(planner, vocabulary):
     made = planner(on="8xL4", strategy="ddp")
     found, size = made.plan(made.recipe()), 4 * (MATRICES + 2 * vocabulary * WIDTH + NORMS)
     assert found.traffic == {"all-reduce": Traffic(1, size, 8)} and found.memory["buckets of gradients"] == size
+
+
+@pytest.mark.parametrize("megabytes", [[64, 0.1, 16, 16, 30, 0.5], [0.5], [2] * 40, [0.9] * 5 + [100, 1]])
+def test_buckets_are_those_of_torch(megabytes):
+    tensors = [torch.empty(int(size * 2**18), device="meta") for size in megabytes]
+    found, _ = torch.distributed._compute_bucket_assignment_by_size(tensors[::-1], list(BUCKETS))
+    assert num_buckets([tensor.nbytes for tensor in tensors]) == len(found)
 
 
 def sharded(params):
