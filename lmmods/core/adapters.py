@@ -124,8 +124,9 @@ def check_rows(folder: str | Path, num_rows: int) -> None:
 
 def quantised_in_full(module: str, kind: str) -> str:
     """What to say where `modules_to_save` names a module whose weight is quantised."""
-    return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name it in "
-            "lora.targets instead, or set model.quantize to null.")
+    instead = "its matrices in lora.target_parameters" if module.endswith("experts") else "it in lora.targets"
+    return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name {instead} "
+            "instead, or set model.quantize to null.")
 
 
 def saved_name(name: str) -> str:
