@@ -54,13 +54,24 @@ class Planner:
      "data.batch_size: 4, trainer.accumulate_grad_batches: 4"), 4),
     (lambda v: 61, None, None)], ids=["rows", "checkpointing", "sharding", "quantised", "nothing"])
 def test_the_first_change_that_fits_is_named(needs, changed, rows):
-    found = first_that_fits(Planner(needs), RECIPE, may_quantize=True)
+    found = first_that_fits(Planner(needs), RECIPE, plan(needs(RECIPE)), may_quantize=True)
     if changed is None:
         assert found is None
         return
     variant, _ = found
     assert set(changed) <= set(variant.changed) and variant.rows == rows
     assert variant.rows * variant.accumulated == RECIPE.rows * RECIPE.accumulated
+
+
+def test_fewer_rows_are_not_tried_where_parameters_alone_are_too_large():
+    class Large(Planner):
+        def plan(self, variant):
+            self.asked.append(variant)
+            return plan(0, memory={"parameters": int((8 if variant.strategy == "fsdp" else 64) * GIB), "rows": 1})
+
+    planner = Large(None)
+    variant, _ = first_that_fits(planner, RECIPE, planner.plan(RECIPE), may_quantize=True)
+    assert planner.asked[1:] == [variant] and variant.strategy == "fsdp" and variant.rows == RECIPE.rows
 
 
 def test_what_a_recipe_has_is_no_remedy():

@@ -83,11 +83,11 @@ class Planning(EngineCLI):
         if planner.missing:
             say(f"What is simulated here, `make {ENVIRONMENTS[planner.missing]}` compiles for the device itself.")
         if not found.fits:
-            self._say_remedy(planner, recipe)
+            self._say_remedy(planner, recipe, found)
 
-    def _say_remedy(self, planner: Any, recipe: Variant) -> None:
+    def _say_remedy(self, planner: Any, recipe: Variant, found: StepPlan) -> None:
         """The first change with which the recipe fits."""
-        tried = first_that_fits(planner, recipe, self.model.pretrained is not None)
+        tried = first_that_fits(planner, recipe, found, self.model.pretrained is not None)
         if tried is None:
             say("No change of rows, gradient checkpointing, sharding or quantisation makes it fit: take more devices, "
                 "shorter rows or a smaller model.")
@@ -98,12 +98,23 @@ class Planning(EngineCLI):
             say(line)
 
 
-def first_that_fits(planner: Any, recipe: Variant, may_quantize: bool) -> tuple[Variant, StepPlan] | None:
-    """The first variant of a recipe that fits, with as many rows in a micro-batch as fit; None: none does."""
+def first_that_fits(planner: Any, recipe: Variant, found: StepPlan, may_quantize: bool
+                    ) -> tuple[Variant, StepPlan] | None:
+    """The first variant of a recipe that fits, with as many rows in a micro-batch as fit; None: none does.
+
+    Args:
+        found: The plan of the recipe, which does not fit.
+    """
+    hopeless = []  # strategy and base with which parameters and optimiser state alone are too large
     for way in [recipe, *remedies(recipe, planner.on.num_devices, may_quantize, planner.may_shard)]:
-        sizes = list(way.smaller())
+        kept, sizes = (way.strategy, way.quantize), list(way.smaller())
+        if kept in hopeless:
+            continue
         if way is not recipe and (found := planner.plan(way)).fits:
             return way, found
+        if found.kept > found.room:
+            hopeless.append(kept)
+            continue
         if not sizes or not (least := planner.plan(sizes[-1])).fits:
             continue
         best = sizes[-1], least

@@ -129,6 +129,11 @@ class StepPlan:
         return sum(self.memory.values())
 
     @property
+    def kept(self) -> int:
+        """Those of them that stay from step to step, however few rows are computed."""
+        return sum(self.memory.get(part, 0) for part in ("parameters", "optimiser state"))
+
+    @property
     def fits(self) -> bool:
         """Whether that is there."""
         if self.source == "compiled" and self.target.platform == "tpu":
@@ -143,8 +148,7 @@ class StepPlan:
             return {}
         links = sum(num_bytes / target.link(self.traffic[kind].group) for kind, num_bytes in sent.items())
         # Parameters and optimiser state are read and written once.
-        state = 2 * sum(self.memory.get(part, 0) for part in ("parameters", "optimiser state"))
-        return {"arithmetic": self.flops / peak, "links": links, "memory": target.streams(state)}
+        return {"arithmetic": self.flops / peak, "links": links, "memory": target.streams(2 * self.kept)}
 
     def lines(self, num_steps: int | None) -> Iterator[str]:
         """The plan as text, each line with its source.
