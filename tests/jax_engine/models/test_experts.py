@@ -33,7 +33,7 @@ def with_adapters(ref, quantize=None):
         "experts.gate_up_proj", "experts.down_proj"]))
     random = np.random.default_rng(0)
     base = loading.load(ref.net, str(ref.folder), quantize=quantize)
-    return net, unflatten({path: random.normal(size=leaf.shape).astype(np.float32) if "lora" in path[-1] else leaf
+    return net, unflatten({path: random.normal(size=leaf.shape).astype(np.float32) / 8 if "lora" in path[-1] else leaf
                            for path, leaf in flatten(add_adapter(net, base, 0)).items()})
 
 
