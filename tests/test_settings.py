@@ -50,6 +50,10 @@ def test_lr_zero_and_warmup_zero_are_honoured():
     (lambda: LoRA(dropout=1.0), "lora.dropout"),
     (lambda: Generation(max_new_tokens=0), "generation.max_new_tokens"),
     (lambda: Generation(temperature=0.7), "generation.temperature"),
+    (lambda: Optimizer(lr=None), "optimizer.lr is null"),
+    (lambda: Optimizer(betas=None), "optimizer.betas is null"),
+    (lambda: LoRA(rank=None), "lora.rank is null"),
+    (lambda: Generation(max_new_tokens=None), "generation.max_new_tokens is null"),
 ])
 def test_impossible_settings_are_refused_by_name(make, key):
     with pytest.raises(UserError, match=key):

@@ -32,6 +32,10 @@ class Clipping:
     value: float | None = None
     algorithm: Literal["norm", "value"] = "norm"
 
+    def __post_init__(self):
+        if self.value is not None:  # programs take whole numbers up to 2^31 - 1
+            object.__setattr__(self, "value", float(self.value))
+
 
 class Steps:
     """The steps of one run; each is compiled once for each shape of batch.

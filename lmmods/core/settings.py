@@ -48,6 +48,7 @@ class Optimizer:
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
+        check_set(self, "optimizer")
         require(self.lr >= 0, "optimizer.lr", self.lr, "zero or more")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
@@ -109,6 +110,7 @@ class LoRA:
     rslora: bool = False
 
     def __post_init__(self) -> None:
+        check_set(self, "lora")
         require(self.rank >= 1, "lora.rank", self.rank, "1 or more")
         require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
@@ -157,6 +159,7 @@ class Generation:
     no_repeat_ngram_size: int = 0
 
     def __post_init__(self) -> None:
+        check_set(self, "generation")
         require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.num_beams >= 1, "generation.num_beams", self.num_beams, "1 or more")
         require(self.temperature > 0, "generation.temperature", self.temperature,
@@ -199,9 +202,10 @@ def check_set(settings: Any, block: str) -> None:
         block: Of the recipe, whose keys the fields are.
     """
     for item in fields(settings):
-        takes_null = item.default is None or item.default is MISSING or type(None) in get_args(item.type)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        takes_null = default is None or default is MISSING or type(None) in get_args(item.type)
         require(takes_null or getattr(settings, item.name) is not None, f"{block}.{item.name}", "null",
-                f"set; without the key it is {item.default!r}")
+                f"set; without the key it is {default!r}")
 
 
 def _as_steps(length: int | float, num_steps: int) -> int:

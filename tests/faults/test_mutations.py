@@ -21,7 +21,7 @@ from lmmods.cli import main
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 OFFLINE = [path for path in RECIPES if path.parent.name == "configs" and path.stem != "smoke"]
-NUMBER = int(os.environ.get("LMMODS_MUTATIONS", "30"))
+NUMBER = int(os.environ.get("LMMODS_MUTATIONS", "20"))
 
 STRANGE = [None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1.5, float("nan"), float("inf"), -float("inf"), 1e308, 1e-320,
            2**31, 2**63, 10**30, "", " ", "abc", "0", "1", "-1", "none", "null", "true", "1e999", "auto", "all", "last",
@@ -170,7 +170,7 @@ def test_a_mutated_recipe_is_run_or_refused_in_one_message(engine, sources, ever
     numbers = iter(range(10**9))
     statuses, failures = [], []
 
-    @settings(max_examples=NUMBER, derandomize=NUMBER == 30, deadline=None, database=None,
+    @settings(max_examples=NUMBER, derandomize=NUMBER == 20, deadline=None, database=None,
               phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(OFFLINE), st.integers(0, 2**32 - 1), st.sampled_from(["fit", "fit", "inspect", "predict"]))
     def check(path, seed, command):
