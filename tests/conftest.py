@@ -17,7 +17,8 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true",
 COMPILED = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmmods", "tests",
                         f"xla-{version('jax')}")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED)
-os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
+os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+                  JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0")  # nobody looks up which line an instruction is from
 # A toy's program is compiled for seconds and runs for milliseconds: code as plain as it comes is compiled six times as
 # fast. What is computed stays XLA's; programs of the demo, the recipes and benchmarks are optimised as a user's are.
 PLAIN_CODE = ("--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -227,20 +228,30 @@ def tokenizer_folder(shared) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama_folder(shared, tokenizer_folder) -> Path:
-    """A random Llama of 2 layers, not square, with dropout, and the tokenizer beside it."""
+def llama_of(shared, tokenizer_folder) -> Callable[[int], Path]:
+    """A function that gives a random Llama of so many layers, not square, with dropout, and the tokenizer beside it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    def fill(folder: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-                             attention_dropout=0.1, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
-        LlamaForCausalLM(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    def folder(num_layers: int) -> Path:
+        def fill(folder: Path) -> None:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+            torch.manual_seed(0)
+            config = LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, attention_dropout=0.1,
+                bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+            LlamaForCausalLM(config).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
 
-    return shared("llama", fill)
+        return shared(f"llama-{num_layers}", fill)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(llama_of) -> Path:
+    """The one of most runs, for which a second layer would be traced, compiled and trained to show nothing more."""
+    return llama_of(1)
 
 
 @pytest.fixture(scope="session")

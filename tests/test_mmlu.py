@@ -292,7 +292,7 @@ def test_they_are_the_answers_of_the_model_that_is_saved(recipe, folder, plain, 
     hits = picked == ["ABCDE".index(row["output"]) for row in rows]
     parts = np.split(hits, np.cumsum(UNEVEN)[:-1])
     found = final(folder)
-    assert found.pop("mmlu/eval/loss") == pytest.approx(loss, abs=1e-5) and abs(loss - untrained) > 1e-2
+    assert found.pop("mmlu/eval/loss") == pytest.approx(loss, abs=1e-5) and abs(loss - untrained) > 1e-3
     assert found == pytest.approx({
         "mmlu/eval/accuracy": hits.mean(), "mmlu/eval/mean_subject_accuracy": np.mean([p.mean() for p in parts]),
         **{f"mmlu/eval/{name}": p.mean() for name, p in zip(("adding", "counting", "naming"), parts)}})

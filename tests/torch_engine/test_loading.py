@@ -22,6 +22,12 @@ from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 
 
+@pytest.fixture
+def llama_folder(llama_of):
+    """Of layers that can be told apart."""
+    return llama_of(2)
+
+
 def load(folder, **options):
     return loading.load_pretrained(AutoModelForCausalLM, str(folder), **options)
 

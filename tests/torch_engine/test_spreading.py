@@ -12,6 +12,12 @@ from lmmods.torch_engine.nn.spreading import keep_in_place, placement
 
 
 @pytest.fixture
+def llama_folder(llama_of):
+    """Of layers that can be told apart."""
+    return llama_of(2)
+
+
+@pytest.fixture
 def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
