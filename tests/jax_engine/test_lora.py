@@ -199,7 +199,7 @@ def _linears(network):
     from jax_engine.models.block import Block
     from jax_engine.models.linear import Linear
 
-    block = nnx.eval_shape(lambda: Block(network.arch, network.build))
+    block = nnx.eval_shape(lambda: Block(network.arch, network.build, routed=False))
     return [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
 
 
