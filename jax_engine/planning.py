@@ -2,6 +2,8 @@
 
 import copy
 import os
+import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +20,16 @@ from jax_engine.distributed.topologies import devices_of, plugin
 from jax_engine.distributed.tree import Tree, flatten, new_state
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
+from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
+from lmmods.core.model_sizes import score_flops
 from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import Schedule, limited
 
 PREALLOCATED = 0.75  # of a GPU's memory: what XLA takes unless the variable says otherwise
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"')
 
 
 class Planner:
@@ -112,21 +117,28 @@ class Planner:
         parts = {} if accumulates else {"gradients": gradients}
         return StepPlan(
             self.on, "simulated" if self.on.is_simulated else "compiled", memory, parts, self._room(), refusal,
-            traffic, self._flops(task, trainable, frozen, tokens), task.network.build.dtype.name, tokens,
-            parallel.data_parallel_size, notes)
+            traffic, self._flops(task, trainable, frozen, rows, variant.accumulated), task.network.build.dtype.name,
+            tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs))
 
     def _room(self) -> float:
         if self.on.platform != "gpu":
             return self.on.memory
         return self.on.memory * float(os.environ.get(FRACTION, PREALLOCATED))
 
-    def _flops(self, task: Task, trainable: Tree, frozen: Tree, num_tokens: int) -> float:
-        """Arithmetic of a step on each device, with what is computed again; attention's scores are left out."""
-        per_token = task.flops_per_token(trainable, frozen)
-        if task.network.remat == "full":
-            per_token += 2 * sum(leaf.size for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
-                                 if path[0] == "layers")
-        return per_token * num_tokens / self.on.num_devices
+    def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
+        """Arithmetic of a step on each device, with what is computed again."""
+        arch, tokens = task.network.arch, rows["input_ids"]
+        total = task.flops_per_token(trainable, frozen) * tokens.size
+        again = task.network.remat == "full"
+        if again:
+            mixture = mixture_of(task.network.config)
+            total += 2 * tokens.size * sum(leaf.size * (mixture.share if "experts" in path else 1)
+                                           for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
+                                           if path[0] == "layers")
+        if "segment_ids" not in rows:
+            scores = score_flops(tokens.shape[-1], arch.windows, arch.num_heads * arch.head_dim, arch.causal)
+            total += (3 + again) * scores * (tokens.size // tokens.shape[-1])
+        return total * accumulated / self.on.num_devices
 
     def _traffic(self, programs: dict[str, Any], accumulated: int) -> tuple[dict[str, Traffic], list[str]]:
         total: dict[str, Traffic] = {}
@@ -137,8 +149,10 @@ class Planner:
             times = accumulated if name == "accumulate" else 1
             for kind, one in found.items():
                 total[kind] = total.get(kind, Traffic(0, 0, 1)).plus(one, times)
-        notes = [f"rows are as long as they may be: {self.data.max_length} tokens",
-                 "the scores of attention, which grow with the square of that, are not in the arithmetic"]
+        notes = [f"rows are as long as they may be: {self.data.max_length} tokens"]
+        if "segment_ids" in self.example:
+            notes.append("the scores of attention, which depend on how long packed documents are, are not in the "
+                         "arithmetic")
         if self.on.platform == "gpu":
             notes.append(f"XLA takes {self._room() / self.on.memory:.0%} of a GPU's memory ({FRACTION})")
         if unknown:
@@ -174,3 +188,9 @@ def _parts(parallel: Parallel, tree: Tree, kind: str) -> Tree:
 def _held(parallel: Parallel, tree: Tree, kind: str) -> int:
     """Bytes that a device holds of a tree."""
     return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(_parts(parallel, tree, kind)))
+
+
+def _kernels(programs: dict[str, Any]) -> dict[str, int]:
+    """Fused attention of the vendor's library: calls that stand in the programs, by name."""
+    found = Counter(name for program in programs.values() for name in _ATTENTION.findall(program.as_text()))
+    return {f"cuDNN {name}": count for name, count in sorted(found.items())}

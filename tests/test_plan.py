@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from lmmods.commands.planner import first_that_fits
 from lmmods.core.hardware import target_named
+from lmmods.core.model_sizes import score_flops
 from lmmods.core.plan import GIB, StepPlan, Traffic, Variant, remedies
 
 RECIPE = Variant(rows=8, accumulated=2, checkpointing=False, strategy="auto", quantize=None, lora=None)
@@ -31,6 +33,14 @@ def test_the_tpus_compiler_has_the_last_word():
     v5e = target_named("v5e-16")
     assert plan(70, target=v5e).fits and not plan(1, target=v5e, refusal="Ran out of memory in memory space hbm.").fits
     assert not plan(70, target=v5e, source="simulated").fits and not plan(70).fits
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_count_the_pairs_that_see_each_other(causal):
+    """Two products forward, of two operations for each feature."""
+    far = np.subtract.outer(np.arange(9), np.arange(9))
+    seen = sum(int((((far >= 0) | (not causal)) & (abs(far) < (window or 99))).sum()) for window in (None, 4, 20))
+    assert score_flops(9, (None, 4, 20), 32, causal) == 4 * 32 * seen
 
 
 class Planner:

@@ -1,5 +1,6 @@
 """The size of a network in words, and the arithmetic of training it, counted alike on both engines."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,3 +91,20 @@ def flops_per_token(num_params: int, num_trainable: int, num_looked_up: int) -> 
         num_looked_up: Parameters of an embedding that is not also the output layer.
     """
     return 4 * (num_params - num_looked_up) + 2 * num_trainable
+
+
+def score_flops(length: int, windows: Iterable[int | None], features: int, causal: bool) -> int:
+    """Arithmetic of attention's scores, and of the values that they weight, in one forward pass of a row.
+
+    Args:
+        length: Tokens of the row.
+        windows: For each layer, how many tokens back one attends, itself included (not causal: to each side); None:
+            to all.
+        features: Heads times features of one.
+    """
+    def pairs(window: int | None) -> int:
+        reach = length if window is None else min(window, length)
+        back = reach * (reach + 1) // 2 + (length - reach) * reach  # of all tokens together, each itself included
+        return back if causal else 2 * back - length
+
+    return sum(4 * features * pairs(window) for window in windows)

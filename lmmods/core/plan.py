@@ -107,6 +107,7 @@ class StepPlan:
         num_tokens: Of all devices, padding included.
         notes: What is assumed beside.
         counted: How the arithmetic is known.
+        kernels: Fused attention in the programs: how often each kernel stands there.
     """
 
     target: Target
@@ -122,6 +123,7 @@ class StepPlan:
     ranks: int
     notes: list[str] = field(default_factory=list)
     counted: Source = "assumed"
+    kernels: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -162,6 +164,8 @@ class StepPlan:
         yield from (_line(f"    {part}", "assumed", f"about {_size(size)}") for part, size in self.parts.items())
         if self.refusal:
             yield _line("compiler", self.source, self.refusal)
+        if self.kernels:
+            yield _line("fused attention", self.source, ", ".join(f"{name} x {n}" for name, n in self.kernels.items()))
         for kind, found in sorted(self.traffic.items()):
             yield _line(kind, self.source, f"{found.count} a step, {_size(found.num_bytes)} among "
                         f"{found.group} devices")
