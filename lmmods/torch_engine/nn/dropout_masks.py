@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept
+from lmmods.torch_engine.compat.torch import has_values
 
 # Words at a time on CPUs: with their temporaries they fit a core's cache, and torch gives them to one thread. Threads
 # that meet after each of so many short passes cost more than they gain, all the more where others use the machine.
@@ -20,6 +21,8 @@ CHUNK = 2**15
 
 def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
     """`core.dropout.feature_mask`: [N, num] of the seeds [N] of tokens."""
+    if not has_values(seeds):  # in a plan, where each piece would take as long as a large one
+        return torch.empty(len(seeds), num, dtype=torch.bool, device=seeds.device)
     words, half = _folded(finalise(seeds ^ _signed(site))), -(-num // 2)
     kept = torch.empty(len(seeds), 2, half, dtype=torch.bool, device=seeds.device)
     _decide(words.view(1, -1, 1), _features(half, seeds.device).view(1, 1, -1), kept[None, :, 0], kept[None, :, 1],
@@ -30,6 +33,8 @@ def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
 def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Tensor:
     """`core.dropout.attention_mask`: [B, num_heads, T, T] of the seeds [B, T] of tokens."""
     (batch, length), half = seeds.shape, -(-num_heads // 2)
+    if not has_values(seeds):
+        return torch.empty(batch, num_heads, length, length, dtype=torch.bool, device=seeds.device)
     queries = _folded(finalise(seeds ^ _signed(site)))
     pairs = torch.from_numpy(feature_seeds(half).view(np.int32)).to(seeds.device)
     kept = torch.empty(batch, 2 * half, length, length, dtype=torch.bool, device=seeds.device)
