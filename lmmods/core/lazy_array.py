@@ -16,10 +16,12 @@ class LazyArray:
 
     Args:
         read: Gives a part; its slices have both bounds.
+        empty: Makes an array of a shape and `dtype` of the library that the values are of: `np.empty`, `torch.empty`.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: Any, read: Callable[[Part], np.ndarray]):
-        self.shape, self.dtype, self._read = tuple(shape), np.dtype(dtype), read
+    def __init__(self, shape: Sequence[int], dtype: Any, read: Callable[[Part], Any], empty: Callable = np.empty):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype) if empty is np.empty else dtype
+        self._read, self.empty = read, empty
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
 
@@ -27,7 +29,7 @@ class LazyArray:
         """A part, of a slice for each dimension."""
         part = tuple(slice(*cut.indices(length)[:2]) for cut, length in zip(part, self.shape, strict=True))
         sizes = size_of(part)
-        return self._read(part) if all(sizes) else np.empty(sizes, self.dtype)
+        return self._read(part) if all(sizes) else self.empty(sizes, dtype=self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[(slice(None),) * self.ndim], dtype or self.dtype)
@@ -36,9 +38,9 @@ class LazyArray:
         """The same values in another dtype."""
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
-    def scaled(self, factor: np.generic) -> "LazyArray":
-        """Each value times a number of the same dtype."""
-        return LazyArray(self.shape, self.dtype, lambda part: self[part] * factor)
+    def scaled(self, factor: np.generic | float) -> "LazyArray":
+        """Each value times a number, of the same dtype or Python's own, in arrays of torch."""
+        return LazyArray(self.shape, self.dtype, lambda part: self[part] * factor, self.empty)
 
     def transposed(self) -> "LazyArray":
         """Of a matrix, its columns as rows."""
@@ -61,21 +63,28 @@ class LazyArray:
         return self[(first, *[slice(None)] * (self.ndim - 1))]
 
 
-def of(array: np.ndarray | LazyArray) -> LazyArray:
+def of(array: Any, empty: Callable = np.empty) -> LazyArray:
     """An array that may be in memory already."""
-    return array if isinstance(array, LazyArray) else LazyArray(array.shape, array.dtype, lambda part: array[part])
+    if isinstance(array, LazyArray):
+        return array
+    return LazyArray(array.shape, array.dtype, lambda part: array[part], empty)
 
 
-def of_file(file: Path) -> dict[str, LazyArray]:
-    """Arrays of a safetensors file by name. It stays open as long as one of them is there."""
-    opened = safe_open(file, "numpy")
+def of_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) -> dict[str, LazyArray]:
+    """Arrays of a safetensors file by name. It stays open as long as one of them is there.
+
+    Args:
+        framework: What safetensors calls the library that the arrays are to be of.
+        empty: As of `LazyArray`.
+    """
+    opened = safe_open(file, framework)
 
     def array(name: str) -> LazyArray:
         stored = opened.get_slice(name)
         shape = stored.get_shape()
         if not shape:
-            return of(opened.get_tensor(name))
-        return LazyArray(shape, stored[:0].dtype, lambda part: stored[part])
+            return of(opened.get_tensor(name), empty)
+        return LazyArray(shape, stored[:0].dtype, lambda part: stored[part], empty)
 
     return {name: array(name) for name in opened.keys()}
 
@@ -87,8 +96,10 @@ def zeros(shape: Sequence[int], dtype: Any = np.float32) -> LazyArray:
 
 def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
     """An array of pieces, each with the place in it where it begins."""
+    first = pieces[0][1]
+
     def read(part: Part) -> np.ndarray:
-        whole = np.empty(size_of(part), pieces[0][1].dtype)
+        whole = first.empty(size_of(part), dtype=first.dtype)
         for begin, piece in pieces:
             both = [(max(cut.start, at), min(cut.stop, at + size))
                     for cut, at, size in zip(part, begin, piece.shape, strict=True)]
@@ -97,7 +108,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray
                     piece[tuple(slice(first - at, last - at) for (first, last), at in zip(both, begin))])
         return whole
 
-    return LazyArray(shape, pieces[0][1].dtype, read)
+    return LazyArray(shape, first.dtype, read, first.empty)
 
 
 def stack(layers: Sequence[LazyArray]) -> LazyArray:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from lmmods.core import lazy_array
+from lmmods.core.lazy_array import LazyArray
+
 
 @dataclass(frozen=True)
 class ArrayLibrary:
@@ -19,6 +22,8 @@ class ArrayLibrary:
         load: Undo `save`.
         concatenate: Join arrays along their first dimension.
         empty: Make an array of a shape, of another one's kind.
+        open: Name the arrays of a safetensors file, which are read by parts.
+        read: All of such an array.
         memory_of: What is equal for arrays that are the same memory read in the same way.
     """
 
@@ -27,6 +32,8 @@ class ArrayLibrary:
     load: Callable[[Path], dict[str, Any]]
     concatenate: Callable[[list[Any]], Any]
     empty: Callable[[Any, tuple[int, ...]], Any]
+    open: Callable[[Path], dict[str, LazyArray]]
+    read: Callable[[LazyArray], Any]
     memory_of: Callable[[Any], Hashable] = id
 
 
@@ -37,4 +44,5 @@ def _save_numpy(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, s
 
 
 NUMPY = ArrayLibrary(lambda node: isinstance(node, np.ndarray), _save_numpy, safetensors.numpy.load_file,
-                     np.concatenate, lambda like, shape: np.empty(shape, like.dtype))
+                     np.concatenate, lambda like, shape: np.empty(shape, like.dtype),
+                     lambda file: lazy_array.of_file(file), np.asarray)

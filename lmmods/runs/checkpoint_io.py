@@ -17,8 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lmmods.core import lazy_array
 from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.array_library import NUMPY, ArrayLibrary
@@ -88,27 +86,27 @@ def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
     return arrays
 
 
-def open_checkpoint(folder: Path) -> CheckpointContent:
+def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
     """As `read_checkpoint`, but parameters, optimiser state and gradients are lazy, and no checksum is verified.
 
     Raises:
         UserError: A file is damaged.
     """
-    arrays: dict[str, np.ndarray | LazyArray] = {}
+    arrays: dict[str, Any] = {}
     for top, file in (*SHARDED.items(), ("", REST)):
-        for name, array in _opened(folder, sorted(folder.glob(f"{file}*.safetensors"))).items():
+        for name, array in _opened(folder, sorted(folder.glob(f"{file}*.safetensors")), library).items():
             path = f"{top}/{name}".lstrip("/")
-            arrays[path] = array if array.ndim and path.startswith(LARGE) else np.asarray(array)
+            arrays[path] = array if array.ndim and path.startswith(LARGE) else library.read(array)
     return read_tree(folder, arrays)
 
 
-def _opened(folder: Path, files: list[Path]) -> dict[str, LazyArray]:
+def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
     """The arrays whose pieces are in some files, or their shards along the first dimension."""
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
     for file in files:
         told = pieces_in(file)
-        for key, array in lazy_array.of_file(file).items():
+        for key, array in library.open(file).items():
             if told is not None:
                 name, shape, begin = told[key]
             elif array.ndim:  # a shard, behind those of the files before

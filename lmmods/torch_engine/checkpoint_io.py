@@ -12,10 +12,13 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from safetensors.torch import load_file, save_file
 
+from lmmods.core import lazy_array
+from lmmods.core.errors import UserError
+from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.array_library import ArrayLibrary
 from lmmods.runs.checkpoint_content import CheckpointContent
-from lmmods.runs.checkpoint_format import join
-from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_format import check_manifest, join
+from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_pieces import Shares, split_pieces
 
 
@@ -40,13 +43,33 @@ class FolderCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
                         ) -> dict[str, Any]:
-        content = read_checkpoint(Path(path), TORCH)
-        # Lightning asks which of its versions wrote a checkpoint; the JAX engine knows none.
-        content.setdefault("pytorch-lightning_version", L.__version__)
-        return content
+        return _of_lightning(read_checkpoint(Path(path), TORCH))
+
+    def open_checkpoint(self, path: Path, gather: Callable[[dict], dict], shares: Shares) -> dict[str, Any]:
+        """As `load_checkpoint`, but what is large is lazy. All processes must call this: each verifies some files.
+
+        Args:
+            gather: Of what each process has under its rank, that of all.
+
+        Raises:
+            UserError: A file is damaged.
+        """
+        problems = {}
+        try:
+            check_manifest(path, share=(shares.rank, shares.size))
+        except UserError as error:
+            problems = {shares.rank: str(error)}
+        if problems := gather(problems):
+            raise UserError(problems[min(problems)])
+        return _of_lightning(open_checkpoint(path, TORCH))
 
     def remove_checkpoint(self, path: str | os.PathLike) -> None:
         shutil.rmtree(path)
+
+
+def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
+    # Lightning asks which of its versions wrote a checkpoint; the JAX engine knows none.
+    return {"pytorch-lightning_version": L.__version__, **content}
 
 
 def frozen(content: CheckpointContent) -> CheckpointContent:
@@ -72,4 +95,12 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
     save_file(stored, path, metadata={"format": "pt", **metadata})
 
 
-TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _memory_of)
+def _open(file: Path) -> dict[str, LazyArray]:
+    return lazy_array.of_file(file, "pt", torch.empty)
+
+
+def _read(array: LazyArray) -> torch.Tensor:
+    return array[(slice(None),) * array.ndim].clone()  # not the file's memory
+
+
+TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _open, _read, _memory_of)

@@ -10,6 +10,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.checkpoint_content import AccumulatedGradients
 from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.compat.torch import scale_all
@@ -154,7 +155,8 @@ class GradientAccumulation:
         if state:
             self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
             factor = state["divisor"] / self.divisor(accumulated)
-            self._gradients = {name: grad * factor for name, grad in state["gradients"].items()}
+            self._gradients = {name: grad.scaled(factor) if isinstance(grad, LazyArray) else grad * factor
+                               for name, grad in state["gradients"].items()}
 
     def put_gradients(self, params: dict[str, nn.Parameter], num_losses: int, is_first: bool) -> None:
         """Give the parameters the gradients of an unpacked step; arguments as in `unpack` and of `sharding`."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.nn.tensor_parallel import cut_matrices
 
 
@@ -110,8 +111,16 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
     return part, range(first, first + part.shape[0])
 
 
-def placed_like(full: Tensor, param: Tensor) -> Tensor:
-    """A full tensor on the device of `param`, and cut as it is where that is sharded."""
+def placed_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
+    """A full tensor on the device of `param`, and cut as it is where that is sharded.
+
+    Of a lazy one no more than this process's rows are read.
+    """
+    if isinstance(full, LazyArray):
+        if isinstance(param, DTensor) and full.shape == param.shape and len(param.placements) == 1:
+            _, rows = local_rows(param)
+            return like_shard(full.over_first(slice(rows.start, rows.stop)), param)
+        full = full.over_first(slice(None))
     full = full.to(param.device)
     if isinstance(param, DTensor) and full.shape == param.shape:
         # No process sends its values to the others: each has the same.
@@ -119,7 +128,13 @@ def placed_like(full: Tensor, param: Tensor) -> Tensor:
     return full
 
 
+def like_shard(part: Tensor, param: DTensor) -> DTensor:
+    """A sharded tensor of `param`'s shape of which this process has a copy of `part`, its rows."""
+    return DTensor.from_local(part.to(param.device_mesh.device_type, copy=True), param.device_mesh, param.placements,
+                              run_check=False, shape=param.shape, stride=param.stride())
+
+
 @torch.no_grad()
-def load_into(param: Tensor, full: Tensor) -> None:
+def load_into(param: Tensor, full: Tensor | LazyArray) -> None:
     """Copy a full tensor into a parameter, sharded or not."""
     local(param).copy_(local(placed_like(full, param)))

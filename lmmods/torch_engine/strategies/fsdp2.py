@@ -13,6 +13,7 @@ from torch import Tensor
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint_pieces import Pieces, Shares
 from lmmods.torch_engine.compat.lightning import shard_over_all
+from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.sharding import is_cut, load_into, local_rows, placed_like, whole
 
 
@@ -105,7 +106,8 @@ class FSDP2(ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+        return self.checkpoint_io.open_checkpoint(Path(checkpoint_path), lambda own: gather(own, self.world_size),
+                                                  Shares(self.global_rank, self.world_size))
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         for name, param in self.lightning_module.trainable().items():
@@ -114,6 +116,6 @@ class FSDP2(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            state = {index: {key: placed_like(value, params[index]) if torch.is_tensor(value) and value.ndim else value
+            state = {index: {key: placed_like(value, params[index]) if getattr(value, "ndim", 0) else value
                              for key, value in values.items()} for index, values in saved["state"].items()}
             optimizer.load_state_dict({**saved, "state": state})
