@@ -1,10 +1,6 @@
 """Plans on JAX: collectives counted in programs, and recipes planned on simulated devices."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +13,10 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named
 from lmmods.core.plan import Traffic
+from tests.forks import together
+from tests.jax_engine.measured_memory import compare
 
-ROOT = Path(__file__).parents[2]
+FEW_ROWS = {"clm": "demo/corpus/val.txt", "mlm": "demo/corpus/val.txt", "sft_qlora": "demo/instructions_heldout.jsonl"}
 LAYERS, WIDTH = 5, 64
 MODEL = "{model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 8}"
 
@@ -91,17 +89,12 @@ def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, tmp_path):
     assert "tokens per second, 4,096 a step" in printed and "300 steps" in printed
 
 
-RECIPES = [["--config", "configs/mlm.yaml", "--data.batch_size", "4"]]
-
-
 @pytest.mark.slow
 def test_steps_take_the_memory_that_is_planned():
     """Of this machine's processor, within a tenth: the peak of a process that trains against the plan of the recipe."""
-    recipes = [["plan", *recipe, "--engine", "jax", "--on", "cpu"] for recipe in RECIPES]
-    found = subprocess.run([sys.executable, str(Path(__file__).with_name("measured_memory.py")), json.dumps(recipes)],
-                           capture_output=True, text=True, cwd=ROOT, env=os.environ | {
-                               "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
-    pairs = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("[")]
-    assert len(pairs) == len(recipes), found.stderr[-3000:]
+    [said] = together([json.dumps(["--config", f"configs/{name}.yaml", "--data.source", rows, "--data.batch_size", "4"])
+                       for name, rows in FEW_ROWS.items()], program=compare)
+    pairs = [[int(size) for size in line.split()[1:]] for line in said.splitlines() if line.startswith("bytes")]
+    assert len(pairs) == len(FEW_ROWS), said
     for planned, taken in pairs:
         assert planned == pytest.approx(taken, rel=0.1)

@@ -1,11 +1,7 @@
 """Plans on torch against arithmetic by hand, networks that transformers and bitsandbytes load, and this processor."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +15,10 @@ from lmmods.core.settings import LoRA
 from lmmods.strategies import FSDP2, DeepSpeed
 from lmmods.torch_engine.planning import BUCKETS, Planner, num_buckets
 from lmmods.torch_engine.tasks.clm import CLM
+from tests.forks import together
+from tests.torch_engine.measured_memory import compare
 
-ROOT = Path(__file__).parents[2]
+FEW_ROWS = {"clm": "demo/corpus/val.txt", "mlm": "demo/corpus/val.txt", "sft_qlora": "demo/instructions_heldout.jsonl"}
 LAYERS, WIDTH, INNER, HEADS, LENGTH, ROWS = 2, 32, 48, 4, 16, 2
 CONFIG = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
           "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": LENGTH}
@@ -153,10 +151,9 @@ def test_what_cannot_be_planned_is_named(planner, llama_folder, changes, message
 @pytest.mark.slow
 def test_steps_take_the_memory_that_is_planned():
     """Of this machine's processor, within a tenth: the peak of a process that trains against the plan of the recipe."""
-    recipes = [["plan", "--config", "configs/sft_qlora.yaml", "--data.batch_size", "4", "--on", "cpu"]]
-    found = subprocess.run([sys.executable, str(Path(__file__).with_name("measured_memory.py")), json.dumps(recipes)],
-                           capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    pairs = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("[")]
-    assert len(pairs) == len(recipes), found.stderr[-3000:]
+    [said] = together([json.dumps(["--config", f"configs/{name}.yaml", "--data.source", rows, "--data.batch_size", "4"])
+                       for name, rows in FEW_ROWS.items()], program=compare)
+    pairs = [[int(size) for size in line.split()[1:]] for line in said.splitlines() if line.startswith("bytes")]
+    assert len(pairs) == len(FEW_ROWS), said
     for planned, taken in pairs:
         assert planned == pytest.approx(taken, rel=0.1)
