@@ -44,7 +44,7 @@ class LazyArray:
 
     def transposed(self) -> "LazyArray":
         """Of a matrix, its columns as rows."""
-        return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T)
+        return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T, self.empty)
 
     def below_each_other(self) -> "LazyArray":
         """Of several matrices [N, rows, columns], their rows as those of one."""
@@ -56,7 +56,7 @@ class LazyArray:
             found = self[slice(first, last), slice(0, length), cut].reshape(-1, cut.stop - cut.start)
             return found[rows.start - first * length:rows.stop - first * length]
 
-        return LazyArray((num * length, columns), self.dtype, read)
+        return LazyArray((num * length, columns), self.dtype, read, self.empty)
 
     def over_first(self, first: slice) -> np.ndarray:
         """All of what has these places in the first dimension."""

@@ -1,6 +1,7 @@
 """What the torch engine needs of transformers beyond its documentation."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import set_tqdm_hook
 
+from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat import transformers as compat
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
 from tests.compat.contract import mend
@@ -152,3 +154,18 @@ def test_the_load_report_is_told_with_errors_alone(llama, tmp_path, caplog):
     finally:
         set_tqdm_hook(before)
         logger.removeHandler(caplog.handler)
+
+
+def test_weights_that_are_not_read(llama, tmp_path):
+    llama.save_pretrained(tmp_path)
+    weights, asked = llama.state_dict(), []
+
+    def wait(value):
+        asked.append((type(value), tuple(value.shape)))
+        return nn.Parameter(value.over_first(slice(None)).mul(2))
+
+    with compat.reading_parts(wait, lambda param: param, nullcontext):
+        found = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert asked and {kind for kind, _ in asked} == {LazyArray}, mend("transformers", compat.reading_parts)
+    assert all(torch.equal(value, 2 * weights[name]) for name, value in found.state_dict().items())
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight, llama.lm_head.weight)

@@ -1,18 +1,30 @@
 """What each process reads where parameters are sharded (FSDP2): its rows, and no more."""
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
+from lmmods.core.settings import LoRA
 from lmmods.runs.checkpoint_io import open_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.torch_engine.checkpoint_io import TORCH, FolderCheckpointIO
 from lmmods.torch_engine.compat.torch import imagined_processes
-from lmmods.torch_engine.nn.sharding import load_into, local, placed_like
+from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
+from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
+from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, shard
+from lmmods.torch_engine.nn.stored import fill, read_shards, waiting
+from tests.forks import together
 
 
 @pytest.fixture
@@ -62,3 +74,186 @@ def test_damage_that_another_process_has_found(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match="model.safetensors is not as it was written"):
         reader.open_checkpoint(tmp_path / "c", lambda own: own, Shares(0, 1))
+
+
+SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 3,
+         "num_key_value_heads": 3, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "torch_file": transformers.LlamaConfig(**SIZES),
+    "gpt2": transformers.GPT2Config(vocab_size=37, n_embd=24, n_layer=1, n_head=3, n_positions=16, bos_token_id=1,
+                                    eos_token_id=2),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=3),
+    "gpt_oss": transformers.GptOssConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2,
+                                         layer_types=["full_attention"]),
+}
+NF4 = {"quantize": "nf4", "frozen": True}
+ADAPTERS = {"plain": LoRA(rank=2, targets="all-linear"), "dora": LoRA(rank=2, targets=["q_proj"], dora=True),
+            "in full": LoRA(rank=2, targets=["q_proj"], modules_to_save=["lm_head"])}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that makes a model's folder by its name, and gives the path."""
+    def make(name: str) -> Path:
+        path = tmp_path / name
+        if name == "adapter":
+            network(str(make("llama")), NF4, "plain", 0, False).save_pretrained(path)
+            return path
+        if name == "saved":
+            model = load_pretrained(transformers.AutoModelForCausalLM, str(make("llama")), device=torch.device("cpu"),
+                                    **NF4)
+            model.save_pretrained(path)
+            return path
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(path)
+        if name == "torch_file":
+            torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+            (path / "model.safetensors").unlink()
+        if name == "tied":  # a folder with both
+            weights = load_file(path / "model.safetensors")
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+            save_file(weights, path / "model.safetensors", {"format": "pt"})
+        return path
+
+    return make
+
+
+def network(path: str, options: dict[str, Any], adapter: str | None, tokens: int, by_parts: bool) -> torch.nn.Module:
+    """As `build_network` makes it."""
+    model = load_pretrained(transformers.AutoModelForCausalLM, path, device=torch.device("cpu"), by_parts=by_parts,
+                            **options)
+    if tokens:
+        fill(model.get_input_embeddings())
+        fill(model.get_output_embeddings())
+    new = resize_embeddings(model, 37 + tokens)
+    torch.manual_seed(0)
+    if adapter == "continued":
+        return continue_adapter(model, str(Path(path).with_name("adapter")), torch.float32)
+    return add_lora(model, ADAPTERS[adapter], new, torch.float32, "CAUSAL_LM") if adapter else model
+
+
+def states_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """What bitsandbytes knows of each packed weight."""
+    found = {name: getattr(module, "quant_state", getattr(module, "state", None))
+             for name, module in model.named_modules()}
+    return {name: vars(state) for name, state in found.items() if hasattr(state, "absmax")}
+
+
+def same(one: Any, other: Any, name: str) -> None:
+    assert type(one) is type(other), name
+    if isinstance(one, torch.Tensor):
+        one, other = local(one).detach(), local(other).detach()
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+    elif isinstance(one, dict):
+        assert list(one) == list(other), name
+        for key, value in one.items():
+            same(value, other[key], f"{name}.{key}")
+    elif hasattr(one, "absmax"):
+        same(vars(one), vars(other), name)
+    else:
+        assert one == other, name
+
+
+def compare(cases: list[tuple[str, dict[str, Any], str | None, int]], rank: int, size: int) -> None:
+    """In one of two processes: the network that is read by parts, and the one that is read whole and then cut."""
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    for case in cases:
+        made = []
+        for by_parts in (False, True):
+            model = network(*case, by_parts)
+            model.requires_grad_(not case[1])
+            stored = waiting(model)
+            shard(model, model.get_base_model() if case[2] else model, mesh)
+            assert bool(stored) == (by_parts and case[2] != "dora") and not [name for name in stored if "lora" in name]
+            read_shards(model, stored)
+            model.eval()
+            with torch.no_grad():
+                logits = model(torch.tensor([[1, 2, 3, 4]])).logits
+            made.append({"weights": dict(model.named_parameters()), "buffers": dict(model.named_buffers()),
+                         "states": states_of(model), "logits": logits})
+        same(*made, str(case))
+
+
+def process(cases: list) -> None:
+    compare(cases, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+class Counting:
+    """`safe_open` that counts the values that are read of each tensor."""
+
+    counts: dict[str, int] = {}
+
+    def __init__(self, *args: Any, **options: Any):
+        self.opened = safe_open(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
+
+    def __enter__(self) -> "Counting":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.opened.__exit__(*error)
+
+    def get_slice(self, name: str) -> Any:
+        return CountedSlice(self.opened.get_slice(name), name)
+
+
+class CountedSlice:
+    def __init__(self, stored: Any, name: str):
+        self.stored, self.name = stored, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stored, name)
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        found = self.stored[part]
+        Counting.counts[self.name] = Counting.counts.get(self.name, 0) + found.numel()
+        return found
+
+
+def count(path: str) -> None:
+    """In one of two processes: none reads more of a weight than its half, and of a matrix that is quantised at most a
+    row more, where a block does not begin with it."""
+    import safetensors
+
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    safetensors.safe_open = Counting
+    model = network(path, NF4, "plain", 0, True)
+    assert Counting.counts == {}
+    stored = waiting(model)
+    shard(model, model.get_base_model(), mesh)
+    read_shards(model, stored)
+    for name, weight in load_file(Path(path) / "model.safetensors").items():
+        rows = -(-weight.shape[0] // 2) if rank == 0 else weight.shape[0] // 2
+        more = 2 if weight.ndim == 2 and ".layers." in name else 0
+        assert rows <= Counting.counts[name] // weight[0].numel() <= rows + more, name
+
+
+def test_a_quantised_base_is_read_by_parts(folder):
+    """To the bit as if each process had read all of it."""
+    together([[(str(folder("llama")), NF4, "plain", 0), (str(folder("gpt_oss")), NF4, None, 0)]], 2, program=process)
+
+
+def test_no_process_reads_what_another_one_keeps(folder):
+    together([str(folder("llama"))], 2, program=count)
+
+
+@pytest.mark.slow
+def test_bases_of_all_kinds_are_read_by_parts(folder):
+    """Trained in full, tied, transposed, in other types, made of several tensors, saved in 4 bits; read whole."""
+    paths = {name: str(folder(name)) for name in (*CONFIGS, "saved", "adapter")}
+    together([[
+        (paths["llama"], {}, None, 0), (paths["llama"], NF4, "dora", 0), (paths["llama"], NF4, "in full", 0),
+        (paths["llama"], NF4, "plain", 3), (paths["llama"], NF4, "continued", 0),
+        (paths["tied"], NF4, "plain", 3), (paths["torch_file"], NF4, None, 0),
+        (paths["tied"], {**NF4, "quantize": "fp4", "double_quant": False, "quant_storage": "float32"}, None, 0),
+        (paths["gpt2"], NF4, None, 0), (paths["gpt2"], {}, None, 0), (paths["mixtral"], NF4, None, 0),
+        (paths["mixtral"], {"precision": "bf16-true"}, None, 0), (paths["saved"], {"frozen": True}, "plain", 0)]], 2,
+        program=process)

@@ -6,11 +6,14 @@ Each use is held by tests/compat/test_transformers.py. The attention functions t
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.logging import set_tqdm_hook
+
+from lmmods.core.lazy_array import LazyArray
 
 
 def attention_of(model: nn.Module) -> str:
@@ -79,7 +82,83 @@ def quiet_loading() -> Iterator[None]:
 
 
 @contextmanager
-def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool) -> Iterator[dict[str, Any]]:
+def reading_parts(wait: Callable[[Any], nn.Parameter], values: Callable[[nn.Parameter], Tensor],
+                  reading: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """from_pretrained puts stand-ins into the network: what is one tensor of a safetensors file is not read.
+
+    `modeling_utils.safe_open` opens files, `core_model_loading.spawn_materialize` reads a tensor, which is one of a
+    list where it is told a `tensor_idx`, `set_param_for_module` puts it in its place. `caching_allocator_warmup`
+    would take the memory of all weights from the device, and `_tied_params_are_equal` compares what files hold both of.
+
+    Args:
+        wait: Makes the stand-in of a parameter, given a `LazyArray`, or the values where these had to be computed of
+            several tensors.
+        values: Those of a stand-in.
+        reading: What is around each reading of a file, later.
+    """
+    from safetensors import safe_open
+    from transformers import core_model_loading, modeling_utils
+
+    materialize, put = core_model_loading.spawn_materialize, core_model_loading.set_param_for_module
+    equal = modeling_utils._tied_params_are_equal
+
+    class Name:
+        """A tensor in a file, which is opened anew for each part: what is mapped and was read counts as memory."""
+
+        def __init__(self, file: str, name: str, opened: Any):
+            self.file, self.name, self.opened = file, name, opened
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self.opened, attribute)
+
+        def __getitem__(self, part: Any) -> Tensor:
+            with reading(), safe_open(self.file, "pt") as file:
+                return file.get_slice(self.name)[part]
+
+        def lazy(self, dtype: torch.dtype) -> LazyArray:
+            return LazyArray(self.opened.get_shape(), dtype, lambda part: self[part].to(dtype, copy=True), torch.empty)
+
+    class File:
+        def __init__(self, path: str, **options: Any):
+            self.path, self.opened = path, safe_open(path, **options)
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self.opened, attribute)
+
+        def __enter__(self) -> "File":
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.opened.__exit__(*error)
+
+        def get_slice(self, name: str) -> Name:
+            return Name(self.path, name, self.opened.get_slice(name))
+
+    def deferred(pool: Any, tensor: Any, device: Any = None, dtype: torch.dtype | None = None, tensor_idx: Any = None,
+                 **options: Any) -> Callable[[], Any]:
+        if tensor_idx is None and isinstance(tensor, Name) and dtype is not None and tensor.get_shape():
+            return lambda: tensor.lazy(dtype)
+        return materialize(None, tensor, device, dtype, tensor_idx=tensor_idx, **options)
+
+    def set_param(model: nn.Module, name: str, value: Any, *others: Any) -> None:
+        path, _, own = name.rpartition(".")
+        before = getattr(model.get_submodule(path), own)
+        if isinstance(before, nn.Parameter) and before.ndim:
+            value = wait(value)
+        elif isinstance(value, LazyArray):
+            value = value.over_first(slice(None))
+        put(model, name, value, *others)
+
+    with (_put(modeling_utils, "safe_open", File), _put(core_model_loading, "spawn_materialize", deferred),
+          _put(core_model_loading, "set_param_for_module", set_param),
+          _put(modeling_utils, "_tied_params_are_equal", lambda one, other: equal(values(one), values(other))),
+          _put(modeling_utils, "caching_allocator_warmup", lambda *_: None)):
+        yield
+
+
+@contextmanager
+def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
+               wait: Callable[[Any, nn.Module | None, Any], nn.Parameter] | None = None) -> Iterator[dict[str, Any]]:
     """from_pretrained, asked for 4 bits, quantises these parameters too, each as soon as it is read.
 
     Gives what will hold bitsandbytes' `QuantState` of each, by name. The class of `AUTO_QUANTIZER_MAPPING` is another
@@ -88,9 +167,12 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool) -> Itera
     Args:
         chosen: Whether a parameter is one of them, by its name and what it is before it is read.
         from_mxfp4: Files hold MXFP4, which its own quantiser's `get_weight_conversions` read into numbers.
+        wait: While `reading_parts`: makes the stand-in of a matrix [out, in] that has not been read, or of `chosen`
+            [E, ...], given the layer of a linear one, and the settings (BitsAndBytesConfig).
     """
     from transformers import Mxfp4Config
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     states: dict[str, Any] = {}
@@ -101,10 +183,20 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool) -> Itera
 
             found, settings = {}, self.hf_quantizer.quantization_config
             for name, value in input_dict.items():
+                value = value[0] if isinstance(value, list) else value
+                if isinstance(value, LazyArray):
+                    layer = None if chosen(name, model.get_parameter(name)) else model.get_submodule(
+                        name.rpartition(".")[0])
+                    if layer is not None:
+                        layer._is_hf_initialized = True
+                        value = value.transposed() if issubclass(layer.source_cls, Conv1D) else value
+                    found[name] = wait(value, layer, settings)
+                    if layer is None:
+                        states[name] = found[name].quant_state
+                    continue
                 if not chosen(name, model.get_parameter(name)):
                     found |= super().convert({name: value}, model=model, **kwargs)
                     continue
-                value = value[0] if isinstance(value, list) else value
                 found[name] = Params4bit(
                     value, requires_grad=False, quant_type=settings.bnb_4bit_quant_type,
                     compress_statistics=settings.bnb_4bit_use_double_quant,
@@ -202,9 +294,15 @@ def instead_of_truncated_normals(draw: Callable[[Tensor, float, float, float], N
 def _in_place_of(method: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
     from transformers import PreTrainedModel
 
-    original = getattr(PreTrainedModel, method)
-    setattr(PreTrainedModel, method, replacement(original))
+    with _put(PreTrainedModel, method, replacement(getattr(PreTrainedModel, method))):
+        yield
+
+
+@contextmanager
+def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(PreTrainedModel, method, original)
+        setattr(owner, name, original)

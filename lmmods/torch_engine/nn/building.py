@@ -22,6 +22,7 @@ from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards, from
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from lmmods.torch_engine.nn.packed_experts import packed_names
+from lmmods.torch_engine.nn.stored import fill
 
 
 def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
@@ -34,7 +35,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         task_type: PEFT's name of the task.
         precision: Lightning's name.
         seed: Of all weights that no file holds.
-        later: For a network that will be sharded: takes first values, for `fill_shards` to draw.
+        later: For a network that will be sharded: takes first values, for `fill_shards` to draw. What is in files is
+            not read either, but waits (`stored`).
         frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
 
     Raises:
@@ -54,6 +56,9 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     num_rows = model.get_input_embeddings().weight.shape[0]
     if later and (num_rows < len(data.tokenizer) or fields.trains_adapter):  # both read the values
         fill_shards(model, later)
+    if num_rows < len(data.tokenizer):
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            fill(layer)
     resize_embeddings(model, len(data.tokenizer))
     set_special_ids(model.config, data.tokenizer, is_causal)
     if fields.trains_adapter:
@@ -88,7 +93,7 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,
-                           max_memory=fields.max_memory, seed=seed)
+                           max_memory=fields.max_memory, seed=seed, by_parts=later is not None)
 
 
 @contextlib.contextmanager

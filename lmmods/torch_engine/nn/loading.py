@@ -1,5 +1,7 @@
 """From a folder or hub id to a network: dtypes, quantisation, missing weights, rows for new tokens."""
 
+import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -19,15 +21,17 @@ from lmmods.core.hf_config import (
     saved_quantization,
 )
 from lmmods.core.initialization import mean_row
+from lmmods.core.lazy_array import LazyArray
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
 from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, packed_outline, packed_weight
 from lmmods.torch_engine.compat.torch import has_values
-from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading
+from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.initialization import missing_weights
 from lmmods.torch_engine.nn.packed_experts import is_stacked, pack
 from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
+from lmmods.torch_engine.nn.stored import Codes, cast, values_of, wait_for, wait_for_codes
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
                   "16-mixed": torch.float16}
@@ -37,7 +41,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                     revision: str | None = None, trust_remote_code: bool = False, quantize: Quantize | None = None,
                     double_quant: bool = True, quant_storage: str | None = None, precision: str = "32-true",
                     frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
-                    max_memory: str | dict[int | str, str] | None = None, seed: int = 0) -> nn.Module:
+                    max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False
+                    ) -> nn.Module:
     """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
@@ -52,6 +57,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         device: Where quantised weights are made.
         max_memory: Spread the model over the GPUs of this machine under these limits; see `spreading`.
         seed: Of the weights of a head that the checkpoint lacks.
+        by_parts: Put stand-ins into the network, of which each process reads its rows later; see `stored`.
     """
     compute = COMPUTE_DTYPES[precision]
     stored = compute if frozen or precision.endswith("true") else torch.float32
@@ -81,7 +87,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
     with (reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading(),
-          quantising(is_stacked, saved == MXFP4) as states):
+          _reading(by_parts and saved != "int8", pretrained, device or torch.device("cpu")),
+          quantising(is_stacked, saved == MXFP4, functools.partial(_codes, device=device)) as states):
         try:
             model, found = auto_class.from_pretrained(
                 pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,
@@ -105,7 +112,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if is_packed:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():
-                param.data = param.data.to(stored)
+                cast(param, stored)
     if frozen and precision != "bf16-true":
         _norms_to_float32(model)
     return model.train()
@@ -137,7 +144,18 @@ def _norms_to_float32(model: nn.Module) -> None:
     for module in model.modules():
         if "Norm" in type(module).__name__:
             for param in module.parameters():
-                param.data = param.data.float()
+                cast(param, torch.float32)
+
+
+def _reading(by_parts: bool, pretrained: str, device: torch.device) -> contextlib.AbstractContextManager:
+    if not by_parts:
+        return contextlib.nullcontext()
+    return reading_parts(lambda value: wait_for(value, device), values_of, lambda: reading_weights(pretrained))
+
+
+def _codes(matrix: LazyArray, layer: nn.Module | None, settings: Any, device: torch.device) -> nn.Parameter:
+    return wait_for_codes(Codes(matrix, settings.bnb_4bit_quant_type, settings.bnb_4bit_use_double_quant,
+                                settings.bnb_4bit_quant_storage, device), layer)
 
 
 def base_names(config: PreTrainedConfig) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """LoRA adapters on a network, through PEFT: new ones, and those of a folder."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,12 +15,14 @@ from lmmods.core.adapters import (
     token_indices,
     trained_rows,
 )
+from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.torch import has_values
 from lmmods.torch_engine.nn.initialization import start_adapter
 from lmmods.torch_engine.nn.packed_experts import is_stacked, packed_names, stand_ins
+from lmmods.torch_engine.nn.stored import fill
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
@@ -35,6 +39,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
     packed = packed_names(model)
+    if settings.dora and fill(model):
+        say("Base: each process reads all of it, as DoRA starts from the norms of its rows.")
     for name in sorted(in_full):
         if any(own.startswith(f"{name}.") for own in packed):
             raise UserError(quantised_in_full(name, "4 bits"))
@@ -42,6 +48,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
             kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
             raise UserError(quantised_in_full(name, kind))
+        fill(module)
     stacked = [name for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     adapted_parameters(settings, [*packed, *stacked], in_full)
     answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
@@ -87,6 +94,8 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
     try:
         config = PeftConfig.from_pretrained(folder)
+        if not _is_plain(config) and fill(model):
+            say(f"Base: each process reads all of it, which the adapter in {folder} may need.")
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
         with stand_ins(model):
@@ -102,10 +111,20 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
     return _cast_trainable(wrapped, dtype)
 
 
+def _is_plain(config: Any) -> bool:
+    """Whether PEFT makes an adapter without looking at the base's values."""
+    reads = ("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication")
+    return (config.peft_type == "LORA" and config.init_lora_weights in (True, False)
+            and not any(getattr(config, name, None) for name in reads))
+
+
 def _token_rows(model: nn.Module, tokens: list[int], in_full: set[str]) -> dict[str, list[int]] | list[int] | None:
     """PEFT's `trainable_token_indices`."""
     names = {module: name for name, module in model.named_modules()}
     embedding, output = names[model.get_input_embeddings()], model.get_output_embeddings()
+    if tokens:
+        fill(model.get_input_embeddings())
+        fill(output)
     rows = trained_rows(tokens, embedding, names.get(output), in_full,
                         tied=getattr(model.config, "tie_word_embeddings", False),
                         has_bias=getattr(output, "bias", None) is not None)

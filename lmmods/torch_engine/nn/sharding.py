@@ -106,9 +106,13 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
     part, length = local(tensor), tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return part, range(length)
-    each = math.ceil(length / tensor.device_mesh.size())
-    first = min(each * tensor.device_mesh.get_local_rank(), length)
-    return part, range(first, first + part.shape[0])
+    return part, share_of(length, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+
+
+def share_of(length: int, rank: int, size: int) -> range:
+    """Which of so many rows `shard` gives to a process, of `size`."""
+    each = math.ceil(length / size)
+    return range(min(each * rank, length), min(each * (rank + 1), length))
 
 
 def placed_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.micro_batching import split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
+from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 
 class TaskModule(TaskFields, L.LightningModule, ABC):
@@ -67,8 +68,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if shards:
             if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
                 self.cut_rows = CutRows.over(self.model, self.device_mesh, num_pieces)
+            stored = waiting(self.model)
             sharding.shard(self, self.model, self.device_mesh)
             fill_shards(self.model, later or {})
+            read_shards(self.model, stored)
         with self.trainer.precision_plugin.forward_context():
             self(self.on_model_ready)
 
