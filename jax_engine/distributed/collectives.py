@@ -33,7 +33,9 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
             kind, passes = found[2].removesuffix("-start"), times
             if kind in KINDS:
                 group, channel = _group(line), re.search(r"channel_id=(\d+)", line)
-                one = (kind, times, _whole_bytes(kind, found[1], found[2], group), group)
+                size = _whole_bytes(kind, found[1], found[2], group)
+                # A TPU's program spells one as a fusion of a sum and a slice, in a computation of this name.
+                one = ("reduce-scatter" if "all-reduce-scatter" in name else kind, times, size, group)
                 key = channel[1] if channel and in_fusion else line
                 found_once[key] = max(found_once.get(key, one), one, key=lambda each: each[1])
             if kind == "while":

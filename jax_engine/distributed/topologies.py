@@ -54,10 +54,12 @@ def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
                                              topology=f"1x1x{on.num_devices}")
     else:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no server to ask what is attached
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at once: none uses a chip
         bounds = tpu_shape(on)
         # As one host, so that this process counts as that of all devices.
-        found = topologies.get_topology_desc(platform="tpu", chips_per_host_bounds=bounds, topology_name=(
-            f"{on.kind.name}:" + "x".join(map(str, bounds[:2] if on.kind.cores == 1 else bounds))))
+        found = topologies.get_topology_desc(
+            platform="tpu", chips_per_host_bounds=bounds, wrap=tpu_rings(bounds, on.kind.cores == 1),
+            topology_name=f"{on.kind.name}:" + "x".join(map(str, bounds[:2] if on.kind.cores == 1 else bounds)))
     return found.devices[:on.num_devices], False
 
 
@@ -74,6 +76,15 @@ def tpu_shape(on: Target) -> tuple[int, int, int]:
     shape = [1 << ((bits + place) // axes) for place in range(axes)]
     assert math.prod(shape) == on.num_devices
     return (*shape, 1)[:3] if axes == 2 else tuple(shape)
+
+
+def tpu_rings(shape: tuple[int, int, int], is_plane: bool) -> tuple[bool, bool, bool]:
+    """Along which axes the last chip of a slice is linked with the first: of whole pods of v5e and v6e, 16 x 16 chips,
+    and of slices of v4 and v5p that are made of cubes of 4 x 4 x 4.
+    """
+    if is_plane:
+        return (shape == (16, 16, 1),) * 2 + (False,)
+    return (all(size % 4 == 0 for size in shape),) * 3
 
 
 def _description(on: Target) -> str:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import torch
 from toy import Toy
 
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
-from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.mesh import ShardedMesh, laid_out
 from jax_engine.distributed.prefetch import Prefetcher
 from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
@@ -234,3 +236,15 @@ def test_a_step_leaves_no_values_behind_on_the_host(toy):
         (state,) = step(*args)
     assert np.array_equal(parallel.fetch_state(state)["w"], np.full(3, 9, np.float32))
     assert jnp.float32 == state["w"].dtype
+
+
+def test_a_mesh_follows_the_links_of_a_slice():
+    """A v5p slice of 4 x 4 x 4 chips, which JAX lists host by host, 2 x 2 chips each."""
+    slice_ = [SimpleNamespace(platform="tpu", device_kind="TPU v5", coords=[2 * x + i, 2 * y + j, z], core_on_chip=0)
+              for z, y, x, j, i in product(range(4), range(2), range(2), range(2), range(2))]
+    grid = laid_out(slice_, (1, 64, 1, 1, 1))
+    places = np.array([chip.coords for chip in grid.flat])
+    assert grid.shape == (1, 64, 1, 1, 1) and len({tuple(place) for place in places}) == 64
+    assert (np.abs(np.diff(places.reshape(16, 4, 3), axis=1)).sum(-1) == 1).all()  # each four of them lie in a line
+    some = slice_[:3]  # no box
+    assert list(laid_out(some, (1, 3)).flat) == some

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_engine.distributed.collectives import collectives
-from jax_engine.distributed.topologies import tpu_shape
+from jax_engine.distributed.topologies import tpu_rings, tpu_shape
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named
@@ -58,6 +58,15 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   ROOT %g.1 = f32[8]{0:T(256)} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 }
 """
+SCATTER = """
+ENTRY %main (p: bf16[64,8]) -> bf16[16,8] {
+  ROOT %scattered = bf16[16,8]{1,0:T(8,128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2
+}
+%all-reduce-scatter.2 (input: bf16[64,8]) -> bf16[16,8] {
+  %sum = bf16[64,8]{1,0:T(8,128)} all-reduce(%input), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %own = bf16[16,8]{1,0:T(8,128)} dynamic-slice(%sum, %place, %zero), dynamic_slice_sizes={16,8}
+}
+"""
 
 
 def test_programs_of_tpus_tell_passes_by_a_constant_and_one_collective_several_times():
@@ -65,10 +74,22 @@ def test_programs_of_tpus_tell_passes_by_a_constant_and_one_collective_several_t
     assert collectives(TPU.replace("constant(40)", "parameter(1)"))[1] == 1
 
 
+def test_programs_of_tpus_spell_a_reduce_scatter_as_a_sum_of_which_each_keeps_a_part():
+    assert collectives(SCATTER) == ({"reduce-scatter": Traffic(1, 1024, 4)}, 0)
+
+
 @pytest.mark.parametrize(("name", "shape"), [("v5e-16", (4, 4, 1)), ("v5e-8", (2, 4, 1)), ("v5p-64", (2, 4, 4)),
                                              ("v4-8", (1, 2, 2)), ("v6e-1", (1, 1, 1))])
 def test_slices_are_as_even_as_they_go(name, shape):
     assert tpu_shape(target_named(name)) == shape
+
+
+@pytest.mark.parametrize(("name", "rings"), [("v5e-64", False), ("v6e-256", True), ("v5p-64", False),
+                                             ("v5p-128", True)])
+def test_whole_pods_and_slices_of_cubes_have_rings(name, rings):
+    on = target_named(name)
+    assert tpu_rings(tpu_shape(on), on.kind.cores == 1) == ((rings, rings, False) if on.kind.cores == 1
+                                                            else (rings,) * 3)
 
 
 def test_slices_are_powers_of_two():
