@@ -11,7 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmmods.core.initialization import Normal, Uniform, draw
 from lmmods.torch_engine.nn import initialization, sharding
-from lmmods.torch_engine.nn.initialization import FirstWeights, fill_shards, from_config
+from lmmods.torch_engine.nn.initialization import FirstWeights, from_config
+from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 OTHERS = {  # beyond the families that both engines have: other kinds of layers and ways to start
@@ -176,14 +177,14 @@ def test_a_process_draws_the_rows_that_it_keeps(name, rank, monkeypatch):
     monkeypatch.setattr(initialization, "draw_part", drawn)
     torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
     try:
-        later = {}
-        model = from_config(make, 3, later)
+        model = from_config(make, 3, by_parts=True)
         matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
-        assert set(later) == matrices and not num_rows
+        stored = waiting(model)
+        assert set(stored) == matrices and not num_rows
         mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
         sharding.shard(Wrapped(model), model, mesh)
-        fill_shards(model, later)
-        assert not later and num_rows.keys() == matrices
+        read_shards(model, stored)
+        assert not stored and num_rows.keys() == matrices
         for key, param in model.named_parameters():
             rows = -(-param.shape[0] // 3)
             expected = whole[key][rows * rank:rows * (rank + 1)]

@@ -18,7 +18,7 @@ from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
-from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards, from_config
+from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from lmmods.torch_engine.nn.packed_experts import packed_names
@@ -26,8 +26,7 @@ from lmmods.torch_engine.nn.stored import fill
 
 
 def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
-                  device: torch.device, seed: int, later: dict[str, FirstValues] | None = None, frozen: bool = False
-                  ) -> nn.Module:
+                  device: torch.device, seed: int, by_parts: bool = False, frozen: bool = False) -> nn.Module:
     """The network that the fields of a task describe, in training mode.
 
     Args:
@@ -35,8 +34,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         task_type: PEFT's name of the task.
         precision: Lightning's name.
         seed: Of all weights that no file holds.
-        later: For a network that will be sharded: takes first values, for `fill_shards` to draw. What is in files is
-            not read either, but waits (`stored`).
+        by_parts: It will be sharded: what is in files, or can be drawn by parts, waits until then (`stored`).
         frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
 
     Raises:
@@ -45,7 +43,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     bound_onednn_cache()
     torch.manual_seed(seed)
     is_causal = auto_class == "AutoModelForCausalLM"
-    model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed, later,
+    model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed, by_parts,
                   frozen or fields.trains_adapter)
     if fields.fast_kernels:
         fuse_activations(model)
@@ -54,8 +52,6 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     if fields.attention is None:
         say_eager(model)
     num_rows = model.get_input_embeddings().weight.shape[0]
-    if later and (num_rows < len(data.tokenizer) or fields.trains_adapter):  # both read the values
-        fill_shards(model, later)
     if num_rows < len(data.tokenizer):
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             fill(layer)
@@ -77,7 +73,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
 
 
 def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], precision: str, device: torch.device,
-          seed: int, later: dict[str, FirstValues] | None, frozen: bool) -> nn.Module:
+          seed: int, by_parts: bool, frozen: bool) -> nn.Module:
     """The network without adapter, loaded or with random weights."""
     import transformers
 
@@ -88,12 +84,12 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         with _sizes_checked(), choosing_attention(fields.attention):
             return from_config(lambda: auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
-                                                        trust_remote_code=fields.trust_remote_code), seed, later)
+                                                        trust_remote_code=fields.trust_remote_code), seed, by_parts)
     return load_pretrained(auto, fields.pretrained, overrides=fields.overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,
-                           max_memory=fields.max_memory, seed=seed, by_parts=later is not None)
+                           max_memory=fields.max_memory, seed=seed, by_parts=by_parts)
 
 
 @contextlib.contextmanager

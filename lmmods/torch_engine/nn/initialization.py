@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from lmmods.torch_engine.compat.transformers import (
     instead_of_truncated_normals,
     without_first_weights,
 )
-from lmmods.torch_engine.nn.sharding import local_rows
+from lmmods.torch_engine.nn.stored import let_wait
 
 aten = torch.ops.aten
 DISTRIBUTIONS = {
@@ -56,7 +55,7 @@ class _Memory:
 
 @dataclass
 class FirstValues:
-    """First values of a parameter that nobody has drawn yet.
+    """First values of a parameter that nobody has drawn yet, as the `Source` of one that waits.
 
     Args:
         name: In the model's folder.
@@ -69,14 +68,17 @@ class FirstValues:
     shape: tuple[int, ...]
     constants: list[tuple[int, int, float]]
 
-    def rows(self, rows: range) -> np.ndarray:
+    def rows(self, rows: range) -> Tensor:
         """The values of some rows, float32 [len(rows), ...]."""
         part = (slice(rows.start, rows.stop), *[slice(None)] * (len(self.shape) - 1))
         values = draw_part(self.seed, self.name, self.distribution, self.shape, part)
         first = rows.start * math.prod(self.shape[1:])
         for start, end, constant in self.constants:
             values.reshape(-1)[max(start - first, 0):max(end - first, 0)] = constant
-        return values
+        return torch.from_numpy(values)
+
+    def whole(self) -> Tensor:
+        return self.rows(range(self.shape[0]))
 
 
 class FirstWeights(DispatchMode):
@@ -100,12 +102,12 @@ class FirstWeights(DispatchMode):
 
     @torch.no_grad()
     def start(self, model: nn.Module, initialize: Callable[[], None], file_name: Callable[[str], str] = str,
-              later: dict[str, FirstValues] | None = None) -> None:
+              by_parts: bool = False) -> None:
         """Run the initialisation of a model that has been made.
 
         Args:
             file_name: From a parameter's name in the model to that in the model's folder.
-            later: Takes, by name in the model, what `fill_shards` can draw.
+            by_parts: Draw nothing of which a process can draw its rows alone; such parameters wait (`stored`).
         """
         def names() -> dict[int, str]:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -123,15 +125,16 @@ class FirstWeights(DispatchMode):
         with before_each_module(enter), instead_of_truncated_normals(self._draw_truncated):
             initialize()
         self._names = names()
-        if later is not None:
+        if by_parts:
             for name, param in model.named_parameters():
                 waiting = self._waiting.get(_memory(param)) if _is_real(param) else None
                 if waiting is not None and waiting.is_simple():
                     _, _, (distribution,) = waiting.writes[0]
                     constants = [(part.storage_offset(), part.storage_offset() + part.numel(), value[0] if value else 0)
                                  for part, _, value in waiting.writes[1:]]
-                    later[name] = FirstValues(self._seed, file_name(name), distribution, tuple(param.shape), constants)
                     del self._waiting[_memory(param)]
+                    let_wait(param, FirstValues(self._seed, file_name(name), distribution, tuple(param.shape),
+                                                constants))
         for memory in list(self._waiting):
             if memory in before and memory not in self._names:  # tied to something else
                 del self._waiting[memory]
@@ -195,27 +198,18 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def from_config(make: Callable[[], nn.Module], seed: int, later: dict[str, FirstValues] | None = None) -> nn.Module:
+def from_config(make: Callable[[], nn.Module], seed: int, by_parts: bool = False) -> nn.Module:
     """A model of transformers with first weights.
 
     Args:
         make: Makes it of a configuration.
-        later: Takes what `fill_shards` can draw, by name; until then those parameters hold anything.
+        by_parts: See `FirstWeights.start`.
     """
     with FirstWeights(seed) as weights:
         with without_first_weights():
             model = make()
-        weights.start(model, model.init_weights, later=later)
+        weights.start(model, model.init_weights, by_parts=by_parts)
     return model
-
-
-@torch.no_grad()
-def fill_shards(model: nn.Module, later: dict[str, FirstValues]) -> None:
-    """Draw what `from_config` has left, of sharded parameters the rows of this process alone; `later` is empty then."""
-    params = dict(model.named_parameters())
-    for name in list(later):
-        part, rows = local_rows(params[name])
-        part.copy_(torch.from_numpy(later.pop(name).rows(rows)))
 
 
 @contextmanager

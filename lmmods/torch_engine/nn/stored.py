@@ -1,4 +1,4 @@
-"""Weights of a network that will be sharded, of which each process reads only its own rows.
+"""Weights of a network that will be sharded, of which each process reads or draws only its own rows.
 
 Until then stand-ins are in the network: parameters of the right shape and type without memory of their own, which know
 where their values are. Whatever needs the values earlier calls `fill`.
@@ -137,9 +137,14 @@ def wait_for(value: Tensor | LazyArray, device: torch.device) -> nn.Parameter:
         return param
     param = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=value.is_floating_point())
     if not hasattr(param, "source"):
-        param.source = Kept(param.data)
-        param.data = _nothing(param.shape, param.dtype, param.device)
+        let_wait(param, Kept(param.data))
     return param
+
+
+def let_wait(param: nn.Parameter, source: Source) -> None:
+    """Make a stand-in of a parameter."""
+    param.source = source
+    param.data = _nothing(param.shape, param.dtype, param.device)
 
 
 def wait_for_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:

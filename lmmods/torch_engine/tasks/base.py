@@ -23,7 +23,6 @@ from lmmods.torch_engine.nn.cut_rows import CutRows
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, WeightedMean, seed_step
-from lmmods.torch_engine.nn.initialization import FirstValues, fill_shards
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.micro_batching import split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
@@ -60,17 +59,15 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
         shards, cuts_matrices = self.device_mesh is not None, sharding.num_repeats(self.trainer.strategy) > 1
-        later: dict[str, FirstValues] | None = {} if shards and not cuts_matrices else None
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.trainer.strategy.root_device,
-                                   seed=base_seed(), later=later)
+                                   seed=base_seed(), by_parts=shards and not cuts_matrices)
         self._dropout = TokenDropout.of(self.model)
         if shards:
             if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
                 self.cut_rows = CutRows.over(self.model, self.device_mesh, num_pieces)
             stored = waiting(self.model)
             sharding.shard(self, self.model, self.device_mesh)
-            fill_shards(self.model, later or {})
             read_shards(self.model, stored)
         with self.trainer.precision_plugin.forward_context():
             self(self.on_model_ready)
