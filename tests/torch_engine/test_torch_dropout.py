@@ -264,3 +264,16 @@ def test_nothing_is_dropped_while_it_is_off(name, attention):
         found = outputs(model, batch)
     exact = outputs(model.eval(), batch)
     assert torch.equal(found, exact) and not torch.allclose(dropped, exact, atol=1e-2)
+
+
+def test_blocks_that_get_another_class_are_computed_anew_as_before():
+    """As FSDP2 does with each."""
+    network, calls = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt2"](**GPT2)).train(), []
+    TokenDropout(network)
+    enable_checkpointing(network)
+    for block in network.transformer.h:
+        again = block._gradient_checkpointing_func
+        block._gradient_checkpointing_func = lambda *args, again=again: calls.append(1) or again(*args)
+        block.__class__ = type("FSDPBlock", (type(block),), {})
+    network(torch.ones(1, 4, dtype=torch.long))
+    assert len(calls) == len(network.transformer.h)

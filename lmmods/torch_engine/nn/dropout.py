@@ -42,7 +42,7 @@ class TokenDropout:
         self._is_off = False
         self._told: set[str] = set()
         self.has_sites = False
-        own_code = any(_package(module) not in MODULES_ONLY | {"transformers"} for module in model.modules())
+        own_code = any(_package(module) not in MODULES_ONLY | {"transformers", "lmmods"} for module in model.modules())
         calls_functions = has_rates(model.config) or own_code
         if compiled:
             self._drop = torch.compiler.disable(self._drop)
@@ -171,8 +171,13 @@ class _FunctionsReplaced:
     """A module's forward, while which torch's functions are a network's own. transformers reads its signature."""
 
     def __init__(self, dropout: TokenDropout, module: nn.Module, name: str):
-        self._dropout, self._module, self._name, self._forward = dropout, module, name, module.forward
+        self._dropout, self._module, self._name, self._own = dropout, module, name, vars(module).get("forward")
         update_wrapper(self, module.forward)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # That of the class which the module has now: FSDP2 gives it another, and transformers checkpoints in the
+        # outermost alone.
+        return self._own(*args, **kwargs) if self._own else type(self._module).forward(self._module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._module.training:
