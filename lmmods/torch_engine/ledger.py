@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from lmmods.core.plan import Traffic
 from lmmods.torch_engine.compat.torch import (
+    GROUPED,
     INDEXING,
     READING,
     DispatchMode,
     arithmetic,
+    grouped,
     has_values,
     resizing,
     tensors_in,
@@ -110,7 +112,8 @@ class Ledger(DispatchMode):
             return ANSWERS[func](args[0])
         if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = (args[0], _all_places(args[1]), *args[2:])
-        before, result = self._num_seen, func(*args, **kwargs)
+        before = self._num_seen
+        result = (grouped if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
         made = [x for x in tensors_in(result) if not x.is_meta]  # by which sharded tensors find whole ones' shapes
         for tensor in made:
             number = self._number(tensor.untyped_storage())

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.hf_config import load_config
 from lmmods.core.model_sizes import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import Schedule, limited
 from lmmods.torch_engine.bare_step import full_batch, stand_in, take_step
 from lmmods.torch_engine.compat.lightning import give_mesh
 from lmmods.torch_engine.compat.torch import imagined_processes, without_values
+from lmmods.torch_engine.compat.transformers import without_padding
 from lmmods.torch_engine.ledger import Ledger
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.cpu_kernels import stays_float32
@@ -85,16 +85,10 @@ class Planner:
             "model.quantize int8": task.quantize == "int8",
             "model.max_memory": task.max_memory is not None,
             "model.lora.dora with model.quantize": task.quantize and task.lora is not None and task.lora.dora,
-            "a mixture of experts": self._has_experts(),
             f"trainer.precision {self.precision}": self.precision not in COMPUTE_DTYPES,
         }
         if names := [name for name, is_on in refused.items() if is_on]:
             raise UserError(f"plan: on torch {', '.join(names)} cannot be planned. Take that out to plan the rest.")
-
-    def _has_experts(self) -> bool:
-        task = self.task
-        named = task.pretrained if task.config is None else task.config
-        return mixture_of(load_config(named, task.overrides, task.revision, task.trust_remote_code)) is not None
 
     @property
     def may_shard(self) -> bool:
@@ -142,7 +136,7 @@ class Planner:
                 FSDP2().check_run(task)
                 names = ("data_parallel", "tensor_parallel")
                 give_mesh(task, init_device_mesh("cpu", (ranks, 1), mesh_dim_names=names))
-            with without_values(), chunks_of_gpus() if on_gpu else nullcontext():
+            with without_values(), without_padding(), chunks_of_gpus() if on_gpu else nullcontext():
                 return self._plan(task, variant, is_sharded)
 
     def _plan(self, task: TaskModule, variant: Variant, is_sharded: bool) -> StepPlan:
@@ -228,6 +222,9 @@ class Planner:
                       "attention is counted as torch's flash kernel takes it"]
             if getattr(self.data, "packing", False):
                 notes.append("packed rows are planned with masks, which torch's kernel for them does without")
+        if (mixture := mixture_of(task.model.config)) is not None:
+            notes.append(f"each token takes {mixture.per_token} of {mixture.num} experts, which are taken as evenly "
+                         "loaded: memory and arithmetic are the same however they are, the speed is not")
         if optimizer is None:
             notes.append(f"the state of {task.optimizer.name} is arithmetic on its bytes for each parameter")
         if self.task.compile:

@@ -109,6 +109,24 @@ def test_arithmetic_of_operations():
     assert compat.arithmetic(aten.add.Tensor, (x, x), {}, x) == 0
 
 
+def test_products_of_groups():
+    rows, matrices, ends = torch.ones(6, 8), torch.ones(3, 8, 4), torch.tensor([1, 4, 6], dtype=torch.int32)
+    seen = []
+
+    class Watch(compat.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            if func is compat.GROUPED:
+                seen.append((compat.grouped(*args).shape, result.shape, compat.arithmetic(func, args, {}, result)))
+            return result
+
+    with Watch():
+        found = torch.nn.functional.grouped_mm(rows.requires_grad_(), matrices.requires_grad_(), offs=ends)
+        found.square().sum().backward()
+    assert len(seen) == 3 and all(shape == wanted and count == 2 * 6 * 8 * 4 for shape, wanted, count in seen), mend(
+        "torch", compat.grouped)
+
+
 def test_resized_memory_is_told():
     seen, x = [], torch.ones(4)
     with compat.resizing(lambda storage, size: seen.append((storage.nbytes(), size))):

@@ -20,6 +20,7 @@ _ON_GPU = {getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu
 READING = torch.ops.aten._local_scalar_dense.default  # what `item` and `bool` run
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
             torch.ops.aten._index_put_impl_.default)  # second argument: indices
+GROUPED = torch.ops.aten._grouped_mm.default  # what `torch.nn.functional.grouped_mm` runs, forward and backward
 
 __all__ = ["DispatchMode", "with_values"]
 
@@ -97,9 +98,25 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> i
     """Additions and multiplications of an operation: `torch.utils.flop_counter`, whose table has no public name.
 
     Attention on processors is not in it, and counted as that on GPUs, whose operators begin with the same arguments.
+    Nor are products of groups of rows or columns, which all of them together are in one group each.
     """
+    if func is GROUPED:
+        return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     count = flop_registry.get(_ON_GPU.get(func.overloadpacket, func.overloadpacket))
     return 0 if count is None else count(*args, **kwargs, out_val=result)
+
+
+def grouped(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
+    """The product of groups, without values: torch's own outline of `GROUPED` takes bfloat16 alone.
+
+    Args:
+        left: [S, K] with `right` [G, K, N], or [M, S] with [S, N]: S is cut into G groups; or [G, M, K] with [K, S].
+        ends: [G] of the groups.
+    """
+    shape = (*left.shape[:-1], right.shape[-1])
+    if left.ndim == right.ndim == 2:
+        return left.new_empty(len(ends), *shape)
+    return left.new_empty(shape[-2:])
 
 
 @contextmanager

@@ -29,6 +29,26 @@ def can_change_attention(model: nn.Module) -> bool:
     return model._can_set_attn_implementation()
 
 
+@contextmanager
+def without_padding() -> Iterator[None]:
+    """While this is entered, masks are made as for rows without padding, which need none where all that comes before is
+    seen: transformers looks for padding where a mask has values alone.
+
+    `_ignore_causal_mask_sdpa` and `_ignore_bidirectional_mask_sdpa` of `masking_utils` begin with the mask of padding.
+    """
+    from transformers import masking_utils
+
+    names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+    originals = {name: getattr(masking_utils, name) for name in names}
+    for name, original in originals.items():
+        setattr(masking_utils, name, lambda _, *args, original=original, **kwargs: original(None, *args, **kwargs))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masking_utils, name, original)
+
+
 def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the next step of generation: `_update_model_kwargs_for_generation`.
 
