@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils.logging import set_tqdm_hook
 
 from lmmods.core.lazy_array import LazyArray
+from lmmods.torch_engine.compat.torch import storage_of
 
 
 def attention_of(model: nn.Module) -> str:
@@ -102,9 +103,10 @@ def quiet_loading() -> Iterator[None]:
 
 
 @contextmanager
-def reading_parts(wait: Callable[[Any], nn.Parameter], values: Callable[[nn.Parameter], Tensor],
+def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values: Callable[[nn.Parameter], Tensor],
                   reading: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """from_pretrained puts stand-ins into the network: what is one tensor of a safetensors file is not read.
+    """from_pretrained puts stand-ins into the network: what is one tensor of a safetensors file is not read, nor are
+    codes of bitsandbytes, at which nothing looks.
 
     `modeling_utils.safe_open` opens files, `core_model_loading.spawn_materialize` reads a tensor, which is one of a
     list where it is told a `tensor_idx`, `set_param_for_module` puts it in its place. `caching_allocator_warmup`
@@ -112,7 +114,7 @@ def reading_parts(wait: Callable[[Any], nn.Parameter], values: Callable[[nn.Para
 
     Args:
         wait: Makes the stand-in of a parameter, given a `LazyArray`, or the values where these had to be computed of
-            several tensors.
+            several tensors, or a parameter that stands for codes, and these.
         values: Those of a stand-in.
         reading: What is around each reading of a file, later.
     """
@@ -154,17 +156,26 @@ def reading_parts(wait: Callable[[Any], nn.Parameter], values: Callable[[nn.Para
         def get_slice(self, name: str) -> Name:
             return Name(self.path, name, self.opened.get_slice(name))
 
+    codes: dict[int, LazyArray] = {}  # by the storage of what stands for them
+
+    def stand_in(array: LazyArray, device: Any) -> Tensor:
+        scalar = torch.zeros((), dtype=array.dtype, device=device)
+        codes[storage_of(scalar)] = array
+        return scalar.expand(array.shape)
+
     def deferred(pool: Any, tensor: Any, device: Any = None, dtype: torch.dtype | None = None, tensor_idx: Any = None,
                  **options: Any) -> Callable[[], Any]:
         if tensor_idx is None and isinstance(tensor, Name) and dtype is not None and tensor.get_shape():
             return lambda: tensor.lazy(dtype)
+        if isinstance(tensor, Name) and tensor.get_dtype() == "U8" and tensor.get_shape()[1:] == [1]:
+            return lambda: stand_in(tensor.lazy(torch.uint8), device)
         return materialize(None, tensor, device, dtype, tensor_idx=tensor_idx, **options)
 
     def set_param(model: nn.Module, name: str, value: Any, *others: Any) -> None:
         path, _, own = name.rpartition(".")
         before = getattr(model.get_submodule(path), own)
         if isinstance(before, nn.Parameter) and before.ndim:
-            value = wait(value)
+            value = wait(value, codes.get(storage_of(value)) if isinstance(value, Tensor) else None)
         elif isinstance(value, LazyArray):
             value = value.over_first(slice(None))
         put(model, name, value, *others)

@@ -150,7 +150,7 @@ def _norms_to_float32(model: nn.Module) -> None:
 def _reading(by_parts: bool, pretrained: str, device: torch.device) -> contextlib.AbstractContextManager:
     if not by_parts:
         return contextlib.nullcontext()
-    return reading_parts(lambda value: wait_for(value, device), values_of, lambda: reading_weights(pretrained))
+    return reading_parts(functools.partial(wait_for, device=device), values_of, lambda: reading_weights(pretrained))
 
 
 def _codes(matrix: LazyArray, layer: nn.Module | None, settings: Any, device: torch.device) -> nn.Parameter:

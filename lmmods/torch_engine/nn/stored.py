@@ -129,15 +129,19 @@ class Codes:
             offset, nested)))
 
 
-def wait_for(value: Tensor | LazyArray, device: torch.device) -> nn.Parameter:
-    """A stand-in for a weight, of which this process keeps no more than its rows."""
+def wait_for(value: Tensor | LazyArray, array: LazyArray | None, device: torch.device) -> nn.Parameter:
+    """A stand-in for a weight, of which this process keeps no more than its rows.
+
+    Args:
+        array: The values, where they are not `value` itself.
+    """
     if isinstance(value, LazyArray):
         param = nn.Parameter(_nothing(value.shape, value.dtype, device), requires_grad=value.dtype.is_floating_point)
         param.source = Stored(value)
         return param
     param = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=value.is_floating_point())
     if not hasattr(param, "source"):
-        let_wait(param, Kept(param.data))
+        let_wait(param, Kept(param.data) if array is None else Stored(array))
     return param
 
 
