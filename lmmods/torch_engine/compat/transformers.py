@@ -156,11 +156,11 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
         def get_slice(self, name: str) -> Name:
             return Name(self.path, name, self.opened.get_slice(name))
 
-    codes: dict[int, LazyArray] = {}  # by the storage of what stands for them
+    codes: dict[int, tuple[LazyArray, Tensor]] = {}  # by the storage of what stands for them, which stays there
 
     def stand_in(array: LazyArray, device: Any) -> Tensor:
         scalar = torch.zeros((), dtype=array.dtype, device=device)
-        codes[storage_of(scalar)] = array
+        codes[storage_of(scalar)] = array, scalar
         return scalar.expand(array.shape)
 
     def deferred(pool: Any, tensor: Any, device: Any = None, dtype: torch.dtype | None = None, tensor_idx: Any = None,
@@ -175,7 +175,8 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
         path, _, own = name.rpartition(".")
         before = getattr(model.get_submodule(path), own)
         if isinstance(before, nn.Parameter) and before.ndim:
-            value = wait(value, codes.get(storage_of(value)) if isinstance(value, Tensor) else None)
+            stands_for, _ = codes.get(storage_of(value), (None, None)) if isinstance(value, Tensor) else (None, None)
+            value = wait(value, stands_for)
         elif isinstance(value, LazyArray):
             value = value.over_first(slice(None))
         put(model, name, value, *others)

@@ -80,6 +80,8 @@ class Codes:
         self._matrix = matrix if matrix.ndim == 2 else matrix.below_each_other()
         self.double, self.storage, self.device = double, storage, device
         num_bytes = -(-matrix.size // 2)
+        if num_bytes % storage.itemsize:
+            raise ValueError(f"{num_bytes} bytes of 4-bit codes cannot be kept as {storage}")
         self.shape = (num_bytes // storage.itemsize, 1)
         # bitsandbytes' description of the codes; its scales come with them
         self.state = QuantState(None, torch.Size(matrix.shape), blocksize=BLOCK, quant_type=quant_type,
