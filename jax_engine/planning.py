@@ -29,7 +29,7 @@ from lmmods.runs.schedule import Schedule, limited
 
 PREALLOCATED = 0.75  # of a GPU's memory: what XLA takes unless the variable says otherwise
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"')
+_ATTENTION = re.compile(r'custom_call_target="__(cudnn\$fmha\w*)"|%(splash_mha_(?:fwd|dq|dkv))\S* = .* custom-call\(')
 
 
 class Planner:
@@ -191,6 +191,6 @@ def _held(parallel: Parallel, tree: Tree, kind: str) -> int:
 
 
 def _kernels(programs: dict[str, Any]) -> dict[str, int]:
-    """Fused attention of the vendor's library: calls that stand in the programs, by name."""
-    found = Counter(name for program in programs.values() for name in _ATTENTION.findall(program.as_text()))
-    return {f"cuDNN {name}": count for name, count in sorted(found.items())}
+    """Fused attention: calls that stand in the programs, by name."""
+    found = Counter("".join(names) for program in programs.values() for names in _ATTENTION.findall(program.as_text()))
+    return {name.replace("cudnn$", "cuDNN "): count for name, count in sorted(found.items())}

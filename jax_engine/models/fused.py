@@ -1,8 +1,9 @@
-"""Fused attention on GPUs: cuDNN's flash kernel, which never stores the whole score matrix, after a check at start.
+"""Fused attention, which never stores the whole score matrix, after a check at start: cuDNN's flash kernel on GPUs, on
+TPUs JAX's splash kernel.
 
 Rows padded on the right need no mask in a causal network, since no real token comes after padding, and only the lengths
-of the keys in an encoder. Everything else (packed rows, other padding) is a mask [B, 1, T, T] that the kernel adds to
-its scores in the compute dtype.
+of the keys in an encoder. Everything else (packed rows, other padding) is on GPUs a mask [B, 1, T, T] that the kernel
+adds to its scores in the compute dtype, on TPUs a number for each token, which sees those of its own number.
 """
 
 from collections.abc import Callable
@@ -19,9 +20,12 @@ from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num
 from jax_engine.distributed.target import target
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
+from jax_engine.models.splash import BLOCKS, attend_splash
 from lmmods.core.console import say
 
+SPLASH = "splash"
 CHECK_LENGTH, CHECK_WINDOW = 130, 16  # not a multiple of any tile; a window off by one shows
+CHECK_LENGTH_SPLASH = 2 * BLOCKS[-1]
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Fused:
         window: How many tokens back a query sees, itself included; causal networks only.
         by_length: Whether rows padded on the right go through the kernel.
         by_mask: Whether other rows do.
-        implementation: Of `jax.nn.dot_product_attention`.
+        implementation: `splash`, or one of `jax.nn.dot_product_attention`.
     """
 
     num_heads: int
@@ -56,6 +60,8 @@ class Fused:
         length, by_mask = batch["input_ids"].shape[1], "segment_ids" in batch or not self.by_length
         if num_sequence_parts() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
             return None
+        if self.implementation == SPLASH:
+            return self._splash(batch, by_mask)
         options = {"scale": self.scale, "is_causal": self.causal, "implementation": self.implementation}
         if by_mask:
             if not self.by_mask or length % 2 or length == 1:  # the kernel has no gradient for odd lengths under a mask
@@ -75,14 +81,26 @@ class Fused:
 
         return attend_fused
 
+    def _splash(self, batch: dict[str, Array], by_mask: bool) -> Callable[[Array, Array, Array], Array] | None:
+        """`over` on TPUs, where whole rows alone go through the kernel."""
+        if num_sequence_parts() > 1 or by_mask and not self.by_mask or batch["input_ids"].shape[1] % BLOCKS[-1]:
+            return None
+        segments = batch.get("segment_ids", batch.get("attention_mask") if by_mask or not self.causal else None)
+
+        def attend_fused(q: Array, k: Array, v: Array) -> Array:
+            mixed = attend_splash(q, k, v, segments, self.scale, self.causal, self.window, _layout(self.num_kv_heads))
+            return mixed.reshape(*q.shape[:2], -1)
+
+        return attend_fused
+
 
 def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None) -> Fused | None:
-    """The fused kernel for a network, or None where there is none or it fails its check; says which on a GPU.
+    """The fused kernel for a network, or None where there is none or it fails its check; says which, but on a CPU.
 
     Args:
         requested: The recipe's choice of attention; `eager` is the plain one.
     """
-    if target().platform != "gpu":
+    if target().platform == "cpu":
         return None
     reason = unfit(arch, dtype, requested)
     if reason is not None:
@@ -91,6 +109,8 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
         return _report(None, "Attention: in blocks, in place of the fused kernel, which simulated devices lack.")
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
+    if target().platform == "tpu":
+        fused = replace(fused, implementation=SPLASH)
     # Rows for extractive QA are padded on the side that the tokenizer names.
     return checked(fused if head != "qa" else replace(fused, by_length=False))
 
@@ -98,7 +118,7 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
 def stands_in(arch: Architecture, dtype: str, requested: str | None) -> bool:
     """Whether attention in blocks takes the place of the kernel, so that a simulated program keeps no more than it."""
     on = target()
-    return on.is_simulated and on.platform == "gpu" and unfit(arch, jnp.dtype(dtype), requested) is None
+    return on.is_simulated and on.platform != "cpu" and unfit(arch, jnp.dtype(dtype), requested) is None
 
 
 def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:
@@ -158,10 +178,11 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
     """
     random = np.random.default_rng(0)
     fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else CHECK_WINDOW)
-    shapes = [(2, CHECK_LENGTH, heads, fused.head_dim) for heads in
+    length = CHECK_LENGTH_SPLASH if fused.implementation == SPLASH else CHECK_LENGTH
+    shapes = [(2, length, heads, fused.head_dim) for heads in
               (fused.num_heads, fused.num_kv_heads, fused.num_kv_heads, fused.num_heads)]
     q, k, v, weights = (jnp.asarray(random.normal(size=shape), fused.dtype) for shape in shapes)
-    places = np.arange(CHECK_LENGTH)
+    places = np.arange(length)
     segments = np.stack([1 + (places > 40) + (places > 77), np.where(places < 90, 1 + (places > 50), 0)])
     batch = {"input_ids": jnp.zeros(segments.shape, jnp.int32), "attention_mask": jnp.asarray(segments > 0, jnp.int32)}
     batch |= {"segment_ids": jnp.asarray(segments, jnp.int32)} if by_mask else {}
@@ -199,8 +220,12 @@ def _laid_out(x: Array, num_kv_heads: int) -> Array:
     Devices along `sequence`, each of which has a part of every row, trade it for some heads of whole rows (all-to-all,
     Jacobs et al. 2023).
     """
+    return constrain(x, _layout(num_kv_heads))
+
+
+def _layout(num_kv_heads: int) -> PartitionSpec:
     axes = ("tensor", SEQUENCE) if num_sequence_parts() > 1 else "tensor"
-    return constrain(x, PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _num_sharers() == 0 else None))
+    return PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _num_sharers() == 0 else None)
 
 
 def _in_parts(x: Array) -> Array:
