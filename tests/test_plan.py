@@ -24,6 +24,8 @@ def test_a_step_takes_as_long_as_the_slowest_of_its_bounds():
     found = plan(1, flops=989.4e12, traffic={"all-reduce": Traffic(3, int(450e9 * 8 / 14), 8)},
                  memory={"parameters": int(3350e9 / 4), "temporaries": 5})
     assert found.bounds() == pytest.approx({"arithmetic": 1, "links": 1, "memory": 0.5})
+    few = {"all-reduce of 2": Traffic(1, int(450e9), 2), "all-gather of 2": Traffic(1, int(50e9), 2, span=9)}
+    assert plan(1, traffic=few).bounds()["links"] == pytest.approx(1 + 0.5)  # the second over the network
     assert any("1,000 tokens per second" in line for line in found.lines(7200))
     assert any("2 hours, 16 device-hours" in line for line in found.lines(7200))
     assert plan(1, target=target_named("cpu")).bounds() == {}

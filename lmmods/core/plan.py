@@ -75,20 +75,22 @@ class Traffic:
         num_bytes: Of the whole arrays, added up: what an all-gather results in, what a reduce-scatter or an all-reduce
             sums.
         group: Devices that take part in one.
+        span: Neighbouring devices among which these are; 0: they are neighbours.
     """
 
     count: int
     num_bytes: int
     group: int
+    span: int = 0
 
     def plus(self, other: "Traffic", times: int = 1) -> "Traffic":
         """Both, the other several times; of two groups the larger."""
         return Traffic(self.count + times * other.count, self.num_bytes + times * other.num_bytes,
-                       max(self.group, other.group))
+                       max(self.group, other.group), max(self.span, other.span))
 
     def sent(self, kind: str) -> float:
         """Bytes that each device sends."""
-        return _SENT.get(kind, 1) * self.num_bytes * (self.group - 1) / max(self.group, 1)
+        return _SENT.get(kind.partition(" ")[0], 1) * self.num_bytes * (self.group - 1) / max(self.group, 1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class StepPlan:
         parts: Of the temporaries among them, roughly.
         room: Bytes that a run can have.
         refusal: What the compiler has against the program; None: it takes it.
-        traffic: Collectives by kind.
+        traffic: Collectives by kind; those of fewer devices than others of the kind as `KIND of N`.
         flops: Arithmetic.
         dtype: Of the products.
         num_tokens: Of all devices, padding included.
@@ -148,7 +150,8 @@ class StepPlan:
         peak = target.peak(self.dtype)
         if target.kind is None or peak is None:
             return {}
-        links = sum(num_bytes / target.link(self.traffic[kind].group) for kind, num_bytes in sent.items())
+        links = sum(num_bytes / target.link(max(self.traffic[kind].group, self.traffic[kind].span))
+                    for kind, num_bytes in sent.items())
         # Parameters and optimiser state are read and written once.
         return {"arithmetic": self.flops / peak, "links": links, "memory": target.streams(2 * self.kept)}
 

@@ -1,5 +1,6 @@
 """A training step outside of Lightning's loops, in their order: without values it is planned, with values measured."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +18,23 @@ class Ranks:
 
     Args:
         root_device: Of the first one.
+        tensor_parallel_size: And `context_parallel_size`: as of `strategies.FSDP2`.
     """
 
-    def __init__(self, root_device: torch.device, world_size: int):
+    global_rank = 0
+
+    def __init__(self, root_device: torch.device, world_size: int, tensor_parallel_size: int = 1,
+                 context_parallel_size: int = 1):
         self.root_device, self.world_size = root_device, world_size
+        self.tensor_parallel_size, self.context_parallel_size = tensor_parallel_size, context_parallel_size
 
     def reduce(self, tensor: Tensor, reduce_op: str = "mean") -> Tensor:
         """A sum over processes, as large as what it is of."""
         return tensor
 
 
-def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device: str = "cpu") -> Any:
+def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device: str = "cpu",
+             sharers: tuple[int, int] = (1, 1)) -> Any:
     """What a task asks of Lightning's trainer.
 
     Args:
@@ -35,9 +42,10 @@ def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device
         accumulated: Micro-batches of a step.
         ranks: Processes.
         device: For which the network is built.
+        sharers: Processes that share matrices, and those that share rows.
     """
     place = torch.device(device)
-    strategy = SingleDeviceStrategy(place) if ranks == 1 else Ranks(place, ranks)
+    strategy = SingleDeviceStrategy(place) if ranks == 1 else Ranks(place, ranks, *sharers)
     plugin = Precision()
     if precision.endswith("true") and precision != "32-true":
         plugin = HalfPrecision(precision)
@@ -45,8 +53,8 @@ def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device
         scaler = torch.amp.GradScaler("cpu", enabled=False) if precision == "16-mixed" else None
         plugin = MixedPrecision(precision, "cpu", scaler)
     return SimpleNamespace(datamodule=data, strategy=strategy, precision=precision, precision_plugin=plugin,
-                           accumulate_grad_batches=accumulated, num_data_ranks=ranks, data_rank=0, current_epoch=0,
-                           global_step=0, world_size=ranks)
+                           accumulate_grad_batches=accumulated, num_data_ranks=ranks // math.prod(sharers), data_rank=0,
+                           current_epoch=0, global_step=0, world_size=ranks)
 
 
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from lmmods.torch_engine.compat.torch import (
     READING,
     DispatchMode,
     arithmetic,
+    group_of,
     grouped,
     has_values,
     resizing,
@@ -41,15 +42,14 @@ class Ledger(DispatchMode):
     """Counts bytes, arithmetic and collectives of what runs while it is entered, within `without_values`.
 
     Args:
-        group: Processes of a collective.
         vocab_size: Tensors of this width are named logits.
     """
 
-    def __init__(self, group: int = 1, vocab_size: int | None = None) -> None:
+    def __init__(self, vocab_size: int | None = None) -> None:
         super().__init__()
         self.flops = 0
-        self.traffic: dict[str, Traffic] = {}
-        self._group, self._vocab_size = group, vocab_size
+        self.traffic: dict[tuple[str, int], Traffic] = {}  # by kind and processes
+        self._vocab_size = vocab_size
         self._kinds: dict[int, str] = {}
         self._sizes: dict[int, int] = {}  # bytes of what lives
         self._numbers: dict[int, tuple[int, weakref.ref]] = {}  # by the storage's id
@@ -124,8 +124,12 @@ class Ledger(DispatchMode):
         kind = COLLECTIVES.get(func.overloadpacket.__name__)
         if kind is not None:
             sizes = [tensor.nbytes for tensor in tensors_in(args)]
-            new = Traffic(1, sum(sizes) if kind == "all-reduce" else max(sizes), self._group)
-            self.traffic[kind] = self.traffic.get(kind, Traffic(0, 0, 1)).plus(new)
+            ranks = group_of(args)
+            span = ranks[-1] + 1 - ranks[0]
+            new = Traffic(1, sum(sizes) if kind == "all-reduce" else max(sizes), len(ranks),
+                          span if span > len(ranks) else 0)
+            key = kind, len(ranks)
+            self.traffic[key] = self.traffic.get(key, Traffic(0, 0, 1)).plus(new)
         return result
 
     def _number(self, storage: torch.UntypedStorage) -> int:

@@ -7,7 +7,9 @@ the others.
 
 import copy
 import gc
-from contextlib import nullcontext
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from lmmods.torch_engine.compat.transformers import without_padding
 from lmmods.torch_engine.ledger import Ledger
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.cpu_kernels import stays_float32
+from lmmods.torch_engine.nn.cut_rows import blocks_of_gpus
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
 from lmmods.torch_engine.nn.loss import chunks_of_gpus
 from lmmods.torch_engine.nn.optim import build_optimizer
@@ -39,7 +42,7 @@ BUCKETS = 2**20, 25 * 2**20  # bytes of gradients that DDP adds up at a time: th
 STEPPING = ("adamw", "sgd", "adafactor")  # optimisers that can step without values
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
-Count = tuple[float, dict[str, Traffic]]  # arithmetic and collectives
+Count = tuple[float, dict[tuple[str, int], Traffic]]  # arithmetic and collectives, by kind and processes
 
 
 class Planner:
@@ -81,7 +84,6 @@ class Planner:
         refused = {
             f"trainer.strategy {name}": not isinstance(strategy, str | FSDP2),
             f"trainer.strategy {strategy}": isinstance(strategy, str) and not _is_known(strategy),
-            **{name: getattr(strategy, name, 1) > 1 for name in ("tensor_parallel_size", "context_parallel_size")},
             "model.quantize int8": task.quantize == "int8",
             "model.max_memory": task.max_memory is not None,
             "model.lora.dora with model.quantize": task.quantize and task.lora is not None and task.lora.dora,
@@ -124,26 +126,32 @@ class Planner:
             UserError: The network cannot be made, or not so.
         """
         ranks = self.on.num_devices
-        is_sharded = ranks > 1 and (variant.strategy == "fsdp" or isinstance(variant.strategy, FSDP2))
+        strategy = FSDP2() if variant.strategy == "fsdp" else variant.strategy
+        is_sharded = ranks > 1 and isinstance(strategy, FSDP2)
         task = copy.copy(self.task)
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.compile = False
         task.__post_init__()
         stays_float32()  # is found out with values
-        on_gpu = self.on.platform == "gpu"
+        on_gpu, sharers = self.on.platform == "gpu", (1, 1)
+        if isinstance(strategy, FSDP2):
+            strategy, task.trainer = copy.copy(strategy), self.trainer
+            strategy.parallel_devices = [torch.device("cpu")] * ranks
+            strategy.check_run(task)
+            sharers = strategy.tensor_parallel_size, strategy.context_parallel_size
         with imagined_processes(ranks) if is_sharded else nullcontext():
             if is_sharded:
-                FSDP2().check_run(task)
-                names = ("data_parallel", "tensor_parallel")
-                give_mesh(task, init_device_mesh("cpu", (ranks, 1), mesh_dim_names=names))
-            with without_values(), without_padding(), chunks_of_gpus() if on_gpu else nullcontext():
-                return self._plan(task, variant, is_sharded)
+                names, shape = ("data_parallel", "tensor_parallel"), (ranks // sharers[0], sharers[0])
+                give_mesh(task, init_device_mesh("cpu", shape, mesh_dim_names=names))
+            with without_values(), without_padding(), _as_on_gpus() if on_gpu else nullcontext():
+                return self._plan(task, variant, is_sharded, sharers)
 
-    def _plan(self, task: TaskModule, variant: Variant, is_sharded: bool) -> StepPlan:
+    def _plan(self, task: TaskModule, variant: Variant, is_sharded: bool, sharers: tuple[int, int]) -> StepPlan:
         ranks, on_gpu = self.on.num_devices, self.on.platform == "gpu"
-        ledger = Ledger(ranks, len(self.data.tokenizer))
+        ledger = Ledger(len(self.data.tokenizer))
         with ledger:
-            task.trainer = stand_in(self.data, self.precision, variant.accumulated, ranks, "cuda" if on_gpu else "cpu")
+            task.trainer = stand_in(self.data, self.precision, variant.accumulated, ranks, "cuda" if on_gpu else "cpu",
+                                    sharers)
             task.configure_model()
             optimizer = None
             if task.optimizer.name in STEPPING:
@@ -171,6 +179,7 @@ class Planner:
             ledger.name("gradients", gradients)
             memory = ledger.peak()
         flops, traffic = _counted(counts, num_batches)
+        data_ranks = ranks // math.prod(sharers)
         if optimizer is None:
             memory["optimiser state"] = int(sum(grad.numel() for grad in gradients) * STATE_BYTES[task.optimizer.name])
         if ranks > 1 and not is_sharded:
@@ -179,7 +188,7 @@ class Planner:
         dtype = str(COMPUTE_DTYPES[self.precision]).removeprefix("torch.")
         return StepPlan(
             self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self._room(), None,
-            traffic, flops, dtype, num_batches * batch["input_ids"].numel() * ranks, ranks,
+            traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
             self._notes(task, optimizer), "simulated")
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
@@ -222,6 +231,8 @@ class Planner:
                       "attention is counted as torch's flash kernel takes it"]
             if getattr(self.data, "packing", False):
                 notes.append("packed rows are planned with masks, which torch's kernel for them does without")
+        if task.cut_rows is not None and getattr(self.data, "packing", False):
+            notes.append("a packed row that is cut is planned as one document, which is the most that it can take")
         if (mixture := mixture_of(task.model.config)) is not None:
             notes.append(f"each token takes {mixture.per_token} of {mixture.num} experts, which are taken as evenly "
                          "loaded: memory and arithmetic are the same however they are, the speed is not")
@@ -242,6 +253,12 @@ def num_buckets(sizes: list[int]) -> int:
     return count + (filled > 0)
 
 
+@contextmanager
+def _as_on_gpus() -> Iterator[None]:
+    with chunks_of_gpus(), blocks_of_gpus():
+        yield
+
+
 def _is_known(strategy: str) -> bool:
     return strategy in ("auto", "fsdp") or strategy.startswith("ddp")
 
@@ -257,4 +274,6 @@ def _counted(counts: list[Count], num_batches: int) -> tuple[float, dict[str, Tr
             old = earlier.get(kind, Traffic(0, 0, 1))
             one = Traffic(found.count - old.count, found.num_bytes - old.num_bytes, found.group)
             traffic[kind] = traffic[kind].plus(one, more)
-    return flops, traffic
+    largest = dict(sorted(traffic))  # of each kind
+    return flops, {kind if group == largest[kind] else f"{kind} of {group}": found
+                   for (kind, group), found in traffic.items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lmmods.torch_engine.compat import torch as compat
 from tests.compat.contract import mend
@@ -140,6 +141,19 @@ def test_processes_can_be_imagined():
         assert torch.distributed.get_world_size() == 8, mend("torch", compat.imagined_processes)
         x = torch.ones(8)
         torch.distributed.all_gather_into_tensor(x, torch.ones(1))
+        mesh, seen = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor")), []
+
+        class Watch(compat.DispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(compat.group_of(args))
+                return func(*args, **kwargs or {})
+
+        with Watch():
+            torch.distributed.all_reduce(x, group=mesh["data"].get_group())
+            torch.ops._c10d_functional.all_reduce(x, "sum", mesh["tensor"].get_group().group_name)
+        assert seen == [[0, 2, 4, 6], [0, 1]], mend("torch", compat.group_of)
+        with compat.without_values():
+            assert DeviceMesh("cpu", list(range(8))).get_local_rank() == 0, mend("torch", compat.imagined_processes)
     assert not torch.distributed.is_initialized()
 
 

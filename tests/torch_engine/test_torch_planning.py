@@ -39,6 +39,7 @@ def planner(tokenizer_folder):
             packing=False, trainable_new_tokens=[], train_dataloader=lambda: [batch] * 12)
         trainer = SimpleNamespace(accumulate_grad_batches=accumulated, gradient_clip_val=1.0, overfit_batches=0,
                                   limit_train_batches=None, length=(-1, 2), val_check_interval=None,
+                                  gradient_clip_algorithm=None,
                                   check_val_every_n_epoch=1)
         if "pretrained" not in model:
             model = {"config": CONFIG, **model}
@@ -130,6 +131,37 @@ def test_shards_by_hand(planner, config):
     assert found.traffic["reduce-scatter"] == Traffic(groups, whole, 8)
 
 
+def test_shared_matrices_by_hand(planner, vocabulary):
+    """Outputs of attention and MLP are added up over the two, and so is the gradient of each matrix's inputs."""
+    made = planner(on="8xH100", strategy=FSDP2(tensor_parallel_size=2))
+    found = made.plan(made.recipe())
+    blocks, rest = 4 * (MATRICES // 2 + 2 * LAYERS * WIDTH), 4 * (2 * vocabulary * WIDTH + WIDTH)
+    added = 4 * ROWS * LENGTH * WIDTH
+    traffic = {"all-gather of 4": Traffic(2 * LAYERS, 2 * blocks, 4, 7), "all-gather": Traffic(2, 2 * rest, 8),
+               "reduce-scatter of 4": Traffic(LAYERS, blocks, 4, 7), "reduce-scatter": Traffic(1, rest, 8),
+               "all-reduce of 2": Traffic(7 * LAYERS, 7 * LAYERS * added, 2)}
+    assert found.traffic == {**traffic, "all-reduce": found.traffic["all-reduce"]}  # of the gradient's norm
+    products = 6 * (MATRICES // 2 + vocabulary * WIDTH) * ROWS * LENGTH
+    assert found.flops == products + 7 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
+    assert (found.ranks, found.num_tokens) == (4, 4 * ROWS * LENGTH)
+
+
+def test_cut_rows_by_hand(planner, vocabulary):
+    """Keys and values are gathered forward and backward, and their gradients added up in float32."""
+    made = planner(on="8xH100", strategy=FSDP2(context_parallel_size=2))
+    found, whole = made.plan(made.recipe()), planner(on="8xH100", strategy=FSDP2())
+    size = 4 * 2 * ROWS * LENGTH * WIDTH
+    others = {kind: known for kind, known in found.traffic.items() if kind.endswith(" of 2")}
+    assert others == {"all-gather of 2": Traffic(2 * LAYERS, 2 * LAYERS * size, 2),
+                      "reduce-scatter of 2": Traffic(LAYERS, LAYERS * size, 2)}
+    assert found.traffic["all-gather"] == whole.plan(whole.recipe()).traffic["all-gather"]
+    quarter = LENGTH // 4  # of a row; a process has the first and the last, which see themselves and all
+    pairs = quarter * quarter + quarter * LENGTH
+    products = 6 * (MATRICES + vocabulary * WIDTH) * ROWS * LENGTH // 2
+    assert found.flops == products + 18 * ROWS * LAYERS * pairs * WIDTH  # scores forward, again, and backward
+    assert (found.ranks, found.num_tokens) == (4, 4 * ROWS * LENGTH)
+
+
 def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     network = AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=quantization, dtype=torch.float32,
@@ -151,15 +183,16 @@ def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"on": "v5e-8"}, "no TPU.*--engine jax"),
     ({"strategy": DeepSpeed()}, "trainer.strategy DeepSpeed cannot be planned"),
-    ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size cannot be planned"),
-    ({"strategy": FSDP2(context_parallel_size=2)}, "context_parallel_size cannot be planned"),
+    ({"strategy": FSDP2(context_parallel_size=3), "on": "8xH100"}, "context_parallel_size 3 must be a number that div"),
+    ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size 2 must be a number that divides"),
     ({"quantize": "int8", "lora": LoRA()}, "model.quantize int8 cannot be planned"),
     ({"quantize": "nf4", "lora": LoRA(dora=True)}, "model.lora.dora with model.quantize cannot be planned"),
     ({"precision": "64-true"}, "trainer.precision 64-true cannot be planned")])
 def test_what_cannot_be_planned_is_named(planner, llama_folder, changes, message):
     model = {"pretrained": str(llama_folder)} if "quantize" in changes else {}
     with pytest.raises(UserError, match=message):
-        planner(**model, **changes)
+        made = planner(**model, **changes)
+        made.plan(made.recipe())
 
 
 @pytest.fixture

@@ -106,6 +106,18 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> i
     return 0 if count is None else count(*args, **kwargs, out_val=result)
 
 
+def group_of(args: tuple) -> list[int]:
+    """The processes of a collective, by its operator's arguments: a boxed `ProcessGroup`, or its name behind all else.
+
+    Only `torch.distributed.distributed_c10d._resolve_process_group` finds one by its name.
+    """
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+            return torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(value))
+    return torch.distributed.get_process_group_ranks(
+        torch.distributed.distributed_c10d._resolve_process_group(args[-1]))
+
+
 def grouped(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
     """The product of groups, without values: torch's own outline of `GROUPED` takes bfloat16 alone.
 
@@ -140,11 +152,23 @@ def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[N
 
 @contextmanager
 def imagined_processes(number: int) -> Iterator[None]:
-    """While this is entered, this is the first of so many processes, whose collectives do nothing: backend `fake`."""
+    """While this is entered, this is the first of so many processes, whose collectives do nothing: backend `fake`.
+
+    The numbers in a `DeviceMesh`, of which FSDP2 makes some of its own, are values also amid `without_values`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    original = DeviceMesh.__init__
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        with with_values():
+            original(*args, **kwargs)
+
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    DeviceMesh.__init__ = init
     try:
         yield
     finally:
+        DeviceMesh.__init__ = original
         torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ kept grows with the places of a process alone.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
+from lmmods.torch_engine.compat.torch import has_values, with_values
 from lmmods.torch_engine.nn.attention import compute_dtype
 from lmmods.torch_engine.nn.dropout import TokenDropout, has_rates
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
@@ -26,6 +28,17 @@ FAMILIES = ("cohere2", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gran
             "olmo3", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 BLOCK = 1024  # queries at a time, or fewer: the float32 mask of a block takes at most about this many bytes
 MASK_BYTES, MASK_BYTES_GPU = 64 * 2**20, 512 * 2**20
+
+
+@contextmanager
+def blocks_of_gpus() -> Iterator[None]:
+    """While tensors on this processor stand in for those of a GPU."""
+    global MASK_BYTES
+    before, MASK_BYTES = MASK_BYTES, MASK_BYTES_GPU
+    try:
+        yield
+    finally:
+        MASK_BYTES = before
 
 
 def check_network(model: nn.Module, num_processes: int) -> None:
@@ -79,8 +92,9 @@ class CutRows:
 
         check_network(model, size)
         matrices = mesh["tensor_parallel"].size()
-        every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
-                                 mesh_dim_names=("data", "context", "tensor"))
+        with with_values():  # of ranks, also where the network has none
+            every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
+                                     mesh_dim_names=("data", "context", "tensor"))
         rows = cls(every["context"].get_group())
         AttentionInterface.register(NAME, rows.attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -192,6 +206,8 @@ class CutRows:
 
         Kept for the other layers of a forward pass, as it waits for the device.
         """
+        if not has_values(row_segments):  # then a row is one document
+            return [0] * row_segments.shape[-1]
         if self._last[0] is not row_segments:
             segments = row_segments[:, 0, 0]
             places = torch.arange(segments.shape[1], device=segments.device)

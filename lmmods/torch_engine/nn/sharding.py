@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lmmods.core.lazy_array import LazyArray
+from lmmods.torch_engine.compat.torch import with_values
 from lmmods.torch_engine.nn.tensor_parallel import cut_matrices
 
 
@@ -27,7 +28,8 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
     data = everyone = mesh["data_parallel"]
     if mesh["tensor_parallel"].size() > 1:
         cut_matrices(network, mesh["tensor_parallel"])
-        everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
+        with with_values():  # of ranks, also where the network has none
+            everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
     for block in _blocks(network):
         fully_shard(block, mesh=data)
     # By default the outermost stays whole after a forward pass, and what is saved then would not be its shards.
