@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all bench lint smoke clean plan-tpu plan-cuda accelerators
+.PHONY: help install demo test test-all bench lint smoke clean plan-tpu plan-cuda accelerators plans
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
@@ -49,8 +49,11 @@ plan-tpu: $(READY) ## Let `plan --on v5e-16` compile with the TPU's own compiler
 plan-cuda: $(READY) ## Let `plan --on 8xH100` compile with that of XLA for NVIDIA GPUs (3 GB)
 	@$(call compiler,cuda,cuda12)
 
-accelerators: plan-cuda ## Compile steps for H100s, none of which is here, and hold them against their budgets
+accelerators: plan-cuda plan-tpu ## Compile steps for H100s and TPUs, none of which is here, and hold them against their budgets
 	$(BIN)/python benchmarks/accelerators.py
+
+plans: plan-cuda ## Plan the shipped recipes anew: the tables of docs/plans.md
+	$(BIN)/python benchmarks/plans.py
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .

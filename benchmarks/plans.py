@@ -1,0 +1,169 @@
+"""Plans of the shipped recipes: writes the tables of docs/plans.md.
+
+    make plans              # makes .plan-cuda (3 GB); half an hour on two cores
+
+The recipes' own keys are planned, for networks of their checkpoints' sizes. Neither weights nor rows are read: the
+demo's rows stand in, as a plan counts each row as long as it may be.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "configs" / "recipes"
+PAGE = ROOT / "docs" / "plans.md"
+DEMO = ROOT / "demo"
+MARK = "<!-- made by benchmarks/plans.py -->\n"
+PLANNED = (("torch", "H100"), ("jax", "H100"), ("jax", "8xH100"))  # on several, weights are sharded
+
+_LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
+_MISTRAL = {"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
+            "max_position_embeddings": 32768}
+_QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768}
+SIZES = {
+    "openai-community/gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "FacebookAI/roberta-base": {"model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514,
+                                "type_vocab_size": 1, "pad_token_id": 1},
+    "google-bert/bert-base-uncased": {"model_type": "bert", "vocab_size": 30522},
+    "huggyllama/llama-7b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                                     "num_attention_heads": 32},
+    "huggyllama/llama-30b": _LLAMA | {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60,
+                                      "num_attention_heads": 52},
+    "meta-llama/Llama-3.2-1B": {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
+                                "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+                                "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+                                "tie_word_embeddings": True},
+    "mistralai/Mistral-7B-v0.1": _MISTRAL,
+    "alignment-handbook/zephyr-7b-sft-full": _MISTRAL,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN | {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+                                         "num_hidden_layers": 28, "num_attention_heads": 28,
+                                         "num_key_value_heads": 4},
+    "Qwen/Qwen2.5-0.5B": _QWEN | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+                                  "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+                                  "tie_word_embeddings": True},
+}
+ENCODERS = ("bert", "roberta")
+
+
+class Planned(NamedTuple):
+    """What `plan` printed.
+
+    Args:
+        lines: By their names; of the recipe as it is.
+        remedy: The first change with which it fits; None: it fits, or nothing helps.
+        remedied: The lines with that change.
+    """
+
+    lines: dict[str, str]
+    remedy: str | None
+    remedied: dict[str, str]
+
+
+def plan(recipe: dict[str, Any], on: str) -> Planned:
+    """`plan` of a recipe on a target.
+
+    Raises:
+        SystemExit: It failed; with what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        done = subprocess.run([sys.executable, "train.py", "plan", "--config", str(file), "--on", on,
+                               "--trainer.default_root_dir", f"{folder}/run"],
+                              cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:] or done.stdout[-3000:])
+    first, *changed = re.split(r"^It fits with (.*):$", done.stdout, flags=re.MULTILINE)
+    return Planned(_by_name(first), changed[0] if changed else None, _by_name(changed[1]) if changed else {})
+
+
+def _by_name(text: str) -> dict[str, str]:
+    return {line[:26].strip(): line[26:].strip() for line in text.splitlines() if len(line) > 26}
+
+
+def model_folder(parent: Path, sizes: dict[str, Any]) -> Path:
+    """A folder with a configuration of these sizes and a tokenizer of the demo, without weights."""
+    folder = parent / "model"
+    demo = DEMO / ("bert" if sizes["model_type"] in ENCODERS else "llama")
+    shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def of_sizes(recipe: dict[str, Any], parent: Path) -> dict[str, Any]:
+    """A shipped recipe with a network of its checkpoint's sizes and rows of the demo."""
+    model, data = recipe["model"]["init_args"], recipe["data"]["init_args"]
+    start = "pretrained" if "pretrained" in model else "config"
+    model[start] = str(model_folder(parent, SIZES[model[start]]))
+    if start == "config":
+        data["tokenizer"] = model[start]
+    for key in ("val_source", "test_source", "val_size", "dataset_format", "template"):
+        data.pop(key, None)
+    recipe["trainer"].pop("logger", None)
+    data |= _ROWS[recipe["data"]["class_path"]]
+    if model.get("loss") == "kto":
+        rows = map(json.loads, open(DEMO / "preferences.jsonl"))
+        data["source"] = str(parent / "labelled.jsonl")
+        Path(data["source"]).write_text("".join(json.dumps({
+            "prompt": row["instruction"], "completion": row["chosen"], "label": bool(n % 2)}) + "\n"
+            for n, row in zip(range(64), rows)))
+    return recipe
+
+
+_ROWS = {"CLMData": {"source": str(DEMO / "corpus" / "val.txt"), "documents": "paragraph"},
+         "MLMData": {"source": str(DEMO / "corpus" / "val.txt"), "documents": "paragraph"},
+         "QAData": {"source": str(DEMO / "squad" / "dev.json"), "version_2_with_negative": True},
+         "SFTData": {"source": str(DEMO / "instructions.jsonl"), "template": "alpaca"},
+         "PreferenceData": {"source": str(DEMO / "preferences.jsonl"), "template": "alpaca"}}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    rows = [row(name, engine, on) for name in wanted for engine, on in PLANNED]
+    head = ("| recipe | engine | on | memory of each device | a step at least | tokens/s at most |\n"
+            "|---|---|---|---|---|---|\n")
+    above, _, _ = PAGE.read_text().partition(MARK)
+    PAGE.write_text(above + MARK + "\n" + head + "".join(rows))
+
+
+def row(name: str, engine: str, on: str) -> str:
+    """A line of the table."""
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = of_sizes(recipe, Path(folder)) | {"engine": engine}
+        if on != "H100":
+            recipe["trainer"]["strategy"] = "fsdp"
+        if engine == "jax":  # which has no memory that is paged
+            optimizer = recipe["model"]["init_args"]["optimizer"]
+            optimizer["name"] = optimizer["name"].replace("paged_adamw_32bit", "adamw")
+        found = plan(recipe, on)
+    source, verdict = found.lines["memory of each device"].split(None, 1)
+    memory, lines = f"{verdict.removeprefix('fits: ').split(' of ')[0]} ({source})", found.lines
+    if verdict.startswith("does not fit"):
+        _, helped = found.remedied.get("memory of each device", "x nothing").split(None, 1)
+        memory += f"; `{found.remedy}`: {helped.removeprefix('fits: ').split(' of ')[0]}"
+        lines = found.remedied
+    cells = [f"[`{name}`](../configs/recipes/{name}.yaml)", engine, on, memory,
+             _first(lines.get("a step takes at least", "")),
+             _first(lines.get("so at most", "")).removesuffix(" tokens per second")]
+    line = "| " + " | ".join(cells) + " |\n"
+    print(line, end="", flush=True)
+    return line
+
+
+def _first(line: str) -> str:
+    """Of "assumed 1.2 s (...), ..." the figure."""
+    return re.split(r" \(|, (?=\d[\d,]* a step)", line.split(None, 1)[1])[0] if line else ""
+
+
+if __name__ == "__main__":
+    main()
