@@ -1,6 +1,6 @@
 """Budgets of programs for accelerators that are not here: `plan` of Llama's sizes on H100s, against limits.
 
-    make accelerators       # makes .plan-cuda (3 GB) and runs all; five minutes on two cores
+    make accelerators       # makes .plan-cuda (3 GB) and .plan-tpu (0.7 GB), and runs all; a quarter of an hour
 
 Each row is a plan of its own program, compiled by the device's compiler. It fails where the memory of a device or the
 bytes of a kind of collective are more than the limit, or where a line is not compiled but simulated.
@@ -51,6 +51,29 @@ class Case(NamedTuple):
 
 # GiB that each device takes, and of each of KINDS in a step; attention is cuDNN's fused kernel in all of them on GPUs.
 BUDGETS: dict[Case, tuple[float, ...]] = {
+    Case("1b", "8xH100", "ddp", "full", "padded"): (18.97, 0.0, 0.0, 0.0, 4.6, 0.0),
+    Case("1b", "8xH100", "ddp", "full", "packed"): (18.98, 0.0, 0.0, 0.0, 4.6, 0.0),
+    Case("1b", "8xH100", "ddp", "nf4", "padded"): (1.75, 0.0, 0.0, 0.0, 0.04, 0.0),
+    Case("1b", "8xH100", "ddp", "nf4", "packed"): (1.75, 0.0, 0.0, 0.0, 0.04, 0.0),
+    Case("1b", "8xH100", "fsdp", "full", "padded"): (2.95, 3.77, 1.84, 0.31, 0.0, 0.0),
+    Case("1b", "8xH100", "fsdp", "full", "packed"): (2.95, 3.77, 1.84, 0.31, 0.0, 0.0),
+    Case("1b", "8xH100", "fsdp", "nf4", "padded"): (0.57, 0.99, 0.05, 0.14, 0.0, 0.0),
+    Case("1b", "8xH100", "fsdp", "nf4", "packed"): (0.58, 0.99, 0.05, 0.14, 0.0, 0.0),
+    Case("1b", "8xH100", "mesh", "full", "padded"): (2.8, 1.9, 0.92, 0.28, 0.88, 0.0),
+    Case("1b", "8xH100", "mesh", "full", "packed"): (2.8, 1.9, 0.92, 0.28, 0.88, 0.0),
+    Case("1b", "8xH100", "mesh", "nf4", "padded"): (0.45, 0.51, 0.03, 0.13, 1.01, 0.0),
+    Case("1b", "8xH100", "mesh", "nf4", "packed"): (0.45, 0.51, 0.03, 0.13, 1.01, 0.0),
+    Case("8b", "8xH100", "ddp", "nf4", "padded"): (6.97, 0.0, 0.0, 0.0, 0.16, 0.0),
+    Case("8b", "8xH100", "ddp", "nf4", "packed"): (6.97, 0.0, 0.0, 0.0, 0.16, 0.0),
+    Case("8b", "8xH100", "fsdp", "full", "padded"): (16.51, 26.28, 13.06, 0.61, 0.0, 0.0),
+    Case("8b", "8xH100", "fsdp", "full", "packed"): (16.52, 26.28, 13.06, 0.61, 0.0, 0.0),
+    Case("8b", "8xH100", "fsdp", "nf4", "padded"): (1.8, 6.89, 0.14, 0.28, 0.0, 0.0),
+    Case("8b", "8xH100", "fsdp", "nf4", "packed"): (1.81, 6.89, 0.14, 0.28, 0.0, 0.0),
+    Case("8b", "8xH100", "mesh", "full", "padded"): (16.21, 13.17, 6.53, 0.55, 3.51, 0.0),
+    Case("8b", "8xH100", "mesh", "full", "packed"): (16.22, 13.17, 6.53, 0.55, 3.51, 0.0),
+    Case("8b", "8xH100", "mesh", "nf4", "padded"): (1.7, 3.49, 0.08, 0.26, 4.03, 0.0),
+    Case("8b", "8xH100", "mesh", "nf4", "packed"): (1.71, 3.49, 0.08, 0.26, 4.03, 0.0),
+    Case("1b", "v5e-16", "fsdp", "full", "padded"): (3.2, 3.91, 0.0, 0.09, 0.0, 0.59),
 }
 
 

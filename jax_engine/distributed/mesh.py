@@ -36,8 +36,12 @@ SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, ("tensor", *_FSDP))),  # row-parallel: inputs are split
     (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole ones, each for its tokens
     (r"experts\.\w+_proj\.", (("expert", "tensor", "fsdp", SEQUENCE), _FSDP)),  # codes, all below each other
+    # As the matrix beside them, or XLA would bring what they give, as wide as the layer's output, from one layout into
+    # the other.
+    (r"(attn\.(o|out)|mlp\.down)\.lora_A$", ((), ("tensor", *_FSDP))),
+    (r"(attn\.(o|out)|mlp\.down|experts\.\w+)\.lora_B$", (_FSDP, ())),
     (r"lora_A$", ((), _FSDP)),
-    (r"lora_B$", (_FSDP, ())),
+    (r"lora_B$", (("tensor", *_FSDP), ())),
     (r"\.weight\b", (("tensor", *_FSDP), _FSDP)),  # all other matrices, column-parallel: outputs are split
 )
 

@@ -132,7 +132,9 @@ class Linear(nnx.Module):
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora_scaling(lora)
         dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
-        update = product(product(dropped, self.lora_A[...], self.build), self.lora_B[...], self.build) * scaling
+        a, b = (gathered(f"{self.path}.{name}", getattr(self, name)[...].astype(dtype))
+                for name in ("lora_A", "lora_B"))
+        update = product(product(dropped, a, self.build), b, self.build) * scaling
         if not lora.dora:
             return update
         delta = self.lora_B[...].astype(jnp.float32) @ self.lora_A[...].astype(jnp.float32)

@@ -1,10 +1,13 @@
 """What lmmods/torch_engine/compat/bitsandbytes.py needs of bitsandbytes. That the numbers are right then:
 tests/torch_engine/test_cpu_kernels.py."""
 
+from types import SimpleNamespace
+
 import bitsandbytes as bnb
 import torch
 
 from lmmods.torch_engine.compat import bitsandbytes as compat
+from lmmods.torch_engine.compat.torch import without_values
 from lmmods.torch_engine.nn.summary import num_elements
 from tests.compat.contract import mend
 
@@ -40,3 +43,13 @@ def test_a_packed_layer_gives_its_matrix():
     layer.weight.quant_state = None  # as FSDP leaves it
     assert (compat.matrix_of(layer) - weight).abs().max() < 0.2 * weight.abs().max(), mend(
         "bitsandbytes", compat.matrix_of)
+
+
+def test_a_planned_layer_is_not_repacked_for_this_processor():
+    """Even by a pass in eval mode, which the baseline of single answers is."""
+    quantization = SimpleNamespace(bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True,
+                                   bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.uint8)
+    with without_values(), torch.no_grad():
+        layer = compat.packed_outline(torch.nn.Linear(64, 32, bias=False), torch.empty(32, 64), quantization).eval()
+        layer(torch.empty(2, 64))
+        assert layer.weight.quant_state.nested and compat.matrix_of(layer).shape == (32, 64)

@@ -94,6 +94,9 @@ def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     assert sum(size for dtype, size in gathers if dtype in ("u8", "s8")) == 2 * codes // tensor  # forwards, backwards
     whole = {matrix.size // LAYERS // tensor for matrix in matrices}  # of no other array
     assert not [size for dtype, size in gathers if dtype in ("f32", "bf16") and size in whole]
+    # What adapters give comes in the layout of the layer's output: no activations are brought from one into another.
+    largest = max(leaf.size for leaf in jax.tree.leaves(trainable["layers"])) // LAYERS
+    assert all(size <= largest for _, size in collectives(compiled, "collective-permute"))
 
 
 @pytest.mark.parametrize(("sizes", "changes"), [

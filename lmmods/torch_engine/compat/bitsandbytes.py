@@ -72,6 +72,7 @@ def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Mo
     del packed.weight
     packed.weight, packed.quant_state = packed_weight(weight, quantization)
     packed.bias = layer.bias
+    packed.support_avx512bf16_for_cpu = False  # as mend_cpu_kernels: on the device that is planned nothing is repacked
     return packed
 
 
