@@ -1,11 +1,12 @@
 """Compiled programs that the JAX runs of one test worker share.
 
 JAX keeps a program with the function it was traced from, and every run makes its functions anew: a run that traces and
-loads what another one has done spends three quarters of its time on it. Here runs with the same task, network, seed,
-clipping and devices share their functions, so that JAX finds the programs. They are functions of these alone. Where a
-test has patched anything that may be traced, nothing is shared.
+loads what another one has done spends three quarters of its time on it. Here runs with the same task, network,
+optimiser, clipping and devices share their functions, so that JAX finds the programs; what evaluates is shared whatever
+trains. They are functions of these alone. Where a test has patched anything that may be traced, nothing is shared.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -16,16 +17,20 @@ TRACED = ("jax_engine.distributed", "jax_engine.models", "jax_engine.optim", "ja
 PARTS: dict[tuple[object, str], object] = {}  # of these, as they are when no test has patched them
 
 
+# Of a task, what no program of a step is made of: where weights are from, what moves them and how text is continued.
+UNTRACED = {"network", "optimizer", "choice_ids", "pretrained", "revision", "config", "adapter", "generation", "save_dtype",
+            "survey", "_sums", "_evaluated"}  # `survey` is a method of the task
+RULE = ("name", "weight_decay", "betas", "eps", "momentum")  # of the optimiser; the rate of a step is an argument
+
+
 def share() -> None:
     """From now on runs share programs."""
     import jax_engine.models.generate as generate
     import jax_engine.trainer as trainer
 
     if not PARTS:
-        trainer.Steps = _shared(trainer.Steps, lambda parallel, loss, optimizer, *settings: (
-            type(parallel), parallel.num_devices, parallel.data_parallel_size, repr(getattr(parallel, "mesh", None)),
-            loss.__self__, optimizer is None, *settings[:2]))
-        generate._compiled = _shared(generate._compiled, lambda *args: args)
+        trainer.Steps = _sharing_functions(trainer.Steps)
+        generate._compiled = _shared(generate._compiled, lambda network, *others: (_of_network(network), *others))
     for owner, name, part in _parts():
         PARTS.setdefault((owner, name), part)
 
@@ -38,16 +43,57 @@ def forget() -> None:
 def _shared(make: Callable, key: Callable) -> Callable:
     """`make`, whose results for arguments of the same key are one object."""
     def shared(*args: Any) -> Any:
-        import jax
-        from datasets.fingerprint import Hasher
-
-        if any(PARTS.get((owner, name), part) is not part for owner, name, part in _parts()):
-            return make(*args)
-        found = Hasher.hash((make.__name__, str(sorted(jax.config.values.items())), key(*args)))
-        return MADE[found] if found in MADE else MADE.setdefault(found, make(*args))
+        return _once(lambda: make(*args), make.__name__, key(*args)) if _are_whole() else make(*args)
 
     shared.unshared = make
     return shared
+
+
+def _sharing_functions(make: Callable) -> Callable:
+    """`Steps`, each of whose compiled functions is one object for all that it is made of."""
+    @functools.wraps(make, updated=())
+    def steps(parallel: Any, loss: Any, optimizer: Any, clipping: Any, *others: Any) -> Any:
+        made, task = make(parallel, loss, optimizer, clipping, *others), loss.__self__
+        if not _are_whole():
+            return made
+        traced = {name: value for name, value in vars(task).items() if name not in UNTRACED}
+        devices = (type(parallel), parallel.num_devices, parallel.data_parallel_size,
+                   repr(getattr(parallel, "mesh", None)))
+        seen = _hash((type(task), traced, _of_network(task.network), devices))
+        updated = clipping, optimizer and [getattr(task.optimizer, field) for field in RULE]
+        parts = {"_accumulate": (), "_survey": (), "_eval": (), "_rows": getattr(task, "choice_ids", None),
+                 "_new_accumulation": (), "_new_state": updated, "_update": updated, "_full": updated}
+        for name, also in parts.items():
+            function = getattr(made, name)
+            setattr(made, name, _once(lambda function=function: function, name, (seen, also)))
+        return made
+
+    steps.unshared = make
+    return steps
+
+
+def _of_network(network: Any) -> dict[str, Any]:
+    """All of a network but the folder it is from."""
+    return {**vars(network), "config": {**network.config.to_dict(), "_name_or_path": None}}
+
+
+def _hash(parts: Any) -> str:
+    from datasets.fingerprint import Hasher
+
+    return Hasher.hash(parts)
+
+
+def _once(make: Callable[[], Any], name: str, key: Any) -> Any:
+    """What `make` gave where it was first asked for by this name and key, under JAX's settings of now."""
+    import jax
+
+    found = _hash((name, str(sorted(jax.config.values.items())), key))
+    return MADE[found] if found in MADE else MADE.setdefault(found, make())
+
+
+def _are_whole() -> bool:
+    """Whether nothing that may be traced is patched."""
+    return all(PARTS.get((owner, name), part) is part for owner, name, part in _parts())
 
 
 def _parts() -> Iterator[tuple[object, str, object]]:
