@@ -18,8 +18,8 @@ PARTS: dict[tuple[object, str], object] = {}  # of these, as they are when no te
 
 
 # Of a task, what no program of a step is made of: where weights are from, what moves them and how text is continued.
-UNTRACED = {"network", "optimizer", "choice_ids", "pretrained", "revision", "config", "adapter", "generation", "save_dtype",
-            "survey", "_sums", "_evaluated"}  # `survey` is a method of the task
+UNTRACED = {"network", "optimizer", "choice_ids", "pretrained", "revision", "config", "adapter", "generation",
+            "save_dtype", "survey", "_sums", "_evaluated"}  # `survey` is a method of the task
 RULE = ("name", "weight_decay", "betas", "eps", "momentum")  # of the optimiser; the rate of a step is an argument
 
 

@@ -26,6 +26,7 @@ from tests.runs import TIMED, paths, rows
 
 # A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
 WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
+STEPS = 10
 CORPUS = Path(__file__).parent.parent / "demo" / "corpus"
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
@@ -87,8 +88,8 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
             arguments = recipe(f"{engine}.yaml", **{
                 "engine": engine, "model": {"class_path": name, "init_args": model}, **({"data": data} if data else {}),
                 "data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": longest,
-                "data__init_args__tokenizer": str(tokenizer), "trainer__max_steps": 20,
-                "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": 20,
+                "data__init_args__tokenizer": str(tokenizer), "trainer__max_steps": STEPS,
+                "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": STEPS,
                 "trainer__accumulate_grad_batches": 2,
                 "trainer__default_root_dir": str(run.root), **changes})
             assert main(["fit", *arguments]) == 0
@@ -148,7 +149,7 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)
-    assert len(expected) == len(found) == 20
+    assert len(expected) == len(found) == STEPS
     if name == "Preference":  # begins at its reference, as nothing drops in the network: there rewards are rounding
         for row in (*expected[:2], *found[:2]):  # the rate of the first step is 0
             assert abs(row["train/rewards/chosen"]) < 1e-4
@@ -178,17 +179,18 @@ def test_both_engines_say_the_same(both, name, changes):
 @pytest.mark.parametrize("changes", [{}, QLORA], ids=["full", "qlora"])
 @pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
 def test_a_run_may_change_engine(both, first, then, changes):
-    """Taken up at step 10 of 20 by the other engine, which also evaluates it."""
-    straight, run = both("CLM", checkpoint={"every_n_steps": 10, "keep_last": 9}, **changes)
+    """Taken up half way by the other engine, which also evaluates it."""
+    half = str(STEPS // 2)
+    straight, run = both("CLM", checkpoint={"every_n_steps": STEPS // 2, "keep_last": 9}, **changes)
     if first == "torch":
         straight, run = run, straight
     expected = rows(straight)
     arguments = ["--config", str(run.config), "--engine", then]
-    assert main(["fit", *arguments, "--ckpt_path", "10", "--overwrite", "true"]) == 0
-    assert json.loads((run.resolve("last") / "state.json").read_text())["global_step"] == 20
+    assert main(["fit", *arguments, "--ckpt_path", half, "--overwrite", "true"]) == 0
+    assert json.loads((run.resolve("last") / "state.json").read_text())["global_step"] == STEPS
     for row, wanted in zip(rows(run), expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
-    assert main(["validate", *arguments, "--ckpt_path", "10"]) == 0
+    assert main(["validate", *arguments, "--ckpt_path", half]) == 0
 
 
 @pytest.fixture
