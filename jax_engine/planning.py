@@ -25,7 +25,7 @@ from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import score_flops
 from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.plan import StepPlan, Traffic, Variant
-from lmmods.runs.schedule import Schedule, limited
+from lmmods.runs.schedule import RunLength
 
 PREALLOCATED = 0.75  # of a GPU's memory: what XLA takes unless the variable says otherwise
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -66,16 +66,12 @@ class Planner:
         return Variant(self.data.batch_size, trainer.accumulate_grad_batches, task.gradient_checkpointing,
                        trainer.strategy, task.quantize, task.lora)
 
-    def num_steps(self, plan: StepPlan, variant: Variant) -> int | None:
-        """Optimiser steps of the whole run; None where it has no end."""
-        trainer, recipe = self.trainer, self.recipe()
-        rows = len(self._loader) * recipe.rows
-        batches = limited(-(-rows // (variant.rows * plan.ranks)), trainer.limits["train"], "train")
-        schedule = Schedule.from_keys(
-            batches_per_epoch=batches, batches_per_step=variant.accumulated, num_val_batches=0,
-            max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, val_check_interval=trainer.val_check_interval,
-            val_epochs=trainer.check_val_every_n_epoch)
-        return schedule.num_steps
+    @property
+    def length(self) -> RunLength:
+        """Of the run."""
+        trainer = self.trainer
+        return RunLength(len(self._loader) * self.data.batch_size, trainer.limits["train"], trainer.max_steps,
+                         trainer.max_epochs)
 
     def plan(self, variant: Variant) -> StepPlan:
         """What a step needs; compiles it."""
@@ -121,9 +117,7 @@ class Planner:
             tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs))
 
     def _room(self) -> float:
-        if self.on.platform != "gpu":
-            return self.on.memory
-        return self.on.memory * float(os.environ.get(FRACTION, PREALLOCATED))
+        return self.on.room(float(os.environ.get(FRACTION, PREALLOCATED)))
 
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
         """Arithmetic of a step on each device, with what is computed again."""

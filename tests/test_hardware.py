@@ -42,3 +42,9 @@ def test_several_machines_exchange_over_their_network():
 def test_names_of_no_target_are_refused(name):
     with pytest.raises(UserError, match="describes no target.*H100.*v5e"):
         target_named(name)
+
+
+def test_devices_of_a_processor_share_its_memory():
+    alone, four, gpu, tpu = (target_named(name) for name in ("cpu", "4xcpu", "8xH100", "v5e-16"))
+    assert four.room(0.5) == alone.room(0.5) / 4 == alone.memory / 4
+    assert (gpu.room(0.5), tpu.room(0.5)) == (gpu.memory / 2, tpu.memory)

@@ -78,7 +78,7 @@ class Planning(EngineCLI):
         found = planner.plan(recipe)
         say(f"Plan for {target}, {self.engine}, {planner.precision}, {recipe.rows} x {recipe.accumulated} rows on each "
             f"of {found.ranks}:")
-        for line in found.lines(planner.num_steps(found, recipe)):
+        for line in found.lines(planner.length.num_steps(recipe.rows * found.ranks, recipe.accumulated)):
             say(line)
         if planner.missing:
             say(f"What is simulated here, `make {ENVIRONMENTS[planner.missing]}` compiles for the device itself.")
@@ -94,7 +94,7 @@ class Planning(EngineCLI):
             return
         variant, found = tried
         say(f"It fits with {', '.join(variant.changed)}:")
-        for line in found.lines(planner.num_steps(found, variant)):
+        for line in found.lines(planner.length.num_steps(variant.rows * found.ranks, variant.accumulated)):
             say(line)
 
 

@@ -124,6 +124,16 @@ class Target:
             return None
         return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
 
+    def room(self, share: float) -> float:
+        """Bytes of one device that a run can have.
+
+        Args:
+            share: Of a GPU's memory.
+        """
+        if self.platform == "cpu":
+            return self.memory / self.num_devices
+        return self.memory * share if self.platform == "gpu" else self.memory
+
     def streams(self, num_bytes: float) -> float | None:
         """Seconds in which one device reads or writes so many bytes of its memory; None where nobody says."""
         return None if self.kind is None else num_bytes / self.kind.bandwidth

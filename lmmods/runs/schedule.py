@@ -120,3 +120,28 @@ def limited(num_batches: int, limit: int | float | None, role: str) -> int:
     if wanted < 1 and role == "train":
         raise UserError(f"trainer.limit_train_batches is {limit}: of {num_batches} micro-batches nothing is left.")
     return min(wanted, num_batches)
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is that has not been cut into micro-batches yet.
+
+    Args:
+        rows: Of an epoch.
+        limit: `trainer.limit_train_batches`, see `limited`.
+        max_steps: And `max_epochs`: as of `Schedule.from_keys`.
+    """
+
+    rows: int
+    limit: int | float | None
+    max_steps: int
+    max_epochs: int | float | None
+
+    def num_steps(self, batch: int, batches_per_step: int) -> int:
+        """Optimiser steps.
+
+        Args:
+            batch: Rows of a global micro-batch.
+        """
+        batches = limited(-(-self.rows // batch), self.limit, "train")
+        return num_steps(batches, batches_per_step, self.max_epochs, self.max_steps)

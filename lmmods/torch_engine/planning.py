@@ -21,7 +21,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
-from lmmods.runs.schedule import Schedule, limited
+from lmmods.runs.schedule import RunLength
 from lmmods.torch_engine.bare_step import full_batch, stand_in, take_step
 from lmmods.torch_engine.compat.lightning import give_mesh
 from lmmods.torch_engine.compat.torch import imagined_processes, without_values
@@ -107,17 +107,12 @@ class Planner:
         return Variant(self.data.batch_size, self.trainer.accumulate_grad_batches, task.gradient_checkpointing,
                        self._strategy, task.quantize, task.lora)
 
-    def num_steps(self, plan: StepPlan, variant: Variant) -> int | None:
-        """Optimiser steps of the whole run; None where it has no end."""
+    @property
+    def length(self) -> RunLength:
+        """Of the run."""
         trainer = self.trainer
-        rows = len(self._loader) * self.recipe().rows
-        limit = trainer.overfit_batches or trainer.limit_train_batches
-        batches = limited(-(-rows // (variant.rows * plan.ranks)), limit, "train")
-        max_steps, max_epochs = trainer.length
-        return Schedule.from_keys(
-            batches_per_epoch=batches, batches_per_step=variant.accumulated, num_val_batches=0, max_epochs=max_epochs,
-            max_steps=max_steps, val_check_interval=trainer.val_check_interval,
-            val_epochs=trainer.check_val_every_n_epoch).num_steps
+        return RunLength(len(self._loader) * self.data.batch_size,
+                         trainer.overfit_batches or trainer.limit_train_batches, *trainer.length)
 
     def plan(self, variant: Variant) -> StepPlan:
         """What a step needs.
@@ -187,8 +182,8 @@ class Planner:
             traffic["all-reduce"] = Traffic(num_buckets([grad.nbytes for grad in gradients]), size, ranks)
         dtype = str(COMPUTE_DTYPES[self.precision]).removeprefix("torch.")
         return StepPlan(
-            self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self._room(), None,
-            traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
+            self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(ROOM),
+            None, traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
             self._notes(task, optimizer), "simulated")
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
@@ -220,9 +215,6 @@ class Planner:
         ledger.begin()
         take_step(task, optimizer, batches, (self.trainer.gradient_clip_val, None), seen)
         return [*counts, (ledger.flops, dict(ledger.traffic))]
-
-    def _room(self) -> float:
-        return self.on.memory * ROOM if self.on.platform == "gpu" else self.on.memory / self.on.num_devices
 
     def _notes(self, task: TaskModule, optimizer: Any) -> list[str]:
         notes = [f"rows are as long as they may be, {self.data.max_length} tokens, and all of them are scored"]

@@ -69,7 +69,7 @@ def test_a_device_alone_by_hand(planner, vocabulary):
     assert found.memory["gradients"] == params + 4 * vocabulary * WIDTH
     assert found.flops == arithmetic(vocabulary)
     assert found.traffic == {} and found.num_tokens == ROWS * LENGTH and found.counted == found.source == "simulated"
-    assert made.num_steps(found, made.recipe()) == 12 * 2  # epochs
+    assert made.length.num_steps(ROWS, 1) == 12 * 2  # epochs
 
 
 def test_experts_by_hand(planner, vocabulary):
