@@ -1,7 +1,7 @@
 """A training step outside of Lightning's loops, in their order: without values it is planned, with values measured."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,9 +75,14 @@ def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batch
     Args:
         optimizer: None leaves it at the gradients.
         clipping: Value and algorithm.
-        seen: Is told of each pass that has ended: `forward`, `backward`.
+        seen: Is told of each pass that has ended: `survey`, `forward`, `backward`.
     """
-    module.survey(batches)
+    def surveyed() -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
+            yield batch
+            seen("survey")
+
+    module.survey(surveyed())
     for place, batch in enumerate(batches):
         with module.trainer.precision_plugin.forward_context():
             loss = module.training_step(batch, place)

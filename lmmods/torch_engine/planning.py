@@ -43,6 +43,7 @@ STEPPING = ("adamw", "sgd", "adafactor")  # optimisers that can step without val
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
 Count = tuple[float, dict[tuple[str, int], Traffic]]  # arithmetic and collectives, by kind and processes
+Counts = dict[str, list[Count]]  # at the end of each micro-batch, by pass (`survey`, `backward`), and of the `step`
 
 
 class Planner:
@@ -199,9 +200,9 @@ class Planner:
         rows = min(max(size // (answers * self.data.max_length), 1), variant.rows)
         return rows, -(-variant.rows // rows) * variant.accumulated
 
-    def _step(self, task: TaskModule, optimizer: Any, batches: list[dict[str, Tensor]], ledger: Ledger) -> list[Count]:
-        """A step; what had been counted at the end of each of its micro-batches, and at its own."""
-        counts: list[Count] = []
+    def _step(self, task: TaskModule, optimizer: Any, batches: list[dict[str, Tensor]], ledger: Ledger) -> Counts:
+        """A step; what had been counted by the end of its parts."""
+        counts: Counts = {"survey": [], "backward": []}
         first = ledger.num_seen
 
         def seen(passed: str) -> None:
@@ -209,12 +210,12 @@ class Planner:
             if passed == "forward":
                 ledger.name_new("activations", first)
             else:
-                counts.append((ledger.flops, dict(ledger.traffic)))
+                counts[passed].append((ledger.flops, dict(ledger.traffic)))
             first = ledger.num_seen
 
         ledger.begin()
         take_step(task, optimizer, batches, (self.trainer.gradient_clip_val, None), seen)
-        return [*counts, (ledger.flops, dict(ledger.traffic))]
+        return counts | {"step": [(ledger.flops, dict(ledger.traffic))]}
 
     def _notes(self, task: TaskModule, optimizer: Any) -> list[str]:
         notes = [f"rows are as long as they may be, {self.data.max_length} tokens, and all of them are scored"]
@@ -255,16 +256,18 @@ def _is_known(strategy: str) -> bool:
     return strategy in ("auto", "fsdp") or strategy.startswith("ddp")
 
 
-def _counted(counts: list[Count], num_batches: int) -> tuple[float, dict[str, Traffic]]:
+def _counted(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]:
     """Arithmetic and collectives of a step of so many micro-batches; those behind the second count as it does."""
-    flops, traffic = counts[-1]
+    [(flops, traffic)] = counts["step"]
     more = num_batches - 2
-    if more > 0:
-        (before, earlier), (after, later) = counts[0], counts[1]
+    for found in (counts["survey"], counts["backward"]) if more > 0 else ():
+        if not found:
+            continue
+        (before, earlier), (after, later) = found
         flops += more * (after - before)
-        for kind, found in later.items():
+        for kind, total in later.items():
             old = earlier.get(kind, Traffic(0, 0, 1))
-            one = Traffic(found.count - old.count, found.num_bytes - old.num_bytes, found.group)
+            one = Traffic(total.count - old.count, total.num_bytes - old.num_bytes, total.group)
             traffic[kind] = traffic[kind].plus(one, more)
     largest = dict(sorted(traffic))  # of each kind
     return flops, {kind if group == largest[kind] else f"{kind} of {group}": found

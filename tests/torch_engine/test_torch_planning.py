@@ -15,6 +15,7 @@ from lmmods.core.settings import LoRA
 from lmmods.strategies import FSDP2, DeepSpeed
 from lmmods.torch_engine.planning import BUCKETS, Planner, num_buckets
 from lmmods.torch_engine.tasks.clm import CLM
+from lmmods.torch_engine.tasks.preference import Preference
 from tests.forks import together
 from tests.torch_engine.measured_memory import compare
 
@@ -33,17 +34,17 @@ def planner(tokenizer_folder):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     batch = {name: torch.ones(1, 3, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
 
-    def make(on="H100", strategy="auto", precision="32-true", accumulated=1, **model):
+    def make(on="H100", strategy="auto", precision="32-true", accumulated=1, task=CLM, batch=batch, **model):
         data = SimpleNamespace(
             tokenizer=tokenizer, prepare_data=lambda: None, setup=lambda _: None, batch_size=ROWS, max_length=LENGTH,
-            packing=False, trainable_new_tokens=[], train_dataloader=lambda: [batch] * 12)
+            packing=False, trainable_new_tokens=[], train_dataloader=lambda: [batch] * 12, micro_batches=None)
         trainer = SimpleNamespace(accumulate_grad_batches=accumulated, gradient_clip_val=1.0, overfit_batches=0,
                                   limit_train_batches=None, length=(-1, 2), val_check_interval=None,
                                   gradient_clip_algorithm=None,
                                   check_val_every_n_epoch=1)
         if "pretrained" not in model:
             model = {"config": CONFIG, **model}
-        return Planner(trainer, CLM(**model), data, target_named(on), strategy, precision)
+        return Planner(trainer, task(**model), data, target_named(on), strategy, precision)
 
     return make
 
@@ -92,6 +93,13 @@ def test_micro_batches_add_up_and_checkpointing_computes_blocks_again(planner, v
     last = LAYERS * WIDTH * INNER  # a block's last product leaves nothing that its backward pass would need
     again = 2 * (MATRICES - last) * ROWS * LENGTH + 4 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
     assert found.flops == 5 * (arithmetic(vocabulary) + again) and found.num_tokens == 5 * ROWS * LENGTH
+
+
+def test_the_baseline_of_a_step_is_computed_for_each_of_its_micro_batches(planner):
+    answers = {name: torch.ones(1, 2, 3, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
+    one, five = (planner(task=Preference, batch=answers | {"desirable": torch.ones(1)}, loss="kto", accumulated=number)
+                 for number in (1, 5))
+    assert five.plan(five.recipe()).flops == 5 * one.plan(one.recipe()).flops > 0
 
 
 def test_replicas_add_up_their_gradients(planner, vocabulary):
