@@ -229,6 +229,11 @@ class Planner:
         if (mixture := mixture_of(task.model.config)) is not None:
             notes.append(f"each token takes {mixture.per_token} of {mixture.num} experts, which are taken as evenly "
                          "loaded: memory and arithmetic are the same however they are, the speed is not")
+            over = task.device_mesh["data_parallel"].size() if task.device_mesh is not None else 1
+            if mixture.num % over:
+                notes.append(f"fsdp gives each device whole experts: {mixture.num} over {over} devices move and take "
+                             f"as much as {-(-mixture.num // over) * over} would. Take a number of devices that "
+                             f"divides {mixture.num}")
         if optimizer is None:
             notes.append(f"the state of {task.optimizer.name} is arithmetic on its bytes for each parameter")
         if self.task.compile:
