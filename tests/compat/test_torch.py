@@ -150,7 +150,8 @@ def test_processes_can_be_imagined():
 
         with Watch():
             torch.distributed.all_reduce(x, group=mesh["data"].get_group())
-            torch.ops._c10d_functional.all_reduce(x, "sum", mesh["tensor"].get_group().group_name)
+            summed = torch.ops._c10d_functional.all_reduce(x, "sum", mesh["tensor"].get_group().group_name)
+        torch.ops._c10d_functional.wait_tensor(summed)
         assert seen == [[0, 2, 4, 6], [0, 1]], mend("torch", compat.group_of)
         with compat.without_values():
             assert DeviceMesh("cpu", list(range(8))).get_local_rank() == 0, mend("torch", compat.imagined_processes)
