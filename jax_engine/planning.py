@@ -17,7 +17,7 @@ from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import made_for
 from jax_engine.distributed.topologies import devices_of, plugin
-from jax_engine.distributed.tree import Tree, flatten, new_state
+from jax_engine.distributed.tree import Tree, flatten, merge, new_state
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
 from lmmods.core.experts import mixture_of
@@ -122,16 +122,18 @@ class Planner:
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
         """Arithmetic of a step on each device, with what is computed again."""
         arch, tokens = task.network.arch, rows["input_ids"]
-        total = task.flops_per_token(trainable, frozen) * tokens.size
+        trained, forward_alone = task.passes()
+        step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, merge(trainable, frozen)) / 2
         again = task.network.remat == "full"
         if again:
             mixture = mixture_of(task.network.config)
-            total += 2 * tokens.size * sum(leaf.size * (mixture.share if "experts" in path else 1)
-                                           for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
-                                           if path[0] == "layers")
+            step += 2 * sum(leaf.size * (mixture.share if "experts" in path else 1)
+                            for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
+                            if path[0] == "layers")
+        total = (trained * step + forward_alone * forward) * tokens.size
         if "segment_ids" not in rows:
             scores = score_flops(tokens.shape[-1], arch.windows, arch.num_heads * arch.head_dim, arch.causal)
-            total += (3 + again) * scores * (tokens.size // tokens.shape[-1])
+            total += (trained * (3 + again) + forward_alone) * scores * (tokens.size // tokens.shape[-1])
         return total * accumulated / self.on.num_devices
 
     def _traffic(self, programs: dict[str, Any], accumulated: int) -> tuple[dict[str, Traffic], list[str]]:

@@ -89,6 +89,10 @@ class Task(TaskFields, ABC):
     def begin(self, run: Any) -> None:
         """Called with a `Run` whose weights are the first ones, before it trains or evaluates, by all processes."""
 
+    def passes(self) -> tuple[float, float]:
+        """What a step computes of its rows: the share of their tokens that is trained on, and forward passes beside."""
+        return 1.0, 0.0
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
@@ -137,8 +141,8 @@ class Task(TaskFields, ABC):
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Arithmetic of one training token."""
-        tied = self.network.config.tie_word_embeddings
-        looked_up = 0 if tied else flatten(merge(trainable, frozen))["embed", "tokens", "weight"].size
+        is_head_too = self.head != "qa" and self.network.config.tie_word_embeddings
+        looked_up = 0 if is_head_too else flatten(merge(trainable, frozen))["embed", "tokens", "weight"].size
         mixture = mixture_of(self.network.config)
         trained, kept = (sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
                              for path, leaf in flatten(tree).items()) for tree in (trainable, frozen))

@@ -129,6 +129,12 @@ class Preference(PreferenceFields, CausalTask):
                  "reference": self._reference_log_probs(params, rows)}
         return {name: values for name, values in found.items() if values is not None}
 
+    def passes(self) -> tuple[float, float]:
+        reference = self._reference is not None
+        if not self._loss.method.has_baseline:
+            return 1.0, reference
+        return 0.5, (reference + 1 + reference) / 2  # answers of a row's own, and to another prompt
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:

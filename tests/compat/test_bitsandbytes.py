@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lmmods.torch_engine.compat import bitsandbytes as compat
 from lmmods.torch_engine.compat.torch import without_values
@@ -53,3 +54,6 @@ def test_a_planned_layer_is_not_repacked_for_this_processor():
         layer = compat.packed_outline(torch.nn.Linear(64, 32, bias=False), torch.empty(32, 64), quantization).eval()
         layer(torch.empty(2, 64))
         assert layer.weight.quant_state.nested and compat.matrix_of(layer).shape == (32, 64)
+        with FlopCounterMode(display=False) as counted:
+            layer(torch.empty(5, 64))
+        assert counted.get_total_flops() == 2 * 5 * 64 * 32, mend("bitsandbytes", compat.count_packed_products)

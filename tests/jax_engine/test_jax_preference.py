@@ -23,6 +23,7 @@ from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.building import build_network
+from jax_engine.models.network import Network
 from jax_engine.models.reference import COPIES
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.preference import Preference
@@ -387,3 +388,21 @@ def test_nothing_drops_but_what_the_recipe_names(llama_folder, tmp_path):
         return build_network(task, "causal", data, precision="32-true", seed=0)[0].drops
 
     assert not drops() and drops(config_overrides={"attention_dropout": 0.1})
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto", "apo_zero_unpaired"])
+def test_passes_are_those_that_a_step_makes(trained, monkeypatch, loss):
+    """By the tokens that go through the networks: of training, and of the reference and the baseline."""
+    task, trainable, frozen = task_of(trained, loss)
+    params, seen, hidden = merge(trainable, frozen), {True: 0, False: 0}, Network.hidden
+    num_answers = task.sequences_per_row
+    batch = {name: x[:, :num_answers] if x.ndim > 1 else x for name, x in rows(loss in PAIRED).items()}
+
+    def counting(network, params, batch, training=False):
+        seen[training] += batch["input_ids"].size
+        return hidden(network, params, batch, training)
+
+    monkeypatch.setattr(Network, "hidden", counting)
+    known = [task.survey(params, batch)] if task.survey else []
+    task.batch_loss(params, batch, True, False, *known)
+    assert task.passes() == (seen[True] / batch["input_ids"].size, seen[False] / batch["input_ids"].size)

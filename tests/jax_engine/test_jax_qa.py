@@ -8,9 +8,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, AutoTokenizer
 
 from jax_engine.evaluation import Evaluation
+from jax_engine.tasks.qa import QA
 from lmmods.cli import main
 from lmmods.core.hf_config import tells_token_types
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.summary import training_flops
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.forks import together, train
@@ -106,3 +108,14 @@ def test_models_without_token_types_take_a_tokenizer_that_offers_them(qa, bert_f
 ])
 def test_what_a_configuration_says_of_token_types(fields, tells):
     assert tells_token_types(fields) is tells
+
+
+def test_arithmetic_counts_no_output_layer(make_ref):
+    """The head for spans looks at no table of tokens, tied or not."""
+    ref = make_ref("bert", "qa")
+    task = QA(pretrained=str(ref.folder))
+    task.network = ref.net
+    sizes = {name: parameter.numel() for name, parameter in ref.torch.named_parameters()}
+    for_step = 6 * sum(sizes.values()) - 4 * sizes["bert.embeddings.word_embeddings.weight"]
+    assert ref.config.tie_word_embeddings
+    assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == for_step

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from lmmods.torch_engine.compat.torch import with_values
 
@@ -76,6 +77,16 @@ def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Mo
     return packed
 
 
+@cache
+def count_packed_products() -> None:
+    """Tell torch's table of arithmetic of the product with codes that passes without gradient take."""
+    import bitsandbytes  # noqa: F401  registers the operator
+
+    @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
+    def product(x: torch.Size, _codes: torch.Size, shape: list[int], *_: Any, **__: Any) -> int:
+        return 2 * prod(x) * shape[0]
+
+
 def packed_weight(weight: Tensor, quantization: Any) -> tuple[nn.Parameter, Any]:
     """Codes of a weight without values, and their state.
 
@@ -84,6 +95,7 @@ def packed_weight(weight: Tensor, quantization: Any) -> tuple[nn.Parameter, Any]
     """
     import bitsandbytes as bnb
 
+    count_packed_products()
     with with_values():
         bnb.functional.quantize_blockwise(torch.zeros(256))
     codes, state = bnb.functional.quantize_4bit(

@@ -65,7 +65,8 @@ def _scale_bytes(param: Tensor) -> int:
 def training_flops(model: nn.Module) -> int:
     """`flops_per_token` of a network."""
     embedding = model.get_input_embeddings()
-    looked_up = 0 if model.config.tie_word_embeddings else num_elements(embedding.weight)
+    is_head_too = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
+    looked_up = 0 if is_head_too else num_elements(embedding.weight)
     mixture = mixture_of(model.config)
 
     def active(name: str, param: Tensor) -> int:
