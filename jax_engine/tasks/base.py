@@ -13,7 +13,7 @@ from jax import Array
 from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps, Survey
-from jax_engine.distributed.tree import Tree, flatten, merge, split
+from jax_engine.distributed.tree import Tree, flatten, split
 from jax_engine.distributed.weights import Weights
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
@@ -142,11 +142,12 @@ class Task(TaskFields, ABC):
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Arithmetic of one training token."""
         is_head_too = self.head != "qa" and self.network.config.tie_word_embeddings
-        looked_up = 0 if is_head_too else flatten(merge(trainable, frozen))["embed", "tokens", "weight"].size
+        looked_up = None if is_head_too else ("embed", "tokens", "weight")
         mixture = mixture_of(self.network.config)
         trained, kept = (sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
-                             for path, leaf in flatten(tree).items()) for tree in (trainable, frozen))
-        return flops_per_token(trained + kept, trained, looked_up)
+                             for path, leaf in flatten(tree).items() if path != looked_up)
+                         for tree in (trainable, frozen))
+        return flops_per_token(trained + kept, trained)
 
 
 def _size(tree: Tree) -> int:

@@ -81,16 +81,16 @@ def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int])
             f"Stored as: {share}.")
 
 
-def flops_per_token(num_params: int, num_trainable: int, num_looked_up: int) -> int:
+def flops_per_token(num_params: int, num_trainable: int) -> int:
     """Arithmetic of one training token: 2 per weight forward, 2 backward, 2 more per weight that trains.
 
-    Attention scores are left out, as is usual (Kaplan et al. 2020), and so is an embedding that is only looked up.
+    Attention scores are left out, as is usual (Kaplan et al. 2020).
 
     Args:
-        num_params: Without experts that a token does not take, in the share that it does not; so too those that train.
-        num_looked_up: Parameters of an embedding that is not also the output layer.
+        num_params: Without an embedding that is only looked up, and without experts that a token does not take, in the
+            share that it does not; so too those that train.
     """
-    return 4 * (num_params - num_looked_up) + 2 * num_trainable
+    return 4 * num_params + 2 * num_trainable
 
 
 def score_flops(length: int, windows: Iterable[int | None], features: int, causal: bool) -> int:

@@ -64,18 +64,17 @@ def _scale_bytes(param: Tensor) -> int:
 
 def training_flops(model: nn.Module) -> int:
     """`flops_per_token` of a network."""
-    embedding = model.get_input_embeddings()
     is_head_too = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
-    looked_up = 0 if is_head_too else num_elements(embedding.weight)
+    looked_up = None if is_head_too else model.get_input_embeddings().weight
     mixture = mixture_of(model.config)
 
     def active(name: str, param: Tensor) -> int:
         taken = mixture is not None and ".experts." in name
         return round(num_elements(param) * mixture.share) if taken else num_elements(param)
 
-    counts = [(active(name, param), param.requires_grad) for name, param in model.named_parameters()]
-    return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains),
-                           looked_up)
+    counts = [(active(name, param), param.requires_grad) for name, param in model.named_parameters()
+              if param is not looked_up]
+    return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
 
 
 def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int) -> int:

@@ -115,7 +115,7 @@ def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
     task.network = ref.net
     sizes = {name: parameter.numel() for name, parameter in ref.torch.named_parameters()}
     active = sum(size // 2 if ".experts." in name else size for name, size in sizes.items())  # two of four
-    for_step = 6 * active - 4 * sizes["model.embed_tokens.weight"]
+    for_step = 6 * active - 6 * sizes["model.embed_tokens.weight"]
     assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == for_step
     assert widths_of(ref.config).wide == 2 * 12
 
