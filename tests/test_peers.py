@@ -101,6 +101,29 @@ def test_a_process_that_is_stopped_is_told(tmp_path):
     assert said[0].startswith("error: No sign of life of process 2 on ") and "for 2 seconds: it is stopped" in said[0]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="Linux's way of keeping words back")
+def test_the_last_word_is_heard_though_others_are_unread():
+    """A connection that is closed with words unread is reset, and loses what waits to be sent."""
+    process = """
+import select, socket, sys
+from lmmods.core.peers import Line, Peers
+
+peers, line = Peers(30), Line(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 30, "0")
+select.select([line.connection], [], [])
+line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+peers._lines.append(line)
+peers._end(75)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        child = subprocess.Popen([sys.executable, "-c", process, str(server.getsockname()[1])])
+        connection = server.accept()[0]
+        connection.sendall(b"alive\n")
+        connection.settimeout(10)
+        heard = b"".join(iter(lambda: connection.recv(4096), b""))
+        connection.close()
+    assert (heard, child.wait(10)) == (b"75\n", 75)
+
+
 def test_a_process_that_fails_takes_the_others_along(tmp_path, monkeypatch):
     statuses, said = ends(tmp_path, "waits", "fails", "waits")
     assert statuses == [1, 1, 1] and said[1] == "RuntimeError: of this process"

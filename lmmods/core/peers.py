@@ -52,6 +52,18 @@ class Line:
         with suppress(OSError):  # it is gone, as `receive` tells
             self.connection.sendall(f"{word}\n".encode())
 
+    def end(self, deadline: float) -> None:
+        """Say no more, and read until the other end has heard all and ends, too, or until then (`time.monotonic`).
+
+        A connection that is closed while words are unread is reset, and what it has not passed on yet is lost.
+        """
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                if not self.connection.recv(4096):
+                    break
+
     def receive(self) -> list[str] | None:
         """Words said since the last call, which waits for some; None at the end of the connection."""
         try:
@@ -221,6 +233,9 @@ class Peers:
                 _tell(f"error: {error}")
             with suppress(OSError):
                 sys.stdout.flush()
+            deadline = time.monotonic() + GATHERING
+            for line in self._lines:
+                line.end(deadline)
             os._exit(status)
 
 
