@@ -40,8 +40,9 @@ class Parser(ArgumentParser):
         from lmmods.commands.migration.advice import advice  # tables that only errors need
 
         tidy = _tidy(message)
-        told = advice(tidy, list(_arguments.get()), lambda name: suggestion(name, known_names(self)))
-        told = told or f"{tidy}{self._suggestion(message)}"
+        known = known_names(self)
+        told = advice(tidy, list(_arguments.get()), lambda name: suggestion(name, known))
+        told = told or f"{tidy}{_suggestion(message, known)}"
         sys.stderr.write(redact(readable(f"error: {told}\n")))
         sys.exit(2)
 
@@ -75,10 +76,6 @@ class Parser(ArgumentParser):
         """Add a block that names a class of this base."""
         self.add_subclass_arguments(base, key, fail_untyped=False, required=True)
         take_no_files(self)
-
-    def _suggestion(self, message: str) -> str:
-        names = re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message)
-        return next(filter(None, (suggestion(name[0] or name[1], known_names(self)) for name in names)), "")
 
 
 class OnlyHelp(argparse.Action):
@@ -117,14 +114,19 @@ def suggestion(name: str, known: set[str]) -> str:
     return f" Did you mean {near[0]}?" if near and wrong not in known else ""
 
 
+def _suggestion(message: str, known: set[str]) -> str:
+    names = re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message)
+    return next(filter(None, (suggestion(name[0] or name[1], known) for name in names)), "")
+
+
 def known_names(parser: Parser) -> set[str]:
     """Last parts of all keys and the short names of all classes that a recipe may hold."""
     options = [option for each in (parser, *parser.commands.values()) for option in options_of(each)]
     names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}
-    classes = [Optimizer, LoRA, Generation]
+    classes = {Optimizer, LoRA, Generation}
     for option in options:
         for kind in get_args(type_of(option)):
-            classes += [kind, *kind.__subclasses__()] if isinstance(kind, type) else []
+            classes |= {kind, *kind.__subclasses__()} if isinstance(kind, type) else set()
     for kind in classes:
         names.add(kind.__name__)
         names |= {name for base in kind.__mro__ if base.__module__.startswith("lmmods")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,10 @@ class Dependency:
     tried: str
     extra: str | None
 
-    @cached_property
+    @property
     def installed(self) -> str | None:
         """The version that is here, if any."""
-        try:
-            return metadata.version(self.name)
-        except metadata.PackageNotFoundError:
-            return None
+        return _installed(self.name)
 
     @property
     def was_tried(self) -> bool:
@@ -87,6 +84,14 @@ def _dependencies(listed: list[tuple[str, str | None]]) -> tuple[Dependency, ...
             tried = ",".join(sorted(map(str, wanted.specifier), reverse=True))  # the lowest first
             found.append(Dependency(wanted.name, tried, extra))
     return tuple(found)
+
+
+@cache  # what this process has imported stays what it was
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def python_version() -> str:
