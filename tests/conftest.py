@@ -74,9 +74,12 @@ def cheap_ends():
     from matplotlib.figure import Figure
 
     from lmmods.data.store import building
+    from lmmods.runs import manifest
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        # Each run hashes all source files, which stay as they are meanwhile.
+        patch.setattr(manifest, "code_version", functools.cache(manifest.code_version))
         # To say whether the libraries are spared it counts a million objects, for each of a thousand small stores.
         patch.setattr(building, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
                                                       get_freeze_count=lambda: frozen["objects"]))
@@ -87,8 +90,18 @@ def cheap_ends():
 
 @pytest.fixture(scope="session", autouse=True)
 def found_options():
-    """jsonargparse goes through all options of a parser for each of thousands of look-ups; here it remembers them."""
-    from jsonargparse import _core, _subcommands
+    """jsonargparse goes through all options of a parser, and takes a key apart, for each of thousands of look-ups; here
+    it remembers them."""
+    from jsonargparse import Namespace, _core, _subcommands
+
+    take_apart, own = Namespace._parse_key, {}  # of keys of one part
+
+    def taken_apart(namespace, key):
+        if not isinstance(key, str) or "." in key:
+            return take_apart(namespace, key)
+        if key not in own:
+            own[key], _, _ = take_apart(namespace, key)
+        return own[key], namespace, ""
 
     find = _subcommands.find_action_and_subcommand
 
@@ -102,6 +115,7 @@ def found_options():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Namespace, "_parse_key", taken_apart)
         for module in (_core, _subcommands):
             patch.setattr(module, "find_action_and_subcommand", remembered)
         yield

@@ -9,13 +9,13 @@ trains. They are functions of these alone. Where a test has patched anything tha
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 MADE: dict[str, Any] = {}
 TRACED = ("jax_engine.distributed", "jax_engine.models", "jax_engine.optim", "jax_engine.tasks")
 PARTS: dict[tuple[object, str], object] = {}  # of these, as they are when no test has patched them
-
+known: set[str] = set()  # modules that these parts are from
 
 # Of a task, what no program of a step is made of: where weights are from, what moves them and how text is continued.
 UNTRACED = {"network", "optimizer", "choice_ids", "pretrained", "revision", "config", "adapter", "generation",
@@ -31,8 +31,9 @@ def share() -> None:
     if not PARTS:
         trainer.Steps = _sharing_functions(trainer.Steps)
         generate._compiled = _shared(generate._compiled, lambda network, *others: (_of_network(network), *others))
-    for owner, name, part in _parts():
-        PARTS.setdefault((owner, name), part)
+    new = [name for name in list(sys.modules) if name.startswith(TRACED) and name not in known]
+    known.update(new)
+    PARTS.update(((owner, name), part) for owner, name, part in _parts(new))
 
 
 def forget() -> None:
@@ -93,14 +94,13 @@ def _once(make: Callable[[], Any], name: str, key: Any) -> Any:
 
 def _are_whole() -> bool:
     """Whether nothing that may be traced is patched."""
-    return all(PARTS.get((owner, name), part) is part for owner, name, part in _parts())
+    return all(vars(owner).get(name) is part for (owner, name), part in PARTS.items())
 
 
-def _parts() -> Iterator[tuple[object, str, object]]:
+def _parts(modules: Iterable[str]) -> Iterator[tuple[object, str, object]]:
     """What programs are made of: each module and class that may be traced, a name in there, and what bears the name."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(TRACED):
-            continue
+    for name in modules:
+        module = sys.modules[name]
         classes = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == name]
         for owner in (module, *classes):
             for attribute, part in list(vars(owner).items()):
