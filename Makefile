@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Who has nothing left to do takes tests from another. A worker needs about 3 GB of memory; slow tests wait for
-# processes of their own, so there is one worker more than cores.
-PYTEST := $(BIN)/python -m pytest -q --dist worksteal
+# Two workers, each of about 3 GB; who has nothing left to do takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all bench lint smoke clean plan-tpu plan-cuda accelerators plans
@@ -26,10 +25,10 @@ demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers besid
 	$(BIN)/python demo/answers.py --run runs/sft_qlora
 
 test: $(READY) ## Run the tests, but for the slow ones
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(READY) ## Run all tests
-	$(PYTEST) -n 3
+	$(PYTEST)
 
 smoke: $(READY) ## Run the demo recipe for a few steps
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --config configs/smoke.yaml --overwrite true

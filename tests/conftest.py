@@ -156,7 +156,7 @@ def few_memory_maps():
     maps = Path("/proc/self/maps")
     if "jax" not in sys.modules or time.process_time() - looked_at["seconds"] < 2 or not maps.exists():
         return
-    if len(maps.read_bytes().splitlines()) > 25_000:
+    if len(maps.read_bytes().splitlines()) > 40_000:
         programs.forget()
         sys.modules["jax"].clear_caches()
         gc.collect()
