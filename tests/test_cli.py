@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonargparse import get_loader
 from matplotlib.figure import Figure
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
 from lmmods.commands.registry import COMMANDS, GROUPS
+from lmmods.core.recipes import as_yaml
 from lmmods.runs.folder import RunFolder
 
 
@@ -181,6 +183,16 @@ def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys)
     assert model["quantize"] == "nf4" and not filled.keys() & {"rows", "which", "recipe"}
     assert main(["inspect", *recipe(), "--which", "[99]"]) == 2
     assert "row 99 does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["12345e67", "1e5", "1.5e3", "-2_0E-7", "0x1f", "12", "true", "1:30"])
+def test_texts_that_look_like_something_else_stay_texts(recipe, capsys, text):
+    """A commit, a branch or an id may be `12345e67`; jsonargparse reads a class's arguments twice."""
+    assert main(["fit", *recipe(), f"--model.revision={text}", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    for read in (yaml.safe_load, get_loader("yaml")):
+        assert read(printed)["model"]["init_args"]["revision"] == text
+        assert read(as_yaml({text: text})) == {text: text}
 
 
 def test_print_config_is_a_recipe(recipe, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import secrets
 import struct
 
 import pytest
@@ -56,12 +57,14 @@ def test_wandb_stays_offline_without_a_key_and_keeps_its_run(recipe, tmp_path, c
     import wandb
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "12345e67")  # no number
     folder = RunFolder(tmp_path / "run")
     changes = {"trainer__logger": WANDB, "model__init_args__optimizer": {"lr": 0.01}, "trainer__limit_val_batches": 0}
     assert main(["fit", *recipe(**changes, trainer__max_steps=2)]) == 0
     assert "wandb sync" in capsys.readouterr().out
     wandb.finish()
     first = yaml.safe_load(folder.config.read_text())["trainer"]["logger"][0]["init_args"]["id"]
+    assert first == "12345e67"
     assert main(["fit", *recipe(**changes, trainer__max_steps=4), "--ckpt_path", "last"]) == 0
     wandb.finish()
     assert yaml.safe_load(folder.config.read_text())["trainer"]["logger"][0]["init_args"]["id"] == first

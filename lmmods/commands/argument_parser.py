@@ -11,16 +11,17 @@ from contextvars import ContextVar
 from typing import Any, get_args
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_dumper, set_loader
 
 from lmmods.commands.jsonargparse_compat import options_of, take_no_files, type_of
 from lmmods.commands.trust import refuse_import, resolved
 from lmmods.core.errors import readable
-from lmmods.core.recipes import guarded
+from lmmods.core.recipes import as_yaml, guarded
 from lmmods.core.redaction import redact
 from lmmods.core.settings import Generation, LoRA, Optimizer
 
 set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  # for whatever a key or an option holds
+set_dumper("yaml", as_yaml)
 
 
 _arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())

@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from lmmods.commands.early_check import check_early
 from lmmods.commands.engine_cli import EngineCLI, short_name, types_of
 from lmmods.core.console import say
@@ -18,6 +16,7 @@ from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config, saved_quantization
 from lmmods.core.parity import Row, compare, first_rows
+from lmmods.core.recipes import as_yaml
 from lmmods.core.settings import require
 
 # Keys of a model that change no number, or that one engine lacks; a comparison leaves them to their defaults.
@@ -103,7 +102,7 @@ class Measuring(EngineCLI):
                    "default_root_dir": whole["trainer"]["default_root_dir"]}
         recipe = {"seed_everything": whole["seed_everything"], "engine": engine, "trainer": trainer, "model": model,
                   "data": data}
-        arguments = ["inspect", "--config", yaml.safe_dump(recipe),
+        arguments = ["inspect", "--config", as_yaml(recipe),
                      *(["--model.trust_remote_code", "true"] if trusts else [])]
         check_early(arguments, engine)
         return cls(types_of(engine), engine, arguments)

@@ -8,9 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmmods.commands.memory_plan import Machine, MemoryPlan, as_options
+from lmmods.core.recipes import as_yaml
 
 SMALL = 50_000_000  # parameters below which full tuning takes a rate ten times as high
 RATES = {"SFT": 2e-5, "CLM": 2e-5, "MLM": 5e-5, "QA": 3e-5, "Preference": 1e-6}  # of full tuning
@@ -160,4 +159,4 @@ def _value(value: Any) -> str:
         return f"{digits}e{int(exponent)}"
     if isinstance(value, str) and not value.isprintable():
         return json.dumps(value)  # on one line
-    return yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True)[1:-2]
+    return as_yaml([value], default_flow_style=True, width=math.inf)[1:-2]

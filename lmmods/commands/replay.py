@@ -14,8 +14,9 @@ from lmmods.commands.findings import Findings
 from lmmods.commands.trust import FLAG, is_trusted
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.recipes import as_yaml
 from lmmods.core.versions import ROOT
-from lmmods.runs.folder import RunFolder, as_yaml, checkpoint_position
+from lmmods.runs.folder import RunFolder, checkpoint_position
 from lmmods.runs.manifest import Manifest
 from lmmods.runs.repair import read_table
 

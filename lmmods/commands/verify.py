@@ -9,10 +9,10 @@ import yaml
 from lmmods.commands.findings import Findings
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import read_recipe
+from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.runs.atomic import files_in
 from lmmods.runs.checkpoint_format import check_manifest
-from lmmods.runs.folder import RunFolder, as_yaml
+from lmmods.runs.folder import RunFolder
 from lmmods.runs.manifest import Manifest, surroundings
 from lmmods.runs.model_facts import find_file
 

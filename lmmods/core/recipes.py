@@ -35,6 +35,14 @@ class RecipeLoader(Loader):
                                for first, resolvers in Loader.yaml_implicit_resolvers.items()}
 
 
+class RecipeDumper(yaml.SafeDumper):
+    """YAML's safe dumper, which quotes a text that others take for a number: `1e5`, 12345e67 of an id or a commit."""
+
+
+RecipeDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
 class BrokenRecipe(yaml.YAMLError):
     """Not a valid recipe; the message says where and why."""
 
@@ -46,6 +54,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         UserError: No such file, none that can be read, or none that holds a recipe.
     """
     return _mapping(read_text(path), str(path))
+
+
+def as_yaml(content: Any, **style: Any) -> str:
+    """Plain values as text that reads back as they are, here, in YAML 1.2 and by jsonargparse; `style` of yaml.dump."""
+    return yaml.dump(content, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, **style)
 
 
 def config_argument(value: str) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.recipes import as_yaml
 from lmmods.runs.atomic import REPLACED, commit_files, commit_folder, files_in, restore, write_json, write_text
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
@@ -295,7 +294,3 @@ def checkpoint_position(name: str) -> tuple[int, int]:
     step, _, open_batches = name.removeprefix(CHECKPOINT_PREFIX).partition("+")
     return int(step), int(open_batches or 0)
 
-
-def as_yaml(recipe: dict[str, Any]) -> str:
-    """A recipe as config.yaml holds it."""
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)

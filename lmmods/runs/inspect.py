@@ -6,9 +6,9 @@ from typing import Any
 
 from lmmods.core.console import printable, say
 from lmmods.core.labels import IGNORED
+from lmmods.core.recipes import as_yaml
 from lmmods.core.terminal import shows_colour
 from lmmods.core.trainer_fields import TrainerFields
-from lmmods.runs.folder import as_yaml
 
 # What null means of keys that are a trainer's alone; see TrainerFields.
 TRAINER_MEANS = {"log_every_n_steps": 50, "num_sanity_val_steps": 2}

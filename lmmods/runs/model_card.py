@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from lmmods.core.recipes import Loader
+from lmmods.core.recipes import Loader, as_yaml
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.report import render_table
 from lmmods.data.sources.source_reader import NAMED_SETS
-from lmmods.runs.folder import RunFolder, as_yaml
+from lmmods.runs.folder import RunFolder
 from lmmods.runs.local_paths import hub_id, shown_path, shown_paths
 
 # transformers' class -> the hub's name of the task

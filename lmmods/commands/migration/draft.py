@@ -6,11 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from lmmods.commands.migration.foreign_keys import Row, counterparts, rows_of
 from lmmods.commands.migration.values import VALUES
-from lmmods.core.recipes import shortened
+from lmmods.core.recipes import as_yaml, shortened
 
 CLASSES = ("model", "data")
 OFF = (None, False, "", "none", "None", [], {})  # a feature that is off needs no counterpart
@@ -151,7 +149,7 @@ def _lines(tree: dict[str, Any], depth: int) -> Iterator[str]:
 
 def _flow(value: Any) -> str:
     """A value on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**20)
+    text = as_yaml(value, default_flow_style=True, width=2**20)
     text = text.removesuffix("...\n").strip()
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 

@@ -17,11 +17,11 @@ from lmmods.commands.sweep.trials import Worker, trial_folder
 from lmmods.commands.sweep.wandb_file import sweep_file
 from lmmods.core.engines import peek_engine
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import CONFIG_OPTIONS, config_argument, option_values, read_recipe
+from lmmods.core.recipes import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
 from lmmods.runs.atomic import write_text
-from lmmods.runs.folder import RunFolder, as_yaml
+from lmmods.runs.folder import RunFolder
 
 OF_THE_SWEEP = ("--trainer.default_root_dir", "--ckpt_path", "--overwrite")
 TRIALS = 20

@@ -7,9 +7,8 @@ from typing import Any
 from lmmods.commands.programs import TYPED
 from lmmods.commands.sweep.space import Parameter
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import CONFIG_OPTIONS, config_argument, option_values
+from lmmods.core.recipes import CONFIG_OPTIONS, as_yaml, config_argument, option_values
 from lmmods.core.redaction import redact
-from lmmods.runs.folder import as_yaml
 
 METHODS = {"tpe": "bayes", "random": "random", "grid": "grid"}
 
