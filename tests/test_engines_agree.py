@@ -26,7 +26,7 @@ from tests.runs import TIMED, paths, rows
 
 # A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
 WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
-STEPS = 10
+STEPS = 20
 CORPUS = Path(__file__).parent.parent / "demo" / "corpus"
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,

@@ -14,7 +14,7 @@ from tests.runs import rows
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
-STEPS = 4
+STEPS = 20
 
 
 def lines(path: Path) -> list[dict]:
