@@ -152,7 +152,7 @@ class Planner:
         if self.on.platform == "gpu":
             notes.append(f"XLA takes {self._room() / self.on.memory:.0%} of a GPU's memory ({FRACTION})")
         if unknown:
-            notes.append(f"{unknown} loops whose passes the program does not tell count once in the collectives")
+            notes.append(f"loops whose passes the program does not tell count once in the collectives: {unknown}")
         if self.on.platform == "tpu" and not self.on.is_simulated:
             notes.append("whether it fits is the word of the TPU's compiler, whose figures count more than it needs")
         if self.on.is_simulated:

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
-from lmmods.core.recipes import read_recipe
+from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.local_paths import hub_id
 
@@ -148,7 +146,7 @@ def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], i
     from lmmods.runs.model_card import how_to_load  # needs torch, which help does not
 
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
-    header = yaml.safe_dump({"library_name": "transformers", **base_model}, sort_keys=False)
+    header = as_yaml({"library_name": "transformers", **base_model})
     return (f"---\n{header}---\n\n# {recipe.folder.root.name}, merged\n\nThe adapter of this run merged into `"
             f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n\n"
             + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)

@@ -293,4 +293,3 @@ def checkpoint_position(name: str) -> tuple[int, int]:
     """(optimiser step, micro-batches since) of a checkpoint's name."""
     step, _, open_batches = name.removeprefix(CHECKPOINT_PREFIX).partition("+")
     return int(step), int(open_batches or 0)
-

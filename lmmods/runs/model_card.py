@@ -37,7 +37,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     header = _header(folder.root.name, recipe, metrics, base, is_adapter, auto_class)
     shown_base = base and shown_path(base, folder.root)
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---",
+        f"---\n{as_yaml(header)}---",
         f"# {folder.root.name}",
         _origin(shown_base, is_adapter) + _method(recipe),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
