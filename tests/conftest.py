@@ -19,11 +19,6 @@ COMPILED = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED)
 os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
                   JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0")  # nobody looks up which line an instruction is from
-# A toy's program is compiled for seconds and runs for milliseconds: code as plain as it comes is compiled six times as
-# fast. What is computed stays XLA's; programs of the demo, the recipes and benchmarks are optimised as a user's are.
-PLAIN_CODE = ("--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-              "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
-os.environ["XLA_FLAGS"] = f"{PLAIN_CODE} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402

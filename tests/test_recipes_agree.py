@@ -46,7 +46,7 @@ def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
     # runs for longer than it saves in compiling.
     for run in runs:
         together(["--config", f"configs/{name}.yaml", "--config", str(tmp_path / "changes.yaml"), "--engine",
-                  run.root.name, "--trainer.default_root_dir", str(run.root)], program=fit_and_predict, XLA_FLAGS="")
+                  run.root.name, "--trainer.default_root_dir", str(run.root)], program=fit_and_predict)
     expected, found = (rows(run) for run in runs)
     assert len(expected) == len(found) == STEPS
     for row, wanted in zip(found, expected, strict=True):
