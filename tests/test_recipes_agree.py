@@ -42,8 +42,6 @@ def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
         changes["data"] = {"init_args": {"predict_source": str(tmp_path / "prompts.txt")}}
     (tmp_path / "changes.yaml").write_text(yaml.safe_dump(changes))
     runs = [RunFolder(tmp_path / engine) for engine in ("torch", "jax")]
-    # In processes of their own, where XLA optimises a recipe's programs as it does for users: of this size, plain code
-    # runs for longer than it saves in compiling.
     for run in runs:
         together(["--config", f"configs/{name}.yaml", "--config", str(tmp_path / "changes.yaml"), "--engine",
                   run.root.name, "--trainer.default_root_dir", str(run.root)], program=fit_and_predict)
