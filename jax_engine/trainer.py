@@ -32,7 +32,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import peak_flops
 from lmmods.core.parity import Row
-from lmmods.core.peers import Peers
+from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
@@ -65,6 +65,7 @@ class Trainer(JaxTrainerFields):
 
     def __post_init__(self) -> None:
         check_length(self.max_epochs, self.max_steps)
+        check_timeout(self.heartbeat_timeout)
         self.limits = {"train": self.limit_train_batches, "val": self.overfit_batches or self.limit_val_batches,
                        "test": self.limit_test_batches, "predict": self.limit_predict_batches}
         self.num_sanity_val_steps = 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
@@ -79,7 +80,6 @@ class Trainer(JaxTrainerFields):
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
         self.interruption = Interruption(saves=self.enable_checkpointing)
-        self.peers = Peers(self.heartbeat_timeout)
         self._precision_reason: str | None = None
         # What the data modules ask of a trainer: every process goes through all micro-batches, see `Prefetcher`.
         self.data_rank, self.num_data_ranks = 0, 1
@@ -236,8 +236,9 @@ class Trainer(JaxTrainerFields):
         self._connect()
         self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
-        self.peers.meet(jax.process_index(), jax.process_count(), machines.from_first)
-        with self.peers.end_together(), folder.taken(command, check, jax.process_index() == 0, tells_later=several):
+        Peers.current().meet(jax.process_index(), jax.process_count(), machines.from_first, self.heartbeat_timeout)
+        with (Peers.current().end_together(),
+              folder.taken(command, check, jax.process_index() == 0, tells_later=several)):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
                 raise UserError(problems[0])
             yield

@@ -102,6 +102,14 @@ def run_interruptible(arguments: list[str]) -> int:
 
 def run_engine(arguments: list[str]) -> None:
     """Build the parser for the engine that `arguments` ask for, and run the command."""
+    from lmmods.core.peers import Peers
+
+    Peers.current().begin()  # before anything is loaded for the command, which takes seconds
+    with Peers.current().end_together():
+        _run_watched(arguments)
+
+
+def _run_watched(arguments: list[str]) -> None:
     from lmmods.commands.early_check import check_early
     from lmmods.core.console import quiet_libraries
 

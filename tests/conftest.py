@@ -177,7 +177,8 @@ def no_forks_left():
 def no_ranks_left():
     """What a strategy of several processes leaves in this one must not reach the processes that later tests start."""
     yield
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+                 "LMMODS_LAUNCHER"):
         os.environ.pop(name, None)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -5,12 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.core.peers import Peers
+from lmmods.core.peers import MeetingPoint, Peers, check_timeout
 
 # A process: it meets the others through a file, says that it works, and goes on as its last argument says.
 PROCESS = """
@@ -30,9 +31,9 @@ def share(value):
         time.sleep(0.01)
     return json.loads((folder / "address").read_text())
 
-watch = peers.Peers(timeout)
+watch = peers.Peers.current()
 with watch.end_together():
-    watch.meet(rank, 3, share)
+    watch.meet(rank, 3, share, timeout)
     (folder / f"works-{rank}").touch()
     while len(list(folder.glob("works-*"))) < 3:
         time.sleep(0.01)
@@ -106,12 +107,12 @@ def test_the_last_word_is_heard_though_others_are_unread():
     """A connection that is closed with words unread is reset, and loses what waits to be sent."""
     process = """
 import select, socket, sys
-from lmmods.core.peers import Line, Peers
+from lmmods.core.peers import Connection, Peers
 
-peers, line = Peers(30), Line(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 30, "0")
-select.select([line.connection], [], [])
-line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
-peers._lines.append(line)
+peers, connection = Peers(), Connection(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 30)
+select.select([connection.socket], [], [])
+connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+peers._connections.append(connection)
 peers._end(75)
 """
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -139,19 +140,104 @@ def test_processes_that_end_alike_say_nothing_of_each_other(tmp_path, end, statu
 
 
 def test_nobody_is_watched_alone_or_without_a_limit():
-    for peers, size in ((Peers(30), 1), (Peers(None), 8)):
+    for size, timeout in ((1, 30), (8, None)):
+        peers = Peers()
         with peers.end_together():
-            peers.meet(0, size, lambda value: pytest.fail("no address is needed"))
+            peers.meet(0, size, lambda value: pytest.fail("no address is needed"), timeout)
     with pytest.raises(UserError, match="trainer.heartbeat_timeout is 1, but must be 2 or more seconds"):
-        Peers(1)
+        check_timeout(1)
 
 
 def test_a_stranger_is_no_process(tmp_path):
     """Somebody connects to the port and goes."""
-    peers, found = Peers(30), []
-    peers.meet(0, 2, found.append)
+    peers, found = Peers(), []
+    peers.meet(0, 2, found.append, 30)
     with socket.create_connection(("127.0.0.1", found[0][1])) as stranger:
         stranger.settimeout(10)
         stranger.sendall(b"hello 1 on elsewhere\n")
         assert stranger.recv(1) == b""
     peers._leave("done")
+
+
+@pytest.mark.parametrize(("environment", "wanted"), [
+    ({}, None),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, None),
+    ({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, (3, "a", 29502, False)),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"},
+     (1, "a", 29502, True)),
+    ({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000",
+      "LMMODS_LAUNCHER": "17"}, (1, "127.0.0.1", 5002, True)),
+    ({"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5000"}, None),
+    ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "gpu[03-05,07],other",
+      "SLURM_JOB_ID": "123456"}, (5, "gpu03", 15000 + 3456 + 2, False)),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a-1,a-2", "SLURM_JOB_ID": "7777"},
+     (0, "a-1", 15000 + 7777 + 2, False))])
+def test_where_processes_meet_is_read_from_what_their_launcher_has_set(environment, wanted):
+    point = MeetingPoint.of_environment(environment)
+    found = point and (point.rank, point.host, point.port, point.launcher is not None)
+    assert found == wanted
+    if point:
+        assert MeetingPoint.of_environment({**environment, "MASTER_ADDR": "elsewhere"}).token != point.token
+
+
+EARLY = """
+import os, pathlib, sys, time
+from lmmods.core.errors import UserError
+from lmmods.core.peers import Peers
+
+Peers.current().begin()
+with Peers.current().end_together():
+    if sys.argv[1] == "refuses":
+        time.sleep(1)
+        raise UserError("of this process alone")
+    pathlib.Path(sys.argv[2], os.environ["RANK"]).touch()
+    time.sleep(60)
+"""
+
+
+def early(folder: Path, *how: str) -> list[subprocess.Popen]:
+    """Processes that no library will ever connect."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [subprocess.Popen(
+        [sys.executable, "-c", EARLY, end, str(folder)], text=True, stderr=subprocess.PIPE,
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(how)),
+             "RANK": str(rank)}) for rank, end in enumerate(how)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_that_is_killed_before_they_have_met_is_missed(tmp_path, lost):
+    processes = early(tmp_path, "waits", "waits", "waits")
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # the others have found the first
+    processes[lost].kill()
+    said = [process.communicate(timeout=20)[1] for process in processes]
+    assert [process.returncode for process in processes] == [-9 if rank == lost else 75 for rank in range(3)]
+    assert f"error: Lost process {lost} on {socket.gethostname()} (PID {processes[lost].pid}): killed" in said[1 - lost]
+
+
+def test_a_refusal_of_the_first_alone_reaches_those_that_wait_to_be_connected(tmp_path):
+    first, second = early(tmp_path, "refuses", "waits")
+    assert "UserError: of this process alone" in first.communicate(timeout=30)[1] and first.returncode == 1
+    said = second.communicate(timeout=30)[1]
+    assert second.returncode == 1
+    assert f"error: Process 0 on {socket.gethostname()} (PID {first.pid}) has ended with an error" in said
+
+
+def test_a_fork_does_not_keep_the_connections_of_a_dead_process_open(tmp_path):
+    """Workers that read data outlive their parent's kill by seconds, and longer where they are busy."""
+    program = EARLY.replace("    pathlib.Path", "    if os.environ['RANK'] == '0' and os.fork() == 0:\n"
+                            "        time.sleep(8)\n        os._exit(0)\n    pathlib.Path")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "EARLY", program)
+        first, second = early(tmp_path, "waits", "waits")
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    first.kill()
+    assert second.wait(5) == 75
+    first.stderr.close(), second.stderr.close()

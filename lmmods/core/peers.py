@@ -1,13 +1,16 @@
 """The processes of a run watch each other: where one is lost, the others end with a message instead of waiting for it.
 
 Collective calls of NCCL, gloo and XLA wait for minutes for a process that is gone, or end in an error that does not
-name it. Here each process keeps a connection to the first one, which the system closes when a process dies, however it
-dies; where a machine or its network is gone, the system finds out by keep-alive packets. A thread on each end says now
-and then that it lives, so one that is stopped is found out, too; a process that is busy for long goes on saying it.
+name it; before the first such call nothing watches at all. Here each process keeps a connection to the first one from
+its start on, which the system closes when a process dies, however it dies; where a machine or its network is gone, the
+system finds out by keep-alive packets. Once all have met, a thread on each end says now and then that it lives, so that
+a process that is stopped is found out, too; one that is busy for long goes on saying it.
 """
 
+import hashlib
 import math
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -15,42 +18,107 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from subprocess import Popen
 from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 
-LOST = os.EX_TEMPFAIL  # exit status 75: the same command may well succeed
+LOST = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75  # the same command may well succeed
 FAILED = 1  # another process has ended with an error
 # Seconds: in which processes that die are told of together; that a process whose own call has failed waits to hear
 # whether another one is lost; that one has to end by itself when another has failed.
 GATHERING, HEARING, ENDING = 0.3, 3.0, 10.0
+RETRYING = 0.1  # seconds between attempts to reach the first process, and between looks at processes started here
+KEEP_ALIVE = 30  # seconds after which the system finds that a connection is cut, until a recipe says otherwise
 BEATS = 8  # signs of life in the time in which there must be one
 ALIVE = "alive"
+# The first process listens on the second port behind MASTER_PORT; JAX's coordinator takes the one between.
+PORT_DISTANCE = 2
+LAUNCHER = "LMMODS_LAUNCHER"  # environment variable: PID of the process that starts others for Lightning
 
 
-class Line:
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the processes of a run find the first one before any library has connected them.
+
+    Args:
+        rank: Of this process.
+        host, port: Of the first process.
+        token: What processes of this run say to each other, so that those of another one are told apart.
+        launcher: PID of the process that has started this one and must outlive it, if that is known.
+    """
+
+    rank: int
+    host: str
+    port: int
+    token: str
+    launcher: int | None
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "MeetingPoint | None":
+        """Read what torchrun, srun, Lightning or a user by hand has set for each process; None for a single one.
+
+        Processes that other launchers start, such as MPI's, meet when their library has connected them.
+        """
+        def value(*names: str) -> str | None:
+            return next((environment[name] for name in names if environment.get(name)), None)
+
+        by_lightning = "RANK" not in environment and "LOCAL_RANK" in environment and value("NODE_RANK") in (None, "0")
+        by_srun = "RANK" not in environment and "SLURM_PROCID" in environment
+        rank = value("RANK", *(["SLURM_PROCID"] if by_srun else ["LOCAL_RANK"] if by_lightning else []))
+        size = value("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if by_srun else value("WORLD_SIZE")
+        host = value("MASTER_ADDR") or _first_host(value("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") or "")
+        job = value("SLURM_JOB_ID") or ""
+        port = value("MASTER_PORT") or (f"{15000 + int(job[-4:])}" if by_srun and job[-4:].isdigit() else None)
+        if not (host and all((text or "").isdigit() for text in (rank, size, port))) or int(size) < 2:
+            return None
+        run = (host, port, size, job, *(value(name) or "" for name in (
+            "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")))
+        launcher = value(LAUNCHER) if by_lightning and rank != "0" else None
+        if "TORCHELASTIC_RUN_ID" in environment:
+            launcher = os.getppid()
+        return cls(int(rank), host, int(port) + PORT_DISTANCE, hashlib.sha256(repr(run).encode()).hexdigest()[:32],
+                   int(launcher) if launcher else None)
+
+
+def _first_host(nodes: str) -> str:
+    """The first of SLURM's list of machines: `node[03-05,07],other` gives `node03`."""
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+class Connection:
     """A connection of the first process and another one, which say words, each on a line.
 
     Args:
-        name: Of the process at the other end; empty until it has said who it is.
+        connection: The socket.
+        timeout: Seconds after which the system finds that the other machine is gone.
     """
 
-    def __init__(self, connection: socket.socket, timeout: int, name: str = ""):
-        self.connection, self.name, self._received = connection, name, b""
-        self.num_silent = 0  # beats since it said something; those during which this process was stopped do not count
+    def __init__(self, connection: socket.socket, timeout: int):
+        self.socket, self._received = connection, b""
+        self.name = ""  # of the process at the other end, when it has said who it is
+        self.is_alive = False  # whether it has begun to give signs of life
+        self.num_silent = 0  # beats since the last one; those during which this process was stopped do not count
+        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Half the time silence, then four packets in the other half; not all systems have all of these options.
+        self.set_timeout(timeout)
+
+    def set_timeout(self, timeout: int) -> None:
+        """Half the time silence, then four packets in the other half; not all systems have all of these options."""
         for option, value in (("TCP_KEEPIDLE", timeout // 2), ("TCP_KEEPINTVL", timeout // 8), ("TCP_KEEPCNT", 4),
                               ("TCP_USER_TIMEOUT", 1000 * timeout)):
             if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(value, 1))
+                with suppress(OSError):  # it is gone, as `receive` tells
+                    self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(value, 1))
 
     def send(self, word: str) -> None:
         with suppress(OSError):  # it is gone, as `receive` tells
-            self.connection.sendall(f"{word}\n".encode())
+            self.socket.sendall(f"{word}\n".encode())
 
     def end(self, deadline: float) -> None:
         """Say no more, and read until the other end has heard all and ends, too, or until then (`time.monotonic`).
@@ -58,16 +126,16 @@ class Line:
         A connection that is closed while words are unread is reset, and what it has not passed on yet is lost.
         """
         with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
+            self.socket.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
-                self.connection.settimeout(left)
-                if not self.connection.recv(4096):
+                self.socket.settimeout(left)
+                if not self.socket.recv(4096):
                     break
 
     def receive(self) -> list[str] | None:
         """Words said since the last call, which waits for some; None at the end of the connection."""
         try:
-            received = self.connection.recv(4096)
+            received = self.socket.recv(4096)
         except OSError:  # reset, or silent for too long
             return None
         self.num_silent = 0
@@ -76,41 +144,86 @@ class Line:
 
 
 class Peers:
-    """The other processes of a run.
+    """The other processes of a run, watched by a thread. Use the one of `Peers.current`."""
 
-    Args:
-        timeout: Seconds without a sign of life after which a process is lost; None watches nobody. Processes that die
-            on machines that live are missed at once.
-    """
+    _current: "Peers | None" = None
 
-    def __init__(self, timeout: int | None):
-        require(timeout is None or timeout >= 2, "trainer.heartbeat_timeout", timeout, "2 or more seconds, or null")
-        self._timeout = timeout
-        self._rank, self._key = 0, ""
+    def __init__(self) -> None:
+        self._rank, self._token = 0, secrets.token_hex(16)
+        self._timeout: int | None = None  # seconds without a sign of life, once the processes have met
         self._listener: socket.socket | None = None  # of the first process
-        self._lines: list[Line] = []
+        self._places: list[tuple[str, int]] = []  # where another process may find the first one
+        self._connections: list[Connection] = []
+        self._known: set[str] = set()  # names of processes that have said who they are
+        self._started: dict[int, Popen] = {}  # by rank, processes that this one has started
+        self._launcher: int | None = None
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._ending = threading.Lock()
-        self._has_left, self._fails = False, threading.Event()
+        self._has_left, self._fails, self._is_connected = False, threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        if hasattr(os, "register_at_fork"):
+            _opened.add(self)
 
-    def meet(self, rank: int, size: int, share: Callable[[Any], Any]) -> None:
-        """Connect the processes and begin to watch. All of them must call this at the same place.
+    @classmethod
+    def current(cls) -> "Peers":
+        """Those of this process, of the command that it runs."""
+        if cls._current is None or cls._current._has_left:
+            cls._current = cls()
+        return cls._current
+
+    def begin(self) -> None:
+        """Begin to watch, where the environment says how the processes of this run find each other."""
+        point = MeetingPoint.of_environment()
+        if point is None or self._thread.is_alive():
+            return
+        self._rank, self._token, self._launcher = point.rank, point.token, point.launcher
+        if point.rank == 0:
+            self._listen(point.port)
+        else:
+            self._places = [(point.host, point.port)]
+        self._thread.start()
+
+    def watch_started(self, processes: dict[int, Popen]) -> None:
+        """Watch processes by rank that this one has just started, until they have connected: one that dies in its first
+        moments is missed, too."""
+        self._started = processes
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def meet(self, rank: int, size: int, share: Callable[[Any], Any], timeout: int | None) -> None:
+        """Connect the processes that have not found each other yet, and expect signs of life from now on.
+
+        All of them must call this at the same place.
 
         Args:
             rank: Of this process, of `size`.
             share: Gives all processes what the first one passes to it.
+            timeout: Seconds without a sign of life after which a process is lost; None watches nobody. Processes that
+                die on machines that live are missed at once.
         """
-        if size == 1 or self._timeout is None:
+        if size == 1 or timeout is None:
+            self._leave("done")
             return
-        self._rank = rank
+        self._rank, self._timeout = rank, timeout
+        for connection in list(self._connections):
+            connection.set_timeout(timeout)
+            if connection.name:
+                connection.send(ALIVE)
         if rank == 0:
-            self._listen(size)
-            share((socket.gethostname(), self._listener.getsockname()[1], self._key))
+            if self._listener is None:
+                self._listen(0)
+            share((socket.gethostname(), self._listener.getsockname()[1], self._token))
         else:
-            self._connect(*share(None))
-        self._thread.start()
+            host, port, token = share(None)
+            if not self._is_connected.is_set():
+                self._token = token
+                self._places = [(name, port) for name in dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host))]
+        if not self._thread.is_alive():
+            self._thread.start()
+        if rank and not self._is_connected.wait(timeout):
+            _tell(f"warning: process {rank} cannot reach port {port} of {host}. It will not hear of it when another "
+                  "process is lost.")
 
     @contextmanager
     def end_together(self) -> Iterator[None]:
@@ -119,124 +232,205 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            if self._thread.is_alive() and isinstance(error, Exception) and not isinstance(error, UserError):
+            if self._is_watching and isinstance(error, Exception) and not isinstance(error, UserError):
                 for number in (signal.SIGINT, signal.SIGTERM):  # of a launcher that has missed the process first
                     signal.signal(number, signal.SIG_IGN)
                 self._fails.set()
                 time.sleep(HEARING)  # if another process is lost or has failed, `_watch` ends this one meanwhile
-            self._leave("failed")
+            self._leave("done" if isinstance(error, SystemExit) and not error.code else "failed")
             raise
         self._leave("done")
 
+    @property
+    def _is_watching(self) -> bool:
+        return self._thread.is_alive() and not self._has_left
+
     def _leave(self, word: str) -> None:
         with self._ending:
+            if self._has_left:
+                return
             self._has_left = True
         self._fails.set()
-        for line in list(self._lines):
-            line.send(word)
+        for connection in list(self._connections):
+            connection.send(word)
 
     # Meeting ---------------------------------------------------------------------------------------------------------
 
-    def _listen(self, size: int) -> None:
+    def _listen(self, port: int) -> None:
         both = socket.has_dualstack_ipv6()
-        self._listener = socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET,
-                                              backlog=size, dualstack_ipv6=both)
-        self._key = secrets.token_hex(16)  # others, too, may find the port
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        for choice in dict.fromkeys((port, 0)):  # another program may have that port; then all hear of it as they meet
+            with suppress(OSError, OverflowError):
+                self._listener = socket.create_server(("", choice), family=socket.AF_INET6 if both else socket.AF_INET,
+                                                      backlog=1024, dualstack_ipv6=both)
+                self._selector.register(self._listener, selectors.EVENT_READ)
+                return
 
-    def _connect(self, host: str, port: int, key: str) -> None:
-        problem: OSError | None = None
-        for name in dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
-            try:
-                line = Line(socket.create_connection((name, port), self._timeout), self._timeout, f"0 on {host}")
-            except OSError as error:
-                problem = error
-                continue
-            line.connection.settimeout(None)
-            line.send(f"{key} {self._rank} on {socket.gethostname()} (PID {os.getpid()})")
-            return self._add(line)
-        _tell(f"warning: process {self._rank} cannot reach port {port} of {host} ({problem}). It will not hear of it "
-              "when another process is lost.")
+    def _connect(self) -> None:
+        """Try to reach the first process, which may not be there yet; the next attempt follows."""
+        for place in self._places:
+            with suppress(OSError, OverflowError):
+                connection = Connection(socket.create_connection(place, self._timeout or KEEP_ALIVE),
+                                        self._timeout or KEEP_ALIVE)
+                connection.send(f"{self._token} {_name(self._rank)}")
+                return self._add(connection)
 
-    def _add(self, line: Line) -> None:
-        self._lines.append(line)
-        self._selector.register(line.connection, selectors.EVENT_READ, line)
+    def _add(self, connection: Connection) -> None:
+        self._connections.append(connection)
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
-    def _remove(self, line: Line) -> None:
-        self._lines.remove(line)
-        self._selector.unregister(line.connection)
-        line.connection.close()
+    def _remove(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
 
     # Watching, in a thread -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        next_beat = 0.0
-        while self._lines or self._listener:
-            wait = GATHERING if self._lost else max(next_beat - time.monotonic(), 0)
-            for key, _ in self._selector.select(wait):
+        next_beat, next_attempt = 0.0, 0.0
+        while not self._has_left or self._connections:
+            if self._places and not self._connections and not self._has_left and time.monotonic() >= next_attempt:
+                self._connect()
+                next_attempt = time.monotonic() + RETRYING
+            for key, _ in self._selector.select(self._patience(next_beat)):
                 if key.data is None:
-                    self._add(Line(self._listener.accept()[0], self._timeout))
+                    self._add(Connection(self._listener.accept()[0], self._timeout or KEEP_ALIVE))
                 else:
                     self._hear(key.data)
-            if time.monotonic() >= next_beat:
+            if self._timeout is not None and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._timeout / BEATS
                 self._beat()
+            self._look_at_started()
+            if self._launcher is not None and _is_gone(self._launcher):
+                self._end(LOST, UserError(f"The process that has started this one (PID {self._launcher}) is gone, so "
+                                          "this one ends, too. --ckpt_path auto goes on from the last checkpoint."))
             if self._lost and (self._rank or not self._selector.select(GATHERING)):
                 self._end(LOST, UserError(
                     f"Lost process {', '.join(self._lost)}: killed, or its machine cannot be reached. The other "
                     "processes end, too. --ckpt_path auto goes on from the last checkpoint."))
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+
+    def _patience(self, next_beat: float) -> float:
+        """Seconds to wait for words of others."""
+        if self._lost:
+            return GATHERING
+        looks = self._timeout is None or self._started or self._launcher is not None or not self._connections
+        until_beat = math.inf if self._timeout is None else max(next_beat - time.monotonic(), 0)
+        return min(until_beat, RETRYING) if looks else until_beat
+
+    def _look_at_started(self) -> None:
+        for rank, process in list(self._started.items()):
+            status, name = process.poll(), f"{rank} on {socket.gethostname()} (PID {process.pid})"
+            if status is None and name not in self._known:
+                continue
+            del self._started[rank]  # its connection tells the rest
+            if name not in self._known and status < 0:
+                self._lost.append(name)
+            elif name not in self._known and status:
+                self._end(FAILED, UserError(f"Process {name} has ended with an error, so this one ends, too."))
 
     def _beat(self) -> None:
         """Say that this process lives, and count how long others have not."""
-        known = [line for line in self._lines if line.name]
-        for line in known:
-            line.send(ALIVE)
-            line.num_silent += 1
-        if silent := [line.name for line in known if line.num_silent > BEATS]:
+        known = [connection for connection in self._connections if connection.name]
+        for connection in known:
+            connection.send(ALIVE)
+            connection.num_silent += connection.is_alive
+        if silent := [connection.name for connection in known if connection.num_silent > BEATS]:
             self._end(LOST, UserError(
                 f"No sign of life of process {', '.join(silent)} for {self._timeout} seconds: it is stopped or hangs, "
                 "or its machine does. The other processes end, too. End it where it is still there; --ckpt_path auto "
                 "goes on from the last checkpoint."))
 
-    def _hear(self, line: Line) -> None:
-        words = line.receive()
+    def _hear(self, connection: Connection) -> None:
+        words = connection.receive()
         for word in words or ():
-            if not line.name:
-                key, _, line.name = word.partition(" ")
-                if key != self._key:
-                    return self._remove(line)
+            if not connection.name:
+                token, _, name = word.partition(" ")
+                if token != self._token or not name:
+                    return self._remove(connection)
+                self._introduce(connection, name)
             elif word == ALIVE:
-                continue
+                connection.is_alive = True
             elif word == "done":
-                return self._remove(line)
+                return self._remove(connection)
             elif word == "failed":
-                self._remove(line)
-                for _ in range(math.ceil(ENDING * BEATS / self._timeout)):  # it may be a mistake that all find
-                    if self._fails.wait(min(self._timeout / BEATS, ENDING)):
-                        break
-                    self._beat()
-                self._end(FAILED, UserError(f"Process {line.name} has ended with an error, so this one ends, too."))
+                self._remove(connection)
+                self._wait_to_fail()
+                self._end(FAILED, UserError(f"Process {connection.name} has ended with an error, so this one ends, "
+                                            "too."))
             else:
                 self._end(int(word))
         if words is None:
-            self._remove(line)
-            self._lost += [line.name] if line.name else []
+            self._remove(connection)
+            self._lost += [connection.name] if connection.name else []
+
+    def _introduce(self, connection: Connection, name: str) -> None:
+        connection.name = name
+        self._known.add(name)
+        if self._rank == 0:
+            connection.send(f"{self._token} {_name(0)}")
+        else:
+            self._places = []
+            self._is_connected.set()
+        if self._timeout is not None:
+            connection.send(ALIVE)
+
+    def _wait_to_fail(self) -> None:
+        """Another process has failed, maybe of a mistake that all find: let this one say it in its own words."""
+        timeout = self._timeout or KEEP_ALIVE
+        for _ in range(math.ceil(ENDING * BEATS / timeout)):
+            if self._fails.wait(min(timeout / BEATS, ENDING)):
+                break
+            self._beat()
 
     def _end(self, status: int, error: UserError | None = None) -> None:
         """End this process where it stands, unless it is about to; `error` says why, if the first has not yet."""
         with self._ending:
             if self._has_left:
                 return
-            for line in self._lines:
-                line.send(str(status))
+            for connection in self._connections:
+                connection.send(str(status))
             if error is not None:
                 _tell(f"error: {error}")
             with suppress(OSError):
                 sys.stdout.flush()
             deadline = time.monotonic() + GATHERING
-            for line in self._lines:
-                line.end(deadline)
+            for connection in self._connections:
+                connection.end(deadline)
             os._exit(status)
+
+    def _close_copies(self) -> None:
+        """In a fork: close its copies of the sockets, which would keep the connections of a dead process open."""
+        for opened in (self._listener, *(connection.socket for connection in self._connections)):
+            if opened is not None:
+                opened.close()
+        self._selector.close()
+
+
+_opened: "weakref.WeakSet[Peers]" = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [peers._close_copies() for peers in _opened])
+
+
+def check_timeout(timeout: int | None) -> None:
+    """Raises UserError: a time in which no process can be sure to have given a sign of life."""
+    require(timeout is None or timeout >= 2, "trainer.heartbeat_timeout", timeout, "2 or more seconds, or null")
+
+
+def _is_gone(launcher: int) -> bool:
+    """Whether the process that has started this one, or the one between them, is dead."""
+    if os.getppid() == launcher:
+        return False
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(launcher).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _name(rank: int) -> str:
+    return f"{rank} on {socket.gethostname()} (PID {os.getpid()})"
 
 
 def _tell(text: str) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.parity import Row
-from lmmods.core.peers import Peers
+from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.run_length import check_length, num_steps
 from lmmods.core.signals import Interruption
 from lmmods.runs.checkpoint_format import read_plain
@@ -38,7 +38,13 @@ from lmmods.torch_engine.callbacks.rehearsal import Rehearsal
 from lmmods.torch_engine.callbacks.run_events import RunEvents
 from lmmods.torch_engine.callbacks.startup_report import StartReport
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
-from lmmods.torch_engine.compat.lightning import decide_skip, end_after, epoch_ends, validation_follows
+from lmmods.torch_engine.compat.lightning import (
+    decide_skip,
+    end_after,
+    epoch_ends,
+    validation_follows,
+    watch_launched,
+)
 from lmmods.torch_engine.fit_loop import is_skipped
 from lmmods.torch_engine.machine import describe_machine
 from lmmods.torch_engine.nn.sharding import num_sharers
@@ -66,6 +72,7 @@ class Trainer(L.Trainer):
             precision, self._precision_reason = choose_precision(accelerator)
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         check_length(max_epochs, max_steps)
+        check_timeout(heartbeat_timeout)
         checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
         callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks if callback not in checkpoints]
         if enable_checkpointing:
@@ -111,7 +118,10 @@ class Trainer(L.Trainer):
         self.resumed_from: Path | None = None
         self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
         self.identity = RunIdentity()
-        self.interruption, self.peers = Interruption(saves=enable_checkpointing), Peers(heartbeat_timeout)
+        self.interruption = Interruption(saves=enable_checkpointing)
+        self.heartbeat_timeout = heartbeat_timeout
+        if heartbeat_timeout is not None:
+            watch_launched(self.strategy)
 
     # Commands --------------------------------------------------------------------------------------------------------
 
@@ -206,8 +216,8 @@ class Trainer(L.Trainer):
         """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
         self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
-        with self.peers.end_together(), self.run_folder.taken(command, check, self.is_global_zero,
-                                                              tells_later=launched):
+        with Peers.current().end_together(), self.run_folder.taken(command, check, self.is_global_zero,
+                                                                   tells_later=launched):
             yield
 
     def _say_engine(self) -> None:

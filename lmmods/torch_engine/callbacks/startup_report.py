@@ -3,6 +3,7 @@
 import lightning as L
 
 from lmmods.core.errors import UserError
+from lmmods.core.peers import Peers
 from lmmods.runs.start import RunStart
 
 
@@ -11,7 +12,8 @@ class StartReport(L.Callback):
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Where the first process may not have the run folder, all end alike; others wait for it since their start."""
-        trainer.peers.meet(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+        Peers.current().meet(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast,
+                             trainer.heartbeat_timeout)
         problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))
         if problem:
             raise UserError(problem)

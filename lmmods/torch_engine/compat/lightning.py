@@ -3,13 +3,19 @@
 Each use is held by tests/compat/test_lightning.py.
 """
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.distributed.device_mesh import DeviceMesh
+
+from lmmods.core.peers import LAUNCHER, Peers
 
 
 def decide_skip(trainer: L.Trainer, decide: Callable[[bool], bool]) -> None:
@@ -64,3 +70,37 @@ def shard_over_all(strategy: ModelParallelStrategy) -> None:
 def give_mesh(module: L.LightningModule, mesh: DeviceMesh) -> None:
     """Let a module find the mesh of its processes, as ModelParallelStrategy does: `_device_mesh`."""
     module._device_mesh = mesh
+
+
+class WatchedLauncher(_SubprocessScriptLauncher):
+    """Start the processes of a machine as Lightning does, and let `Peers` watch them from their first moment on.
+
+    Lightning's own `launch` starts a thread that looks every five seconds whether one has died, and then kills this
+    process without a word. Nothing chooses another launcher but `Strategy._launcher`.
+    """
+
+    def launch(self, function: Callable, *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
+        """Call `function` when the others have been started."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._call_children_scripts()
+            first = environment.node_rank() * self.num_processes
+            Peers.current().watch_started(dict(enumerate(self.procs, first + 1)))
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        """The first process must listen before another one looks for it, where it reads in the environment."""
+        os.environ.update(MASTER_ADDR=self.cluster_environment.main_address,
+                          MASTER_PORT=str(self.cluster_environment.main_port), LOCAL_RANK="0",
+                          NODE_RANK=str(self.cluster_environment.node_rank()),
+                          WORLD_SIZE=str(self.num_processes * self.num_nodes), **{LAUNCHER: str(os.getpid())})
+        Peers.current().begin()
+        super()._call_children_scripts()
+
+
+def watch_launched(strategy: Strategy) -> None:
+    """Let `Peers` watch the processes that a strategy will start."""
+    if type(strategy._launcher) is _SubprocessScriptLauncher:
+        strategy._launcher = WatchedLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
