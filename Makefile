@@ -3,19 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LOCK := .ci/lock.txt
 # Two workers, each of about 3 GB; who has nothing left to do takes tests from the other.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+PYTEST := python -m pytest -q -n 2 --dist worksteal
+QUICK := $(PYTEST) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all bench lint smoke clean plan-tpu plan-cuda accelerators plans
+.PHONY: help install demo test test-all test-newest test-oldest lock bench lint smoke clean plan-tpu plan-cuda \
+	accelerators plans
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
 
-$(READY): pyproject.toml
+# The lock constrains and installs nothing itself: pip takes the CPU or the CUDA build of a release, as without it.
+$(READY): pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/pip install --quiet --quiet -e '.[dev]'
+	@$(BIN)/pip install --quiet --quiet -c $(LOCK) -e '.[dev]'
 	@touch $@
 
 install: $(READY) ## Create .venv with everything
@@ -25,10 +29,30 @@ demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers besid
 	$(BIN)/python demo/answers.py --run runs/sft_qlora
 
 test: $(READY) ## Run the tests, but for the slow ones
-	$(PYTEST) -m "not slow"
+	$(BIN)/$(QUICK)
 
 test-all: $(READY) ## Run all tests
-	$(PYTEST)
+	$(BIN)/$(PYTEST)
+
+test-newest: ## Run the quick tests with the newest releases that pyproject.toml admits, in .venv-newest
+	rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --quiet -e '.[dev]'
+	.venv-newest/bin/$(QUICK)
+
+test-oldest: .venv-lock/bin/uv ## Run the quick tests with the oldest ones, in .venv-oldest
+	rm -rf .venv-oldest && $(PYTHON) -m venv .venv-oldest
+	$< pip compile --quiet --resolution lowest-direct --python .venv-oldest/bin/python --extra dev \
+		pyproject.toml -o .venv-oldest/lock.txt
+	.venv-oldest/bin/pip install --quiet --quiet -c .venv-oldest/lock.txt -e '.[dev]'
+	.venv-oldest/bin/$(QUICK)
+
+lock: .venv-lock/bin/uv ## Write .ci/lock.txt anew: the newest releases of all that pyproject.toml asks for, on each Python
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $< pip compile --quiet --universal --python-version 3.11 --all-extras \
+		--upgrade -c .ci/hold.txt pyproject.toml -o $(LOCK)
+
+.venv-lock/bin/uv:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet --quiet uv==0.13.9
 
 smoke: $(READY) ## Run the demo recipe for a few steps
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --config configs/smoke.yaml --overwrite true
@@ -57,5 +81,5 @@ plans: plan-cuda ## Plan the shipped recipes anew: the tables of docs/plans.md
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .
 
-clean: ## Remove the environment and the runs
-	rm -rf $(VENV) runs
+clean: ## Remove the environments and the runs
+	rm -rf $(VENV) .venv-* runs

@@ -7,7 +7,7 @@ checked event by event, without building anything.
 
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,19 @@ def check(text: str) -> None:
             tag, or more digits than any number; or it contains the key that is for the command line only.
         yaml.YAMLError: It is not YAML.
     """
+    try:
+        _check_events(yaml.parse(text, Loader=Loader))
+    except yaml.YAMLError:
+        # libyaml may have a limit of nesting of its own, which it meets while it looks ahead for the end of a key.
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
+        raise
+
+
+def _check_events(events: Iterable[yaml.Event]) -> None:
     anchors: dict[str, int] = {}
     open_ones: list[_Collection] = []
-    for event in yaml.parse(text, Loader=Loader):
+    for event in events:
         where = f"line {event.start_mark.line + 1}"
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag not in (None, "!"):
             raise BrokenRecipe(f"{where}: the tag {shortened(event.tag)} has no place in a recipe; write the value "

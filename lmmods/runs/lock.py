@@ -1,7 +1,7 @@
 """One run folder, one process: a lock that the system releases when its holder exits, even if killed."""
 
+import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -10,17 +10,50 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lmmods.core.errors import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+    import msvcrt
+
 FILE = ".run-lock"
+LOCKED_BYTE = 2**30  # of a file on Windows, whose locks keep others from reading: far behind all that is written
 # Error numbers of flock on file systems without locks.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 # Mount options and types whose locks are visible on this machine only.
 LOCAL_ONLY = re.compile(r"\b(nolock|local_lock=(all|flock)|localflock|nobrl)\b| - fuse\.(?!fuse-overlayfs)")
 
 
+def lock_file(file: int, wait: bool = False) -> None:
+    """Lock an open file until it is closed, at the latest when this process ends.
+
+    Args:
+        file: A descriptor, open for writing.
+        wait: Wait until the file is free.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and `wait` is False.
+        OSError: The file system has no locks.
+    """
+    if fcntl:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return
+    while True:
+        os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
+        try:
+            return msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        except PermissionError as error:
+            if not wait:
+                raise BlockingIOError(*error.args) from error
+        time.sleep(0.05)
+
+
 class FolderLock:
-    """flock on a file in the run folder that says who holds it: host, process, command, start.
+    """A lock on a file in the run folder that says who holds it: host, process, command, start.
 
     The file exists while a process holds the lock; one left by a killed process blocks nobody. Where other machines
     cannot see the lock, the file's content decides, and a file written by another host must be deleted by hand.
@@ -48,8 +81,12 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock if it is held."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)  # before unlocking: those who wait must see that it is gone
+            if fcntl:
+                self.path.unlink(missing_ok=True)  # before unlocking: those who wait must see that it is gone
             self.let_go()
+            if not fcntl:
+                with contextlib.suppress(PermissionError):  # Windows deletes no file that a process has open
+                    self.path.unlink(missing_ok=True)
         self._remove_folders()
 
     def let_go(self) -> None:
@@ -61,7 +98,7 @@ class FolderLock:
 
     def _try(self, command: str) -> None:
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # another process has just removed the folder that it had made
             return
         except OSError as error:
@@ -82,7 +119,8 @@ class FolderLock:
         record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command,
                   "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "job": _job()}
         os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(record).encode(), 0)
+        os.lseek(file, 0, os.SEEK_SET)
+        os.write(file, json.dumps(record).encode())
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(f"{self.path} cannot be written ({error.strerror}), so nothing can say that this folder is in "
@@ -90,7 +128,7 @@ class FolderLock:
 
     def _is_granted(self, file: int) -> bool:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
             reaches_all = not LOCAL_ONLY.search(mount_of(self.path))
         except BlockingIOError as error:
             raise self._in_use(_read(file)) from error
@@ -142,8 +180,9 @@ def _let_go_of_all() -> None:
         lock.let_go()
 
 
-# A forked child that outlives this process must not keep its locks; an exec closes them anyway (O_CLOEXEC).
-os.register_at_fork(after_in_child=_let_go_of_all)
+# A forked child that outlives this process must not keep its locks; an exec closes them anyway, as Python opens files.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def mount_of(path: Path) -> str:
@@ -159,7 +198,8 @@ def mount_of(path: Path) -> str:
 def _read(file: int) -> dict[str, Any]:
     """The record in the lock file; {} if it is not written yet."""
     try:
-        record = json.loads(os.pread(file, 4096, 0))
+        os.lseek(file, 0, os.SEEK_SET)
+        record = json.loads(os.read(file, 4096))
     except ValueError:
         return {}
     wanted = ("host", "pid", "command", "started")
@@ -181,9 +221,7 @@ def _is_dead(record: dict[str, Any]) -> bool:
     if record["host"] != socket.gethostname():
         return False
     try:
-        os.kill(int(record["pid"]), 0)
-    except (ProcessLookupError, ValueError):
+        pid = int(record["pid"])
+    except ValueError:
         return True
-    except PermissionError:
-        return False
-    return int(record["pid"]) == os.getpid()
+    return pid == os.getpid() or not psutil.pid_exists(pid)

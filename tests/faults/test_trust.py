@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch.utils.cpp_extension  # noqa: F401 - its import may say that there is no CUDA, which is no part of a message
 import yaml
 
 from lmmods.cli import main

@@ -1,9 +1,10 @@
 """`find` at work within an engine: a recipe is rehearsed, and the learning rate or the needs of a step are measured."""
 
-import resource
 import sys
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from lmmods.commands.engine_cli import EngineCLI
 from lmmods.commands.find.plot import draw
@@ -100,4 +101,8 @@ class Finder(EngineCLI):
 
 def peak_of_process() -> int:
     """Most bytes of memory that this process has held so far."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

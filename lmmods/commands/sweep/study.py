@@ -5,7 +5,6 @@ ends with a process: a sweep that is killed and started again tries the same.
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from lmmods.commands.sweep.space import Parameter, grid
 from lmmods.core.errors import UserError
+from lmmods.runs.lock import lock_file
 
 NAME = "sweep"
 
@@ -25,8 +25,8 @@ class FileLock:
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        lock_file(self._file, wait=True)
         return True
 
     def release(self) -> None:
@@ -137,9 +137,9 @@ class Study:
             lock.release()
 
     def _hold(self, number: int) -> int | None:
-        file = os.open(self._folder / ".locks" / f"trial-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(self._folder / ".locks" / f"trial-{number}", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
         except BlockingIOError:
             os.close(file)
             return None

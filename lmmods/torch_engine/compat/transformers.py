@@ -1,4 +1,4 @@
-"""What the torch engine needs of transformers' models that has no public name. Read in transformers 5.23.
+"""What the torch engine needs of transformers' models that has no public name. Read in transformers 5.24.
 
 Each use is held by tests/compat/test_transformers.py. The attention functions that may be registered, `sdpa_mask` and
 `sdpa_attention_forward` are documented under "Attention interface".
@@ -56,6 +56,11 @@ def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[s
     Architectures override it, so there is nothing of one's own to put in its place in a `custom_generate`.
     """
     return model._update_model_kwargs_for_generation(outputs, kwargs)
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of a step of generation: `past_key_values`, from transformers 5.24 on `cache`."""
+    return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
 
 
 def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:

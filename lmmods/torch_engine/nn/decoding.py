@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from lmmods.core.errors import UserError
 from lmmods.core.sampling import UNIT
 from lmmods.core.settings import check_beam_groups
-from lmmods.torch_engine.compat.transformers import after_step
+from lmmods.torch_engine.compat.transformers import after_step, cache_of
 
 UNUSED = -1  # Marks cells behind finished beams until the longest is known; no token has this id.
 LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.
@@ -127,7 +127,7 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
     while _goes_on(bool(finished.all()), synced, input_ids.device):
         probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)
         candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)
-        model_kwargs["past_key_values"].reorder_cache(origin)
+        cache_of(model_kwargs).reorder_cache(origin)
         outputs, model_kwargs = _forward(model, candidates, model_kwargs)
         states = F.normalize(outputs.hidden_states[-1][:, -1].float(), dim=-1).unflatten(0, (-1, k))
         best = ((1 - penalty_alpha) * probs - penalty_alpha * (states @ context.mT).amax(-1)).argmax(-1)
@@ -169,7 +169,7 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
         parents = torch.cat([group.parents + n * group.size for n, group in enumerate(groups)], 1)
         first = torch.arange(len(parents), device=parents.device)[:, None] * config.num_beams
         if model_kwargs["use_cache"]:
-            model_kwargs["past_key_values"].reorder_cache((first + parents).flatten())
+            cache_of(model_kwargs).reorder_cache((first + parents).flatten())
     scores = torch.cat([group.best_scores for group in groups], 1)
     top = scores.topk(config.num_return_sequences).indices[..., None]
     best = torch.cat([group.best for group in groups], 1).take_along_dim(top, 1)
