@@ -61,7 +61,7 @@ class FolderLock:
 
     def _try(self, command: str) -> None:
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # another process has just removed the folder that it had made
             return
         except OSError as error:
