@@ -10,6 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder
+from lmmods.runs.inside import fresh_folder
 from lmmods.runs.local_paths import hub_id
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -32,6 +33,8 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
     from lmmods.commands.serving import MODELFILE, modelfile, serving_lines
 
     out_folder = Path(out)
+    if out_folder.is_symlink():
+        raise UserError(f"--out {out} is a link to {out_folder.resolve()}. Name that folder itself.")
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
         raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
     recipe = FinishedRun.read(run, "merge")
@@ -56,8 +59,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
                         "--force true.")
     from lmmods.torch_engine.nn.export import save  # needs torch, which mistakes and help do not
 
-    temporary = out_folder.with_name(f".{out_folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = fresh_folder(out_folder.with_name(f".{out_folder.name}"))
     save(chosen, temporary, adapter_only=False, dtype=None, writes=True)
     reference.tokenizer.save_pretrained(temporary)
     if (recipe.folder.model / GENERATION_CONFIG).is_file():

@@ -13,6 +13,7 @@ from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.runs.atomic import files_in
 from lmmods.runs.checkpoint_format import check_manifest
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.inside import OWNER
 from lmmods.runs.manifest import Manifest, surroundings
 from lmmods.runs.model_facts import find_file
 
@@ -87,7 +88,7 @@ def _check_left(folder: RunFolder, manifest: Manifest, findings: Findings) -> No
     _tell(wrong, "", findings)
     if not wrong:
         findings.add("ok", f"{len(files)} files that the run left at step {manifest.end['step']}, model/ among them")
-    if foreign := sorted(files_in(folder.model) - {name.removeprefix("model/") for name in files}):
+    if foreign := sorted(files_in(folder.model) - {OWNER} - {name.removeprefix("model/") for name in files}):
         findings.add("note", f"in model/, but of no run: {', '.join(foreign[:SHOWN])}")
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lmmods.core.files import is_plain_name
+
 BLOCK = 2**24  # bytes
 
 
@@ -36,6 +38,8 @@ def first_damaged(folder: Path, manifest: Any, contents: bool = True) -> str | N
     if not isinstance(manifest, dict) or not manifest:
         raise ValueError("it names no file")
     for name, noted in manifest.items():
+        if not is_plain_name(name):
+            raise ValueError(f"it names {name!r}, which is no file of this folder")
         path = folder / name
         if not isinstance(noted, list) or len(noted) != 2:
             raise ValueError(f"it has no size and checksum of {name}")

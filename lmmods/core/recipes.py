@@ -6,7 +6,6 @@ checked event by event, without building anything.
 """
 
 import re
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lmmods.core import files
 from lmmods.core.errors import UserError
 from lmmods.core.shipped_recipes import as_file
 
@@ -113,13 +113,12 @@ def read_text(path: str | Path) -> str:
     """
     shown = repr(str(path)) if "\0" in str(path) else shortened(str(path))
     try:
-        found = Path(path).stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"--config {shown}: a recipe must be a regular file, not a folder, a pipe or a device.")
-        if found.st_size > MAX_BYTES:
-            raise UserError(f"--config {shown}: {found.st_size / 2**20:.0f} MiB are no recipe; at most "
-                            f"{MAX_BYTES // 2**20} MiB are read.")
-        content = Path(path).read_bytes()
+        content = files.read_bytes(path, MAX_BYTES)
+    except files.NotRegular as error:
+        raise UserError(f"--config {shown}: a recipe must be a regular file, not a folder, a pipe or a device."
+                        ) from error
+    except files.TooLarge as error:
+        raise UserError(f"--config {shown}: more than {MAX_BYTES // 2**20} MiB are no recipe.") from error
     except FileNotFoundError as error:
         raise UserError(f"--config {shown}: no such file in {Path.cwd()}, and no recipe of this name among those that "
                         "python train.py recipes lists.") from error

@@ -2,28 +2,20 @@
 
 import json
 import os
+import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from lmmods.core.files import MAX_TABLE_BYTES, read_bytes
 from lmmods.runs.checkpoint_files import keep_foreign_files
+from lmmods.runs.inside import inside
 
 REPLACED = ".replaced-"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically. Links are followed."""
-    path = path.resolve() if path.is_symlink() else path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:  # the disk is full: leave no partial file
-        temporary.unlink(missing_ok=True)
-        raise
+    """Replace a file's text atomically; a link of this name is replaced too, and what it leads to stays."""
+    _replace(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -31,11 +23,35 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Add a line to a .jsonl file, on disk when this returns."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Add a line to a small .jsonl file, on disk when this returns."""
+    before = read_bytes(path, MAX_TABLE_BYTES) if path.exists() else b""
+    _replace(path, before + json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content; `target` is replaced as by `write_text`."""
+    _replace(target, read_bytes(source, MAX_TABLE_BYTES))
+
+
+def open_to_append(path: Path) -> TextIO:
+    """A text file that `write_text` has written, to add to its end. Raises OSError where a link has taken its place."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    return open(os.open(path, flags), "a", newline="", encoding="utf-8")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name that nobody can guess, and that no file or link has.
+    temporary = path.with_name(f".{path.name[:50]}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # the disk is full: leave no partial file
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def files_in(folder: Path) -> set[str]:
@@ -48,7 +64,9 @@ def commit_folder(temporary: Path, final: Path) -> None:
     sync(temporary)
     old = final.with_name(f"{REPLACED}{final.name}")
     restore(old)
-    if final.exists():
+    if final.is_symlink():
+        final.unlink()
+    elif final.exists():
         os.replace(final, old)
     os.replace(temporary, final)
     restore(old)
@@ -58,18 +76,25 @@ def commit_folder(temporary: Path, final: Path) -> None:
 def restore(old: Path) -> None:
     """Complete an interrupted `commit_folder`: remove the old folder if the new one is there, else put it back."""
     final = old.with_name(old.name.removeprefix(REPLACED))
-    if old.is_dir() and final.exists():
+    if old.is_symlink():
+        old.unlink()  # none that this program has made
+    elif old.is_dir() and final.exists():
         keep_foreign_files(old, final)
     elif old.is_dir():
         os.replace(old, final)
 
 
 def commit_files(temporary: Path, final: Path) -> None:
-    """`commit_folder` file by file, for a folder that must not be replaced: a link, a mount, one with other files."""
+    """`commit_folder` file by file, for a folder that must not be replaced: a link, a mount, one with other files.
+
+    Raises:
+        UserError: A folder in it is a link.
+    """
     sync(temporary)
-    for name in sorted(files_in(temporary)):
-        (final / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(temporary / name, final / name)
+    places = {name: inside(final, name) for name in sorted(files_in(temporary))}
+    for name, place in places.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temporary / name, place)
     for folder in sorted((path for path in temporary.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
     temporary.rmdir()

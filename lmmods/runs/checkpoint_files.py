@@ -2,20 +2,23 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
+
+from lmmods.core.files import is_plain_name, read_text
+from lmmods.runs.inside import delete
 
 MANIFEST = "manifest.json"  # name of each file, with size and checksum
 PLAIN = "state.json"  # everything but arrays, and where the arrays go
 
 
 def own_files(checkpoint: Path) -> list[str]:
-    """Files that make a checkpoint; none where the folder is something else."""
+    """Names of the files that make a checkpoint; none where the folder is something else."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = json.loads(read_text(checkpoint / MANIFEST))
+    except (OSError, ValueError, RecursionError):
         return []
-    return [*manifest, MANIFEST] if isinstance(manifest, dict) and PLAIN in manifest else []
+    is_ours = isinstance(manifest, dict) and PLAIN in manifest and all(map(is_plain_name, manifest))
+    return [*manifest, MANIFEST] if is_ours else []
 
 
 def holds_checkpoint(checkpoints: Path) -> bool:
@@ -30,13 +33,15 @@ def remove_checkpoint(checkpoint: Path) -> None:
     names = own_files(checkpoint)
     if not names or checkpoint.is_symlink():
         return
-    if {path.name for path in checkpoint.iterdir()} <= set(names):
+    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # of nobody's checkpoint
+    if not folders and {path.name for path in checkpoint.iterdir()} <= set(names):
         hidden = checkpoint.with_name(f".dropped-{checkpoint.name}")
+        delete(hidden)
         os.replace(checkpoint, hidden)
-        shutil.rmtree(hidden)
+        delete(hidden)
         return
-    for name in sorted(names, key=lambda name: name == MANIFEST):  # which tells whose they are, so it goes last
-        (checkpoint / name).unlink(missing_ok=True)
+    for name in sorted(set(names) - folders, key=lambda name: name == MANIFEST):  # tells whose they are: the last to go
+        delete(checkpoint / name)
 
 
 def keep_foreign_files(old: Path, new: Path) -> None:
@@ -45,7 +50,7 @@ def keep_foreign_files(old: Path, new: Path) -> None:
     for path in old.iterdir() if names else ():
         if path.name not in names and not (new / path.name).exists():
             os.replace(path, new / path.name)
-    shutil.rmtree(old)
+    delete(old)
 
 
 def remove_checkpoints(checkpoints: Path) -> None:
@@ -62,4 +67,4 @@ def remove_unfinished(checkpoints: Path) -> None:
     """Delete what writers that were killed have left."""
     for pattern in (".step=*", ".old-step=*", ".dropped-step=*", ".last-*", ".best-*"):
         for path in checkpoints.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            delete(path)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmmods.core.checksums import first_damaged, stamps
 from lmmods.core.errors import UserError
+from lmmods.core.files import read_text
 from lmmods.runs.atomic import write_json
 from lmmods.runs.checkpoint_content import missing_key
 from lmmods.runs.checkpoint_files import MANIFEST, PLAIN
@@ -76,7 +77,7 @@ def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -
         share: Which part of so many of the folder's files to read.
     """
     try:
-        manifest = json.loads(_text_of(folder / MANIFEST))
+        manifest = json.loads(read_text(folder / MANIFEST))
         read = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
         unlisted = sorted(read - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
         own = [] if unlisted else names or sorted(manifest)[share[0]::share[1]]
@@ -100,7 +101,7 @@ def read_plain(folder: Path) -> dict[str, Any]:
     """
     check_manifest(folder, PLAIN)
     try:
-        plain = json.loads(_text_of(folder / PLAIN))
+        plain = json.loads(read_text(folder / PLAIN))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
     _check_object(folder, plain)
@@ -118,7 +119,7 @@ def read_tree(folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
         UserError: It is no such tree, or names an array that is not there.
     """
     try:
-        tree = join(json.loads(_text_of(folder / PLAIN)), arrays)
+        tree = join(json.loads(read_text(folder / PLAIN)), arrays)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} does not fit its arrays ({error}). Resume from "
                         "another one.") from error
@@ -130,9 +131,3 @@ def _check_object(folder: Path, tree: Any) -> None:
     if not isinstance(tree, dict):
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds a {type(tree).__name__}. Resume from another "
                         "one.")
-
-
-def _text_of(path: Path) -> str:
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no regular file")
-    return path.read_text(encoding="utf-8")

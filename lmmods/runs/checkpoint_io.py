@@ -11,7 +11,6 @@ belong (lmmods.runs.checkpoint_pieces); in older checkpoints, of shards which jo
 whole. The folder appears under its name only when all of it is on disk.
 """
 
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
 from lmmods.runs.checkpoint_format import check_manifest, read_tree, split, write_manifest
 from lmmods.runs.checkpoint_pieces import Shares, begin_folder, check_filled, pieces_in, put_together, write_share
+from lmmods.runs.inside import fresh_folder
 from lmmods.runs.saving import saving
 
 LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")  # paths of arrays that are read by parts
@@ -45,8 +45,7 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
         file, inside = place_of(name)
         by_file.setdefault(file, {})[inside] = array
     with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        fresh_folder(temporary)
         for file, part in by_file.items():
             library.save(part, temporary / f"{file}.safetensors", {})
         write_json(temporary / PLAIN, tree)

@@ -9,7 +9,6 @@ they bear from when they are complete.
 import json
 import math
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from lmmods.runs.atomic import commit_folder, write_json
 from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
 from lmmods.runs.checkpoint_format import split, write_manifest
+from lmmods.runs.inside import fresh_folder
 from lmmods.runs.saving import saving
 
 PIECES = "pieces"  # in the metadata of a file: JSON of {name in the file: [name, shape, begin]}
@@ -86,9 +86,7 @@ class Shares:
 
 def begin_folder(folder: Path) -> None:
     """Make room for a checkpoint. The first process does so before any other one writes."""
-    temporary = _temporary(folder)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    fresh_folder(_temporary(folder))
 
 
 def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups: Callable[[str], tuple[str, str]],

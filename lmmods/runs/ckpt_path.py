@@ -45,7 +45,7 @@ def check_places(root: Path, checkpoints: Path) -> None:
         UserError: A folder for a file, a file for a checkpoint, a copy of one for the link to it.
     """
     for name in ("config.yaml", "data_report.json", "manifest.json", "metrics.csv", "metrics.json", "samples.jsonl",
-                 "completed"):
+                 "resumes.jsonl", "loss.png", "completed"):
         _refuse(root / name, (root / name).is_file(), "a file")
     for alias in ("last", "best"):
         link = checkpoints / alias

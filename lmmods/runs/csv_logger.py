@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lmmods.runs.folder import write_text
+from lmmods.runs.atomic import open_to_append, write_text
 from lmmods.runs.repair import mended_table
 
 
@@ -51,7 +51,7 @@ class MetricsCSV(Logger):
         if same_step or new_columns or not self.path.exists():
             self._rewrite()
         else:
-            with open(self.path, "a", newline="", encoding="utf-8") as file:
+            with open_to_append(self.path) as file:
                 self._writer(file).writerow(row)
 
     def _writer(self, file: TextIO) -> csv.DictWriter:

@@ -5,7 +5,6 @@ Both engines write the same folder. No torch, no jax.
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +13,25 @@ from typing import Any
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import as_yaml
-from lmmods.runs.atomic import REPLACED, commit_files, commit_folder, files_in, restore, write_json, write_text
+from lmmods.runs.atomic import (
+    REPLACED,
+    commit_files,
+    commit_folder,
+    copy_file,
+    files_in,
+    restore,
+    write_json,
+    write_text,
+)
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
 from lmmods.runs.inputs import check_inputs
+from lmmods.runs.inside import check_links, delete, fresh_folder
+from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.repair import mended_numbers
-from lmmods.runs.run_files import ANSWERS, NAMES, RunFiles
+from lmmods.runs.run_files import ANSWERS, LIST, NAMES, RunFiles
 from lmmods.runs.start_checks import check_names, check_stop, check_writable, refuse_other_run
 
 CHECKPOINT_PREFIX = "step="
@@ -63,6 +73,7 @@ class RunFolder:
             try:
                 if is_first:
                     check_writable(self.root)
+                    check_links(self.root, (*NAMES, LIST, LOCK, f"{REPLACED}model"))
                     self._lock.take(command)
                     for old in (*self.root.glob(f"{REPLACED}model"), *self.checkpoints.glob(f"{REPLACED}step=*")):
                         restore(old)
@@ -118,9 +129,9 @@ class RunFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         if checkpoint is not None and self._owns(checkpoint):
             self.completed.unlink(missing_ok=True)
+            remove_unfinished(self.checkpoints)
             for folder in self._later_than(checkpoint):
                 remove_checkpoint(folder)
-            remove_unfinished(self.checkpoints)
         elif left := self.files.delete():
             print(f"Left where they are, as no run wrote them: {', '.join(map(str, left))}.", flush=True)
         self.files.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
@@ -169,7 +180,7 @@ class RunFolder:
         """Let `last` or `best` stand for a checkpoint, in one step."""
         link = self.checkpoints / alias
         temporary = self.checkpoints / f".{alias}-{os.getpid()}"
-        temporary.unlink(missing_ok=True)
+        delete(temporary)
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, link)
 
@@ -201,9 +212,7 @@ class RunFolder:
 
     def _new_folder(self, name: str) -> Path:
         self.files.claim(name)
-        shutil.rmtree(self.root / name, ignore_errors=True)
-        (self.root / name).mkdir(parents=True)
-        return self.root / name
+        return fresh_folder(self.root / name)
 
     def put_model(self, exported: Path) -> None:
         """Let what has been exported stand as model/. The old one is there until then; files of others stay in it.
@@ -215,18 +224,16 @@ class RunFolder:
         self.files.claim(*(f"model/{name}" for name in new))
         if exported.parent == self.model or files_in(self.model) - old:
             commit_files(exported, self.model)
-            for name in old - new:
-                (self.model / name).unlink(missing_ok=True)
         else:
             commit_folder(exported, self.model)
-        self.files.forget(*(f"model/{name}" for name in old - new))
+        self.files.drop(*(f"model/{name}" for name in old - new))
 
     def complete(self) -> None:
         """Show the curves that lie beside the model where one looks for them, and mark the run completed."""
         self.files.claim("loss.png", "completed")
         if (self.model / "loss.png").exists():
-            shutil.copyfile(self.model / "loss.png", self.loss_png)
-        self.completed.touch()
+            copy_file(self.model / "loss.png", self.loss_png)
+        write_text(self.completed, "")
 
     def was_complete(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str]) -> bool:
         """Whether a run resumed at a step where nothing is left to train was complete; also says so.

@@ -12,9 +12,11 @@ from typing import Literal
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError, first_line
+from lmmods.core.files import read_text
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
 from lmmods.runs.folder import write_json
+from lmmods.runs.inside import OWNER
 from lmmods.runs.local_paths import HUB_ID, is_local_path
 
 
@@ -99,17 +101,30 @@ class Publisher:
 
 @contextmanager
 def _publishable(folder: Path) -> Iterator[Path]:
-    """The model folder in a form to publish: an adapter does not name a base that is only on this machine."""
+    """The model folder in a form to publish.
+
+    An adapter does not name a base that is only on this machine, and no link takes a file along from elsewhere.
+    """
     file = folder / "adapter_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if not is_local_path(config.get("base_model_name_or_path") or ""):
+    config = json.loads(read_text(file)) if file.exists() else {}
+    has_local_base = is_local_path(config.get("base_model_name_or_path") or "")
+    private = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_private(path))
+    if not has_local_base and not private:
         yield folder
         return
+    if links := [name for name in private if name != OWNER]:
+        warn(f"{folder}: links are not uploaded ({', '.join(links)}).")
     with tempfile.TemporaryDirectory(prefix=".upload-", dir=folder.parent) as temporary:
         copy = Path(temporary) / folder.name
-        shutil.copytree(folder, copy, copy_function=_link)
-        write_json(copy / file.name, {**config, "base_model_name_or_path": None})  # a new file: the linked one stays
+        shutil.copytree(folder, copy, copy_function=_link, ignore=lambda place, names: {
+            name for name in names if _is_private(Path(place) / name)})
+        if has_local_base:  # a new file: the linked one stays
+            write_json(copy / file.name, {**config, "base_model_name_or_path": None})
         yield copy
+
+
+def _is_private(path: Path) -> bool:
+    return path.is_symlink() or path.name == OWNER
 
 
 def _link(source: str, target: str) -> None:

@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from lmmods.core.errors import UserError
+from lmmods.core.recipes import read_recipe
 from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.folder import RunFolder
@@ -212,8 +211,8 @@ def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | N
     if state.get("identity") or not config.is_file():
         return state, state.get("identity") or None
     try:
-        return state, identity_tree(yaml.safe_load(config.read_text(encoding="utf-8")), None)
-    except (yaml.YAMLError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
+        return state, identity_tree(read_recipe(config), None)
+    except (UserError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{config} cannot be read: {error}. It tells what run the checkpoint is of: put it back, or "
                         "move it away to go on without a comparison.") from error
 

@@ -98,7 +98,7 @@ class FolderLock:
 
     def _try(self, command: str) -> None:
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has none
         except FileNotFoundError:  # another process has just removed the folder that it had made
             return
         except OSError as error:

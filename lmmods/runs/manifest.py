@@ -22,6 +22,7 @@ from typing import Any
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
+from lmmods.core.files import read_text
 from lmmods.core.machine import processor, variables
 from lmmods.core.redaction import redacted
 from lmmods.core.versions import code_version, installed_packages, python_version
@@ -44,7 +45,7 @@ class Manifest:
     def read(cls, path: Path) -> "Manifest":
         """Undo `write`. Raises UserError where there is no such file, or it is damaged."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = json.loads(read_text(path))
             starts, end = told["starts"], told["end"]
             whole = starts and all(isinstance(start["step"], int) and isinstance(start["recipe"], dict)
                                    and isinstance(start["inputs"], dict) for start in starts)

@@ -6,6 +6,7 @@ from typing import Any
 
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
+from lmmods.core.files import read_text
 from lmmods.core.task_fields import TaskFields
 
 # What libraries write about themselves, and how the weights are stored there.
@@ -87,7 +88,7 @@ def described_model(name: str, revision: str | None, file: str) -> dict[str, Any
 
 def _configuration(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(path))
         return {key: value for key, value in fields.items() if key not in _BOOKKEEPING}
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: this configuration cannot be read ({error}). Fetch or save the model again."

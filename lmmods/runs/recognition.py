@@ -1,12 +1,14 @@
 """Files of a run in a folder of an earlier version, which has no list of them: recognised by name and content."""
 
+import glob
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lmmods.core.errors import UserError
+from lmmods.core.files import is_plain_name, read_text
+from lmmods.core.recipes import read_recipe
 from lmmods.runs.checkpoint_files import holds_checkpoint
 
 # At the top of a run folder: what any run writes, and what question answering writes beside it.
@@ -49,15 +51,16 @@ def _wandb_options(recipe: dict[str, Any]) -> dict[str, Any]:
 def wandb_paths(recipe: dict[str, Any], root: Path) -> set[str]:
     """What W&B writes into the run folder for the run of a recipe; `*` stands for the time of a start."""
     logger = _wandb_options(recipe)
-    if not logger.get("id") or Path(logger.get("save_dir") or root).resolve() != root.resolve():
+    name = str(logger.get("id") or "")
+    if not is_plain_name(name) or Path(logger.get("save_dir") or root).resolve() != root.resolve():
         return set()
-    return {"wandb", f"wandb/*-{logger['id']}", "wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log"}
+    return {"wandb", f"wandb/*-{glob.escape(name)}", "wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log"}
 
 
 def _is_manifest(path: Path) -> bool:
     """Whether a run wrote this file, and not the user one of the same name."""
     try:
-        return {"starts", "end"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+        return {"starts", "end"} <= json.loads(read_text(path)).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
@@ -65,11 +68,10 @@ def _is_manifest(path: Path) -> bool:
 def _recipe(root: Path) -> dict[str, Any]:
     """config.yaml, if a run wrote it."""
     try:
-        recipe = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        recipe = read_recipe(root / "config.yaml")
+    except UserError:
         return {}
-    has_parts = isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) and "init_args" in recipe[part]
-                                                 for part in ("model", "data"))
+    has_parts = all(isinstance(recipe.get(part), dict) and "init_args" in recipe[part] for part in ("model", "data"))
     return recipe if has_parts and isinstance(recipe.get("trainer"), dict) else {}
 
 
@@ -77,7 +79,7 @@ def _exported(root: Path) -> set[str]:
     """model/ and the files of an export in it, where its card is one of ours."""
     card = root / "model" / "README.md"
     try:
-        is_ours = re.search(r"^- lmmods$", card.read_text(encoding="utf-8").split("\n---")[0], re.M)
+        is_ours = re.search(r"^- lmmods$", read_text(card).split("\n---")[0], re.M)
     except (OSError, ValueError):
         return set()
     return {"model", *(f"model/{path.name}" for path in card.parent.iterdir() if EXPORTED.fullmatch(path.name))

@@ -3,10 +3,12 @@
 import csv
 import json
 import re
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from lmmods.core.files import MAX_TABLE_BYTES, read_text
+from lmmods.runs.atomic import copy_file
 
 
 @dataclass
@@ -63,7 +65,7 @@ def mended_numbers(path: Path) -> dict[str, Any]:
     """metrics.json; where it holds no keys and values, that is said, and the file as it was is kept beside."""
     if not path.is_file():
         return {}
-    content = _from_json(path.read_text(encoding="utf-8", errors="replace"))
+    content = _from_json(read_text(path, errors="replace"))
     if isinstance(content, dict):
         return content
     _warn(path, "holds no numbers by name any more")
@@ -74,7 +76,7 @@ def _lines(path: Path) -> tuple[list[str], list[int]]:
     """Whole lines of a file, and the number of the last where it is cut off."""
     if not path.is_file():
         return [], []
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    *lines, rest = read_text(path, MAX_TABLE_BYTES, errors="replace").split("\n")
     return lines, [len(lines) + 1] if rest else []
 
 
@@ -109,5 +111,5 @@ def _warn(path: Path, what: str) -> None:
     from lmmods.core.console import warn  # `report` reads run folders without the libraries behind it
 
     kept = path.with_name(f"{path.name}.damaged")
-    shutil.copyfile(path, kept)
+    copy_file(path, kept)
     warn(f"{path} {what}. The file as it was is {kept.name}.")

@@ -2,14 +2,14 @@
 
 import json
 import os
-import shutil
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 from lmmods.core.errors import UserError
+from lmmods.core.files import is_plain_name, read_text
 from lmmods.runs.atomic import write_json
 from lmmods.runs.checkpoint_files import remove_checkpoints
+from lmmods.runs.inside import OWNER, check_links, delete, inside
 from lmmods.runs.recognition import ANSWERS, FILES, recognised
 
 LIST = ".run-files.json"
@@ -34,13 +34,13 @@ class RunFiles:
         if not self.path.exists():
             return recognised(self.root)
         try:
-            paths = {str(path) for path in json.loads(self.path.read_text(encoding="utf-8"))["paths"]}
-            if any(Path(path).is_absolute() or ".." in Path(path).parts for path in paths):
-                raise ValueError("a path leads out of the folder")
+            paths = {str(path) for path in json.loads(read_text(self.path))["paths"]}
+            if foreign := sorted(path for path in paths if not _is_a_runs(path)):
+                raise ValueError(f"no run writes {foreign[0]!r}")
             return paths
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{self.path} is damaged, so what runs wrote into this folder is not known. Delete it; the "
-                            "run is then recognised by its config.yaml and checkpoints.") from error
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"{self.path} is damaged ({error}), so what runs wrote into this folder is not known. "
+                            "Delete it; the run is then recognised by its config.yaml and checkpoints.") from error
 
     def claim(self, *paths: str) -> None:
         """Note paths that are about to be written. Raises UserError: something that no run wrote has one of them."""
@@ -61,37 +61,40 @@ class RunFiles:
         """Listed paths in a folder, relative to it."""
         return {path.removeprefix(f"{folder}/") for path in self.entries() if path.startswith(f"{folder}/")}
 
-    def forget(self, *paths: str) -> None:
-        """Take paths off the list."""
+    def drop(self, *paths: str) -> None:
+        """Delete files that are listed, and take them off the list."""
+        for path in paths:
+            self._delete(path)
         with self._turn:
             self._write(self.entries() - set(paths))
 
     def delete(self) -> list[Path]:
         """Delete all that is listed. Returns what lies in the run's folders without being the run's; it stays."""
         known = self.entries()
+        check_links(self.root, NAMES)
         self._write(known)
         for path in sorted(known, key=lambda path: (-path.count("/"), path)):
             self._delete(path)
         left = {path for path in known if path in FOLDERS and (self.root / path).is_dir()}
         self._write(left)
-        return [each for path in sorted(left) for each in sorted((self.root / path).iterdir())]
+        return [each for path in sorted(left) for each in sorted((self.root / path).iterdir()) if each.name != OWNER]
 
     def _delete(self, path: str) -> None:
-        target = self.root / path
-        if path in UNDER_WAY and not target.is_symlink():
-            shutil.rmtree(target, ignore_errors=True)
-        elif path.startswith("wandb/"):
+        top, _, rest = path.partition("/")
+        target = inside(self.root / top, rest) if rest else self.root / top
+        if path in UNDER_WAY:
+            delete(target)
+        elif top == "wandb" and rest:
             # What `*` stands for goes first, and a link that then leads nowhere is nothing to Path.glob.
-            _delete_whole(self.root.glob(path) if "*" in path else [target])
+            for each in list(target.parent.glob(rest)) if "*" in rest else [target]:
+                delete(each)
         elif path == "checkpoints":
             remove_checkpoints(target)
             _delete_if_empty(target)
-        elif target.is_dir():
+        elif target.is_dir() and not target.is_symlink():
             _delete_if_empty(target)
-        elif target.is_symlink():  # of the user's: what the run wrote through it goes, the link itself stays
-            target.resolve().unlink(missing_ok=True)
-        else:
-            target.unlink(missing_ok=True)
+        elif path not in FOLDERS:  # of which a link is the user's and stays
+            delete(target)
 
     def _write(self, paths: set[str]) -> None:
         if not paths:
@@ -100,19 +103,18 @@ class RunFiles:
             write_json(self.path, {"paths": sorted(paths)})
 
 
+def _is_a_runs(path: str) -> bool:
+    """Whether a path in the list is one that runs write, as the list may be anybody's."""
+    top, _, rest = path.partition("/")
+    parts = rest.split("/")
+    return path in NAMES or all(map(is_plain_name, parts)) and (top == "model" or top == "wandb" and len(parts) == 1)
+
+
 def _is_taken(path: Path) -> bool:
-    """Whether anything that could be lost is there; an empty folder, or a link to one, may be written into."""
-    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+    """Whether anything that could be lost is there; an empty folder, or the user's link to one, is not."""
+    return os.path.lexists(path) and not (path.is_dir() and {each.name for each in path.iterdir()} <= {OWNER})
 
 
 def _delete_if_empty(folder: Path) -> None:
     if folder.is_dir() and not folder.is_symlink() and not os.path.ismount(folder) and not any(folder.iterdir()):
         folder.rmdir()
-
-
-def _delete_whole(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Why a run may not start in a folder: it cannot be written, holds another run, or files that no run wrote."""
 
-import os
+import tempfile
 from pathlib import Path
 
 from lmmods.core.errors import UserError
@@ -12,10 +12,9 @@ def check_writable(root: Path) -> None:
     parent = next(p for p in (root, *root.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise UserError(f"trainer.default_root_dir is {root}, but {parent} is a file. Choose another folder.")
-    probe = parent / f".writable-{os.getpid()}"
     try:
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(prefix=".writable-", dir=parent):
+            pass
     except OSError as error:
         raise UserError(f"trainer.default_root_dir is {root}, but {parent} cannot be written "
                         f"({error.strerror}). Choose another folder.") from error

@@ -2,7 +2,6 @@
 
 import collections
 import os
-import shutil
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.array_library import ArrayLibrary
 from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import check_manifest, join
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_pieces import Shares, split_pieces
@@ -64,7 +64,7 @@ class FolderCheckpointIO(CheckpointIO):
         return _of_lightning(open_checkpoint(path, TORCH))
 
     def remove_checkpoint(self, path: str | os.PathLike) -> None:
-        shutil.rmtree(path)
+        remove_checkpoint(Path(path))
 
 
 def _of_lightning(content: CheckpointContent) -> dict[str, Any]:

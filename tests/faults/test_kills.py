@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -22,11 +21,11 @@ MOMENTS = {
     "a checkpoint is about to stand": ("before", "replace", r"checkpoints/step=4$"),
     "a checkpoint stands, last does not point to it": ("after", "replace", r"checkpoints/step=4$"),
     "last points to it, best does not": ("after", "replace", r"checkpoints/last$"),
-    "an old checkpoint is about to go": ("before", "rmtree", r"checkpoints/\.?\w*step=2"),
+    "an old checkpoint is about to go": ("before", "rmtree", r"checkpoints/\.dropped-step=2$"),
     "the last checkpoint stands, nothing is exported": ("after", "replace", r"checkpoints/step=6$"),
     "the model is about to stand": ("before", "replace", r"run/model$"),
     "the model stands, the run is not marked": ("after", "replace", r"run/model$"),
-    "the run is about to be marked": ("before", "touch", r"completed$"),
+    "the run is about to be marked": ("before", "replace", r"run/completed$"),
 }
 
 
@@ -58,10 +57,8 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
             setattr(owner, name, watched(getattr(owner, name, lambda *_: None), lambda *_, **__: ""))
     elif call == "replace":
         os.replace = watched(os.replace, lambda _, target, **__: target)
-    elif call == "rmtree":
-        shutil.rmtree = watched(shutil.rmtree, lambda path, *_, **__: path)
     else:
-        Path.touch = watched(Path.touch, lambda path, *_, **__: path)
+        shutil.rmtree = watched(shutil.rmtree, lambda path, *_, **__: path)
     main(arguments)
 
 

@@ -54,7 +54,7 @@ BYTES = {
     "latin-1": ("# Prüfung\ntrainer: {max_steps: 3}\n".encode("latin-1"), r"odd\.yaml:1: byte 0xfc is not UTF-8"),
     "UTF-16": ("trainer: {max_steps: 3}\n".encode("utf-16"), r"odd\.yaml: the file is UTF-16"),
     "binary": (bytes(range(128, 256)), r"odd\.yaml:1: byte 0x80 is not UTF-8"),
-    "large": (b"# " + b"x" * (11 * 2**20), r"11 MiB are no recipe"),
+    "large": (b"# " + b"x" * (11 * 2**20), r"more than 10 MiB are no recipe"),
 }
 
 

@@ -1,6 +1,7 @@
 """Nothing of the user's is deleted: what no run wrote stays, whatever it is called and wherever links lead."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,9 +9,15 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
+from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import write_manifest
+from lmmods.runs.checkpoint_io import place_of, write_checkpoint
+from lmmods.runs.checkpoint_pieces import Shares, begin_folder, write_share
+from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
+from lmmods.runs.inside import MAY_BE_LINKS, OWNER
+from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.run_files import LIST, NAMES, RunFiles
 
@@ -71,12 +78,18 @@ def test_auto_begins_a_run_or_goes_on(run):
         run.resolve("auto")
 
 
+def link_to_disk(run: RunFolder, name: str, disk: Path) -> None:
+    """A link that the user has made, to a folder that says whose it is."""
+    (disk / name).mkdir(parents=True)
+    write_text(disk / name / OWNER, f"{run.root}\n")
+    (run.root / name).symlink_to(disk / name)
+
+
 def test_empty_folders_are_room(run, tmp_path):
-    (tmp_path / "disk").mkdir()
-    run.root.mkdir()
-    run.model.mkdir()
-    run.checkpoints.symlink_to(tmp_path / "disk")
-    run.check_can_start(overwrite=False)
+    run.model.mkdir(parents=True)
+    link_to_disk(run, "checkpoints", tmp_path / "disk")
+    with run.taken("fit", lambda: run.check_can_start(overwrite=False)):
+        run.begin(None)
 
 
 @ENGINES
@@ -156,16 +169,17 @@ def test_exporting_again_keeps_files_of_others(run):
 
 def test_links_stay_and_nothing_of_others_behind_them_goes(run, tmp_path):
     run.begin(None)
-    for folder in (run.checkpoints, run.model):
-        (tmp_path / "disk" / folder.name).mkdir(parents=True)
-        folder.symlink_to(tmp_path / "disk" / folder.name)
+    for name in ("checkpoints", "model"):
+        link_to_disk(run, name, tmp_path / "disk")
     add_checkpoint(run, "step=2")
     add_model(run, "config.json")
     for folder in (run.checkpoints, run.model):
         write_text(folder / "mine", "mine")
-    run.check_can_start(overwrite=True)
-    run.begin(None)
-    assert tree(tmp_path / "disk") == {"checkpoints/mine": "mine", "model/mine": "mine"}
+    with run.taken("fit", lambda: run.check_can_start(overwrite=True)):
+        run.begin(None)
+    owner = f"{run.root}\n"
+    assert tree(tmp_path / "disk") == {"checkpoints/mine": "mine", "model/mine": "mine",
+                                       f"checkpoints/{OWNER}": owner, f"model/{OWNER}": owner}
     assert run.checkpoints.is_symlink() and run.model.is_symlink()
 
 
@@ -221,3 +235,175 @@ def test_the_users_model_in_an_unfinished_run_without_a_list(run):
     write_text(run.model / "config.json", json.dumps({"mine": True}))
     with pytest.raises(UserError, match="holds model, which no run wrote"):
         run.check_can_resume(run.checkpoint("step=2"), overwrite=False)
+
+
+# A stranger's folder: nothing outside of it is deleted or written ---------------------------------------------------
+
+
+@pytest.fixture
+def thesis(tmp_path) -> Path:
+    """A folder of the user's, beside the run folder."""
+    for name in ("thesis.tex", "figures/one.png", "checkpoint/state.json", "checkpoint/notes"):
+        write_text(tmp_path / "thesis" / name, "mine")
+    write_manifest(tmp_path / "thesis" / "checkpoint")
+    return tmp_path / "thesis"
+
+
+@pytest.mark.parametrize("name", ["{}/thesis.tex", "../../../thesis/thesis.tex", "figures/../thesis.tex", ".."])
+def test_a_checkpoint_names_only_its_own_files(run, thesis, name):
+    run.files.claim("checkpoints")
+    for step in ("step=1", "step=2"):
+        add_checkpoint(run, step)
+        write_json(run.checkpoint(step) / "manifest.json", {"state.json": [2, 0], name.format(thesis): [4, 0]})
+        write_text(run.checkpoint(step) / "mine", "mine")
+    before = tree(thesis)
+    remove_checkpoint(run.checkpoint("step=1"))
+    run.files.delete()
+    assert tree(thesis) == before and run.names() == ["step=1", "step=2"]
+
+
+def test_folders_are_no_files_of_a_checkpoint(run):
+    add_checkpoint(run, "step=1")
+    write_json(run.checkpoint("step=1") / "manifest.json", {"state.json": [2, 0], "mine": [4, 0]})
+    write_text(run.checkpoint("step=1") / "mine" / "notes", "mine")
+    remove_checkpoint(run.checkpoint("step=1"))
+    assert tree(run.checkpoint("step=1")) == {"mine/notes": "mine"}
+
+
+@pytest.mark.parametrize("path", ["thesis.tex", "wandb/a/b", "wandb/..", "model/../thesis.tex", "/thesis.tex",
+                                  "checkpoints/thesis.tex", "model/", ""])
+def test_the_list_names_only_what_runs_write(run, path):
+    write_text(run.root / "thesis.tex", "mine")
+    write_json(run.root / LIST, {"paths": [path]})
+    with pytest.raises(UserError, match="run-files.json is damaged .no run writes"):
+        run.check_can_start(overwrite=True)
+
+
+def test_no_link_in_model_leads_out(run, thesis):
+    """Files of an earlier export that a new one lacks, and folders that it writes into."""
+    run.begin(None)
+    write_text(run.model / "mine", "mine")
+    (run.model / "figures").symlink_to(thesis / "figures")
+    (run.model / "config.json").symlink_to(thesis / "thesis.tex")
+    write_json(run.root / LIST, {"paths": ["model", "model/config.json", "model/figures/one.png"]})
+    before = tree(thesis)
+    with pytest.raises(UserError, match="leads out of that folder"):
+        add_model(run, "config.json")
+    assert (run.model / "config.json").read_text() == "exported"
+    exported = run.room_for_model()
+    write_text(exported / "figures" / "one.png", "exported")
+    with pytest.raises(UserError, match="leads out of that folder"):
+        run.put_model(exported)
+    with pytest.raises(UserError, match="leads out of that folder"):
+        run.files.delete()
+    assert tree(thesis) == before
+
+
+def test_what_interrupted_writers_left_is_no_way_out(run, thesis):
+    """Names that a run uses for a moment, all taken by links before it begins."""
+    for step in ("step=1", "step=2"):
+        add_checkpoint(run, step)
+    before = tree(thesis)
+    for name in (".step=3", ".dropped-step=1", ".replaced-step=2", f".last-{os.getpid()}"):
+        (run.checkpoints / name).symlink_to(thesis / "checkpoint")
+    with run.taken("fit"):
+        run.begin(run.checkpoint("step=2"))
+    (run.checkpoints / ".step=3").symlink_to(thesis / "checkpoint")
+    (run.checkpoints / "step=3").symlink_to(thesis / "checkpoint")
+    for write in (lambda folder: write_checkpoint(folder, {"epoch": 1}),
+                  lambda folder: (begin_folder(folder), write_share(folder, {"epoch": 1}, Shares(0, 1), place_of))):
+        write(run.checkpoint("step=3"))
+        run.point("last", run.checkpoint("step=3"))
+    (run.checkpoints / ".dropped-step=1").symlink_to(thesis / "checkpoint")
+    remove_checkpoint(run.checkpoint("step=1"))
+    assert tree(thesis) == before
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step=2", "step=3", "last"}
+
+
+def test_files_are_replaced_not_written_through(run, thesis):
+    """Links that appear while a run works, as its start refuses those that are there."""
+    run.begin(None)
+    before = tree(thesis)
+    write_text(run.model / "loss.png", "curves")
+    (run.root / "metrics.csv").write_text("no table\n")
+    (run.root / "metrics.csv.damaged").symlink_to(thesis / "thesis.tex")
+    for name in ("metrics.json", "resumes.jsonl", "loss.png", "completed", "config.yaml", "data_report.json"):
+        (run.root / name).symlink_to(thesis / "thesis.tex")
+    write_json(run.root / LIST, {"paths": [*NAMES]})
+    MetricsCSV(run.metrics_csv).rewind(3)
+    run.merge_metrics({"val/loss": 1.0})
+    append_json(run.resumes, {"step": 1})
+    run.write_start({"trainer": {}}, {})
+    run.complete()
+    assert tree(thesis) == before and not any(path.is_symlink() for path in run.root.iterdir())
+    (run.root / "metrics.csv").unlink()
+    (run.root / "metrics.csv").symlink_to(thesis / "thesis.tex")
+    logger = MetricsCSV(run.metrics_csv)
+    with pytest.raises(OSError, match="symbolic links"):
+        for step in (1, 2):
+            logger.log_metrics({}, step=step)
+    assert tree(thesis) == before
+
+
+LINKED = [*NAMES, LIST, LOCK, ".replaced-model"]
+
+
+@ENGINES
+def test_a_run_follows_no_link(finished, recipe, thesis, engine, capfd):
+    """Each name that a run writes as a link to a file, to a folder and to nothing; resumed, and begun anew."""
+    run = finished("run", **PLAIN, engine=engine)
+    arguments = recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 4})
+    before, kept = tree(thesis), run.root.with_name("kept")
+    for number, name in enumerate(LINKED):
+        path = run.root / name
+        target = thesis / ("figures" if name in MAY_BE_LINKS else ("figures", "thesis.tex", "nothing")[number % 3])
+        if path.exists():
+            path.rename(kept)
+        path.symlink_to(target)
+        for extra in (["--ckpt_path", "last"], ["--overwrite", "true"])[number % 2:]:
+            capfd.readouterr()
+            assert main(["fit", *arguments, *extra]) == 2, name
+            said = capfd.readouterr().err
+            assert said.startswith("error: ") and f"{path} is a link" in said, (name, said)
+        path.unlink()
+        if kept.exists():
+            kept.rename(path)
+    assert tree(thesis) == before
+
+
+@pytest.mark.slow
+@ENGINES
+def test_a_stranger_s_checkpoints_are_dropped_with_nothing_of_the_user_s(finished, recipe, thesis, engine):
+    run = finished("run", **PLAIN, engine=engine, checkpoint={"every_n_steps": 1, "keep_last": 2})
+    for name in run.names():
+        path = run.checkpoint(name) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        write_json(path, {**manifest, str(thesis / "thesis.tex"): [4, 0]} if name == "step=1" else manifest)
+    before = tree(thesis)
+    arguments = recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 4, "checkpoint": {"keep_last": 1}})
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert main(["fit", *arguments, "--overwrite", "true"]) == 0
+    assert tree(thesis) == before and "step=1" in run.names()
+
+
+@pytest.mark.slow
+@ENGINES
+def test_a_run_on_a_big_disk(recipe, run, tmp_path, engine, capfd):
+    """The user has linked both folders, and said so there: the run works in them, and in no copy of the run folder."""
+    run.root.mkdir()
+    for name in ("checkpoints", "model"):
+        link_to_disk(run, name, tmp_path / "disk")
+    arguments = recipe(engine=engine, **PLAIN)
+    assert main(["fit", *arguments]) == 0
+    longer = recipe("longer.yaml", engine=engine, **{**PLAIN, "trainer__max_steps": 3})
+    assert main(["fit", *longer, "--ckpt_path", "last"]) == 0
+    assert run.checkpoints.is_symlink() and run.names() == ["step=2", "step=3"]
+    assert (tmp_path / "disk" / "model" / "README.md").exists()
+    assert main(["verify", "--run", str(run.root)]) == 0
+    copy = shutil.copytree(run.root, tmp_path / "copy", symlinks=True)
+    before = tree(tmp_path / "disk")
+    capfd.readouterr()
+    assert main(["fit", *arguments, "--trainer.default_root_dir", str(copy), "--overwrite", "true"]) == 2
+    assert "checkpoints is a link to" in capfd.readouterr().err and tree(tmp_path / "disk") == before
+    assert main(["fit", *arguments, "--overwrite", "true"]) == 0
+    assert run.names() == ["step=2"]

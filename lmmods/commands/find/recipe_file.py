@@ -42,7 +42,7 @@ class RecipeFiles:
             shown = " ".join(f"--{key.replace('.init_args', '')} {as_text(value)}" for key, value in found.items())
             return say(f"Nothing was written: give {shown}, or let find do it with --write true.")
         for path, text in self._edited(found).items():
-            write_text(path, text)
+            write_text(path.resolve(), text)  # the user's own link stays one
         for key, value in found.items():
             say(f"Wrote {key.replace('.init_args', '')}: {as_text(value)} to {self._file_of(key)}.")
 

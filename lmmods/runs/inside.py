@@ -1,0 +1,77 @@
+"""What a run writes and deletes lies in its folder, by its real path, whoever made that folder.
+
+A run folder may be anybody's, unpacked from an archive with all its links. So every writer and deleter of a run goes
+through this file or `lmmods.runs.atomic`, which keep three rules:
+
+- Nothing is written or deleted through a link. New files appear by a rename, which replaces a link; folders are made
+  anew; a link that is in the way is itself removed.
+- Names that are read from a file are plain names.
+- Of the names that runs write, only model and checkpoints may be links, and only where the folder behind the link says
+  that it is this run's, in a file `.run-folder`. No program writes that file, and an archive cannot, as it unpacks
+  nothing outside of itself: the user has made the link.
+"""
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from lmmods.core.errors import UserError
+from lmmods.core.files import is_plain_name, read_text
+
+OWNER = ".run-folder"  # in a folder that a link leads to: the path of the run folder that it belongs to
+MAY_BE_LINKS = ("checkpoints", "model")
+
+
+def check_links(root: Path, names: Iterable[str]) -> None:
+    """Raise UserError where one of the names that a run writes in its folder is a link that no run may follow."""
+    for name in names:
+        path = root / name
+        if not path.is_symlink() or name in MAY_BE_LINKS and _belongs(path, root):
+            continue
+        if name in MAY_BE_LINKS and path.is_dir():
+            target = path.resolve()
+            raise UserError(f"{path} is a link to {target}, out of the run folder. If you have made it and that folder "
+                            f"is for this run alone, say so there: echo {shlex.quote(str(root.resolve()))} > "
+                            f"{shlex.quote(str(target / OWNER))}. If not, delete the link (docs/runs.md).")
+        raise UserError(f"{path} is a link, and what a run writes lies in its folder. Move the link away, or choose "
+                        "another trainer.default_root_dir.")
+
+
+def _belongs(link: Path, root: Path) -> bool:
+    """Whether the folder that a link leads to says that it is the run's."""
+    try:
+        owner = Path(read_text(link / OWNER, most=2**16).strip())
+        return owner.is_absolute() and os.path.samefile(owner, root)
+    except (OSError, ValueError):
+        return False
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path in a folder of a name that was read from a file, such as `config.json` or `templates/tools.jinja`.
+
+    Raises:
+        UserError: It leads out of the folder.
+    """
+    parts = name.split("/")
+    parents = [folder.joinpath(*parts[:count]) for count in range(1, len(parts))]
+    if not all(map(is_plain_name, parts)) or any(parent.is_symlink() for parent in parents):
+        raise UserError(f"{folder}: the name {name!r} of a file of the run leads out of that folder. Delete the link, "
+                        "or choose another trainer.default_root_dir.")
+    return folder / name
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or a link; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def fresh_folder(path: Path) -> Path:
+    """Make an empty folder of this name; what had it goes."""
+    delete(path)
+    path.mkdir(parents=True)
+    return path
