@@ -1,5 +1,6 @@
 """The declarations say what the real classes say, and the check over them refuses nothing that the engine accepts."""
 
+import importlib
 import inspect
 import random
 import re
@@ -21,6 +22,7 @@ from lmmods.commands.registry import ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import guarded_imports
 from lmmods.core.errors import UserError, user_error_in
+from lmmods.data import fields
 from tests.faults.test_mutations import RECIPES, mutate, places
 from tests.faults.test_odd_recipes import VALUES
 
@@ -141,7 +143,8 @@ def compare(parsers, arguments, capsys) -> tuple[str | None, str | None]:
             for key in declarations.CLASSES[early.engine]:
                 config.fit[key] = None
             try:
-                real.parser.instantiate(config)
+                made = real.parser.instantiate(config).fit
+                made.model.check_data(made.data)
             except Exception as error:
                 raise user_error_in(error) or error from error
 
@@ -204,6 +207,34 @@ def test_mutated_recipes(parsers, path, capsys, tmp_path, monkeypatch):
 def test_wrong_names_and_values_of_fields_are_errors(recipe, engine, key, value, message):
     with pytest.raises(UserError, match=re.escape(message)):
         check_early(["fit", *recipe(**{key: value})], engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("task", "data"), [(task, f"{other}Data") for task in declarations.TASKS["model"]
+                                            for other in declarations.TASKS["model"]])
+def test_a_task_on_data_of_another_is_refused(recipe, engine, task, data):
+    layers = recipe(model={"class_path": task, "init_args": {"pretrained": "m"}},
+                    data={"class_path": data, "init_args": {"source": "rows.jsonl"}})
+    if data == f"{task}Data":
+        return check_early(["fit", *layers], engine)
+    for command in ("fit", "validate", "test", "predict", "inspect", "plan", "find"):
+        with pytest.raises(UserError, match=f"^model.class_path is {task}, which trains on {task}Data, but "
+                                            f"data.class_path is {data}: set it to {task}Data, or model.class_path to "
+                                            f"{data.removesuffix('Data')}.$"):
+            check_early([command, *layers, *(["--on", "cpu"] if command == "plan" else [])], engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_classes_of_ones_own_are_of_the_kind_that_they_inherit(engine):
+    """What the early check leaves to the engine is held to the same; what says nothing goes with anything."""
+    causal = importlib.import_module(f"{declarations.FOLDERS[engine]['model']}.clm").CLM
+    own = type("Own", (causal,), {})(pretrained="m")
+    mine = type("Mine", (fields.SFTDataFields,), {})("rows.jsonl")
+    with pytest.raises(UserError, match="model.class_path is Own, .* but data.class_path is Mine: set it to CLMData"):
+        own.check_data(mine)
+    own.check_data(type("Texts", (fields.CLMDataFields,), {})("rows.jsonl"))
+    own.check_data(type("Plain", (fields.DataFields,), {})("rows.jsonl"))
+    type("Free", (causal,), {"takes": None})(pretrained="m").check_data(mine)
 
 
 @pytest.mark.parametrize(("engine", "key", "value"), [

@@ -5,15 +5,17 @@ import re
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
 from lmmods.cli import main
-from lmmods.commands.serving import find_layout, modelfile, serving_lines
+from lmmods.commands.serving import PROGRAMS, find_layout, modelfile, serving_lines
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.encode.template_jinja import template_jinja
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from tests.data.conftest import CHAT_TEMPLATE
+from tests.jax_engine.tested import CAUSAL
 
 CHATS = [["Hello?"], ["Hello?", "Hi!", "How\nare {{ you }}?"], ["1", "2", "3", "4", "5", "6", '"7"']]
 SYSTEMS = [None, "Be brief.\n\nAnd kind."]
@@ -180,18 +182,23 @@ def test_a_template_without_equal_is_left_to_the_user(template, comment, tmp_pat
     assert comment in text and "\nTEMPLATE" not in text and text.endswith('PARAMETER stop "<unk>"\n')
 
 
-def test_command_lines_name_programs_that_take_the_model(tmp_path):
-    folder = tmp_path / "My model"
-    folder.mkdir()
-    wanted = {"LlamaForCausalLM": ["chat", "transformers", "vLLM", "llama.cpp", "Ollama"],
-              "OPTForCausalLM": ["chat", "transformers", "vLLM", "Ollama"],
-              "CTRLLMHeadModel": ["chat", "transformers", "Ollama"]}
-    (folder / "Modelfile").touch()
-    for architecture, programs in wanted.items():
-        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-        lines = serving_lines(folder)
-        assert re.findall(r"^  (\S+)", lines, re.M) == programs
-    assert f"ollama create my-model -f '{folder}/Modelfile'" in lines
+@pytest.mark.parametrize(("family", "programs"), [
+    ("llama", ["vLLM", "SGLang", "llama.cpp", "Ollama"]), ("qwen3_moe", ["vLLM", "SGLang", "llama.cpp", "Ollama"]),
+    ("gpt_oss", ["vLLM", "SGLang", "llama.cpp", "Ollama"]), ("opt", ["vLLM", "SGLang"]), ("ctrl", []), ("bert", [])])
+def test_command_lines_name_programs_that_take_the_model(family, programs, tmp_path, tokenizer_folder):
+    folder = folder_of(tmp_path / "My model", AutoTokenizer.from_pretrained(tokenizer_folder), CAUSAL_LM[family])
+    if text := modelfile(folder, AutoTokenizer.from_pretrained(folder), None, None):
+        (folder / "Modelfile").write_text(text)
+    lines = serving_lines(folder)
+    assert re.findall(r"^  (\S+)", lines, re.M) == ["chat", "transformers", *programs]
+    if "Ollama" in programs:
+        assert f"ollama create my-model -f '{folder}/Modelfile'" in lines
+        assert ("(after llama.cpp's converter)" in lines) == (family != "llama") == ("FROM ./model.gguf" in text)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_every_causal_family_has_a_row(family):
+    assert CAUSAL_LM[family] in PROGRAMS
 
 
 @pytest.mark.slow

@@ -15,9 +15,10 @@ from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.distributed.weights import Weights
 from jax_engine.tasks.base import Task
+from lmmods.core.task_fields import QAFields
 
 
-class QA(Task):
+class QA(QAFields, Task):
     """Find the span of a context that answers a question; the loss of a window is the mean over start and end."""
 
     head = "qa"

@@ -1,7 +1,8 @@
 """Supervised fine-tuning on JAX: full or LoRA."""
 
 from jax_engine.tasks.causal_task import CausalTask
+from lmmods.core.task_fields import SFTFields
 
 
-class SFT(CausalTask):
+class SFT(SFTFields, CausalTask):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""

@@ -159,11 +159,11 @@ class TaskModule(task_fields.TaskFields, Declared):
     """A network in training."""
 
 
-class SFT(task_fields.CausalFields, TaskModule):
+class SFT(task_fields.SFTFields, TaskModule):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""
 
 
-class CLM(task_fields.CausalFields, TaskModule):
+class CLM(task_fields.CLMFields, TaskModule):
     """Train a causal LM on text; predict goes on with the text."""
 
 
@@ -175,7 +175,7 @@ class Preference(task_fields.PreferenceFields, TaskModule):
     """Train a causal LM to prefer answers to others; predict generates answers."""
 
 
-class QA(TaskModule):
+class QA(task_fields.QAFields, TaskModule):
     """Find the span of a context that answers a question."""
 
 

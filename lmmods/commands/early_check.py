@@ -66,7 +66,8 @@ class EarlyCommandLine(CommandLine):
         for key in declarations.CLASSES[self.engine]:
             recipe[key] = None
         try:
-            self.parser.instantiate(config)
+            made = self.parser.instantiate(config)[config.subcommand]
+            made.model.check_data(made.data)
         except Exception as error:
             if mistake := user_error_in(error):
                 raise mistake from error

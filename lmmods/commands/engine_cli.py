@@ -97,6 +97,7 @@ class EngineCLI(CLI):
         self.config_init = self.parser.instantiate(self.config, instantiators=[
             (_built, kind, True) for kind in (Callback, Logger, Strategy, Profiler)])
         self.datamodule, self.model = (self.config_init[self.subcommand][key] for key in ("data", "model"))
+        self.model.check_data(self.datamodule)
         self.trainer = self.instantiate_trainer()
 
     def before_instantiate_classes(self) -> None:

@@ -21,12 +21,44 @@ from lmmods.data.sources.conversation import RowProblem
 MODELFILE = "Modelfile"
 Render = Callable[[list[dict[str, str]]], str]
 
-# Architectures that `ollama create` converts by itself, that llama.cpp's converter takes beside them, and vLLM beside.
-OLLAMA = {"LlamaForCausalLM", "MixtralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-          "Phi3ForCausalLM", "Qwen2ForCausalLM"}
-LLAMA_CPP = OLLAMA | {"MistralForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM",
-                      "FalconForCausalLM", "Olmo2ForCausalLM", "PhiForCausalLM", "StableLmForCausalLM"}
-VLLM = LLAMA_CPP | {"OPTForCausalLM", "GPTJForCausalLM"}
+# Architecture in config.json -> programs that take it, for every causal family that we know. What the releases below
+# register: vLLM 0.33.0 (models/registry.py; also what it runs by transformers), SGLang 0.5.23 (EntryClass of
+# srt/models; gpt_neox, olmo3 and smollm3 by its fallback to transformers), llama.cpp 00bdaa1 (conversion/__init__.py),
+# Ollama 0.33.0-rc2 (convert/convert.go, which of gpt_oss reads MXFP4 alone, not the weights that `merge` writes).
+# Ollama serves the others from the file that llama.cpp's converter makes.
+NONE: frozenset[str] = frozenset()
+GGUF = frozenset({"vLLM", "SGLang", "llama.cpp"})
+ALL = GGUF | {"Ollama"}
+PROGRAMS = {
+    "CTRLLMHeadModel": NONE,
+    "Cohere2ForCausalLM": GGUF,
+    "FalconForCausalLM": GGUF - {"SGLang"},
+    "GPT2LMHeadModel": GGUF,
+    "GPTJForCausalLM": GGUF - {"llama.cpp"},
+    "GPTNeoXForCausalLM": GGUF,
+    "Gemma2ForCausalLM": ALL,
+    "Gemma3ForCausalLM": ALL,
+    "GemmaForCausalLM": ALL,
+    "Glm4ForCausalLM": GGUF,
+    "GptOssForCausalLM": GGUF,
+    "GraniteForCausalLM": GGUF,
+    "LlamaForCausalLM": ALL,
+    "MistralForCausalLM": GGUF,
+    "MixtralForCausalLM": ALL,
+    "OPTForCausalLM": GGUF - {"llama.cpp"},
+    "Olmo2ForCausalLM": GGUF,
+    "Olmo3ForCausalLM": ALL,
+    "OlmoeForCausalLM": GGUF,
+    "OpenAIGPTLMHeadModel": NONE,
+    "Phi3ForCausalLM": ALL,
+    "PhiForCausalLM": GGUF,
+    "Qwen2ForCausalLM": ALL,
+    "Qwen3ForCausalLM": GGUF,
+    "Qwen3MoeForCausalLM": GGUF,
+    "SmolLM3ForCausalLM": GGUF,
+    "StableLmForCausalLM": GGUF,
+    "Starcoder2ForCausalLM": GGUF,
+}
 
 
 @dataclass
@@ -113,10 +145,10 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
         system: The system turn that all rows were trained with.
         template_kwargs: Variables of the chat template that they were trained with.
     """
-    architecture = _architecture(folder)
-    if architecture not in LLAMA_CPP:
+    programs = _programs(folder)
+    if not programs & {"llama.cpp", "Ollama"}:
         return None
-    lines = ["FROM ." if architecture in OLLAMA else "FROM ./model.gguf"]
+    lines = ["FROM ." if "Ollama" in programs else "FROM ./model.gguf"]
     if tokenizer.chat_template is None:
         lines.append("# This model goes on with texts: it has no chat template.")
     elif layout := _layout(folder, tokenizer, template_kwargs or {}):
@@ -151,8 +183,10 @@ def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> La
     return layout if layout and _can_be_quoted(layout.go_template()) else None
 
 
-def _architecture(folder: Path) -> str:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+def _programs(folder: Path) -> frozenset[str]:
+    """Programs that take a model folder; none are known for an architecture that has no row in `PROGRAMS`."""
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    return PROGRAMS.get(architecture, NONE)
 
 
 def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
@@ -173,16 +207,18 @@ def _quoted(text: str) -> str:
 
 def serving_lines(folder: Path) -> str:
     """Command lines that talk to a merged model, serve it and convert it, of those programs that take it."""
-    architecture, path = _architecture(folder), shlex.quote(str(folder))
+    programs, path = _programs(folder), shlex.quote(str(folder))
     name = re.sub(r"[^a-z0-9._-]+", "-", folder.resolve().name.lower()).strip("-._") or "model"
     gguf, file = shlex.quote(str(folder / "model.gguf")), shlex.quote(str(folder / MODELFILE))
     lines = [("chat", f"python train.py chat --model {path}"), ("transformers", f"transformers serve {path}")]
-    if architecture in VLLM:
+    if "vLLM" in programs:
         lines.append(("vLLM", f"vllm serve {path}"))
-    if architecture in LLAMA_CPP:
+    if "SGLang" in programs:
+        lines.append(("SGLang", f"sglang serve --model-path {path}"))
+    if "llama.cpp" in programs:
         lines += [("llama.cpp", f"python convert_hf_to_gguf.py {path} --outfile {gguf}"),
                   ("", f"llama-server -m {gguf}")]
     if (folder / MODELFILE).is_file():
-        first = "" if architecture in OLLAMA else "   (after llama.cpp's converter)"
+        first = "" if "Ollama" in programs else "   (after llama.cpp's converter)"
         lines.append(("Ollama", f"ollama create {name} -f {file}{first}"))
     return "\n".join(f"  {program:<13} {line}" for program, line in lines)

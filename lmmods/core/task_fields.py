@@ -53,6 +53,7 @@ class TaskFields:
             weights on each (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch engine only.
     """
 
+    takes: ClassVar[str | None] = None  # kind of the data that the loss is made for; None leaves it to the user
     answers: ClassVar[Literal["pair", "single", "mismatched"]] = "pair"  # what a row of preferences is to the loss
     sequences_per_row: ClassVar[int] = 1
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
@@ -97,6 +98,17 @@ class TaskFields:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
                             "targets. Keep one of them.")
 
+    def check_data(self, data: Any) -> None:
+        """Raise UserError where a data module says that it is of another task.
+
+        Args:
+            data: Fields of data, whose `kind` is the name of the class that a task `takes`.
+        """
+        if self.takes is not None and data.kind not in (None, self.takes):
+            raise UserError(f"model.class_path is {type(self).__name__}, which trains on {self.takes}, but "
+                            f"data.class_path is {type(data).__name__}: set it to {self.takes}, or model.class_path to "
+                            f"{data.kind.removesuffix('Data')}.")
+
     @property
     def trains_adapter(self) -> bool:
         """Whether an adapter trains instead of the model itself."""
@@ -135,6 +147,24 @@ class CausalFields(TaskFields):
         require(self.balance_loss >= 0, "model.balance_loss", self.balance_loss, "0 or more")
 
 
+class SFTFields(CausalFields):
+    """What supervised fine-tuning takes."""
+
+    takes = "SFTData"
+
+
+class CLMFields(CausalFields):
+    """What causal language modelling takes."""
+
+    takes = "CLMData"
+
+
+class QAFields(TaskFields):
+    """What question answering takes."""
+
+    takes = "QAData"
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class MLMFields(TaskFields):
     """What masked LMs take beside that.
@@ -142,6 +172,8 @@ class MLMFields(TaskFields):
     Args:
         top_k: Candidates that predict names for each gap.
     """
+
+    takes: ClassVar[str] = "MLMData"
 
     top_k: int = 5
 
@@ -174,6 +206,7 @@ class PreferenceFields(CausalFields):
             loss without one, else `base` with `lora` and `copy` without.
     """
 
+    takes: ClassVar[str] = "PreferenceData"
     adapter_drops: ClassVar[bool] = False
 
     loss: str = "sigmoid"

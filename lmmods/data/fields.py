@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import check_set
@@ -63,6 +63,8 @@ class DataFields:
         rebuild_cache: Tokenise again even if the cache has the data.
         seed: Seed of splits and orders; null takes `seed_everything`.
     """
+
+    kind: ClassVar[str | None] = None  # what a task names in `takes`; None goes with any task
 
     source: SourceLike = field(kw_only=False)
     val_source: SourceLike | None = None
@@ -128,6 +130,8 @@ class CLMDataFields(TextDataFields):
             `packing` is set.
     """
 
+    kind: ClassVar[str] = "CLMData"
+
     join: bool | None = None
 
     def __post_init__(self) -> None:
@@ -146,6 +150,8 @@ class MLMDataFields(TextDataFields):
         mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
         whole_word_masking: Choose whole words instead of tokens.
     """
+
+    kind: ClassVar[str] = "MLMData"
 
     join: bool = True
     mlm_probability: float = 0.15
@@ -175,6 +181,8 @@ class QADataFields(DataFields):
         null_score_diff_threshold: With version_2_with_negative, no answer is given where its score is above that of the
             best answer by more than this.
     """
+
+    kind: ClassVar[str] = "QAData"
 
     stride: int = 128
     question_max_length: int = 64
@@ -259,6 +267,8 @@ class SFTDataFields(ConversationFields):
             is scored.
     """
 
+    kind: ClassVar[str] = "SFTData"
+
     train_on: Literal["responses", "all", "last"] | None = None
     train_on_prompt: bool = False
     train_on_last: bool = False
@@ -287,6 +297,8 @@ class PreferenceDataFields(ConversationFields):
         dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
             the columns.
     """
+
+    kind: ClassVar[str] = "PreferenceData"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,8 @@
 """Causal language modelling: from scratch, full or with adapters."""
 
+from lmmods.core.task_fields import CLMFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 
 
-class CLM(CausalModule):
+class CLM(CLMFields, CausalModule):
     """Train a causal LM on text; predict goes on from the texts it is given."""

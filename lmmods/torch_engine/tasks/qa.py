@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmmods.core.task_fields import QAFields
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.tasks.base import TaskModule
 
 
-class QA(TaskModule):
+class QA(QAFields, TaskModule):
     """Find the span of a context that answers a question; the loss of a window is the mean over start and end."""
 
     auto_class = "AutoModelForQuestionAnswering"
