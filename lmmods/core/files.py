@@ -23,7 +23,7 @@ def read_bytes(path: str | os.PathLike, most: int = MAX_BYTES) -> bytes:
         OSError: There is none, or it cannot be read.
     """
     # A pipe that nobody writes to would keep `open` waiting; regular files ignore the flag.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

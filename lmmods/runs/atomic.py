@@ -35,7 +35,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 def open_to_append(path: Path) -> TextIO:
     """A text file that `write_text` has written, to add to its end. Raises OSError where a link has taken its place."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     return open(os.open(path, flags), "a", newline="", encoding="utf-8")
 
 
