@@ -1,4 +1,4 @@
-"""Shared by all tests: offline, one thread, compiled programs kept, a cache, and a tiny Llama with its tokenizer."""
+"""Shared by all tests: offline, one thread unless told otherwise, compiled programs kept, a cache, and a tiny Llama with its tokenizer."""
 
 import functools
 import gc
@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
-os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", OMP_NUM_THREADS="1",
-                  TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", TOKENIZERS_PARALLELISM="false",
+                  HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiled programs outlive the session; one folder for all workers and what they start.
 COMPILED = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmmods", "tests",
                         f"xla-{version('jax')}")
@@ -29,7 +30,7 @@ from filelock import FileLock  # noqa: E402
 
 from tests import programs  # noqa: E402
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 TEXTS = ["Below is an instruction that describes a task. Write a response.", "### Instruction:\nAdd 1 and 2.\n\n",
          "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]

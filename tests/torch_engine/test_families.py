@@ -12,6 +12,7 @@ from lmmods.torch_engine.nn.attention import say_eager
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.lora import add_lora
+from tests.closeness import Float64, assert_as_close, in_float64
 
 V = 61
 SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,13 +93,10 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     return found
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Within 1e-5 of the largest of a parameter; one without gradient in exact arithmetic has rounding alone."""
-    assert found.keys() == expected.keys()
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    for name, gradient in expected.items():
-        scale = max(gradient.abs().max(), 1e-2 * largest)
-        assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
+def of_transformers(model: torch.nn.Module) -> tuple[torch.Tensor, dict, dict]:
+    """Log-probabilities of both texts, gradients of their sum and of a preference."""
+    logps = plain_logps(model)
+    return logps.detach(), gradients(model, -logps.sum()), gradients(model, preference(plain_logps(model)))
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
@@ -106,9 +104,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatch, capsys):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", V * 4 * 3)  # three positions a chunk
     model = with_adapters(make(name)) if adapted else make(name)
-    logps = plain_logps(model)
-    expected = gradients(model, -logps.sum())
-    expected_preference = gradients(model, preference(plain_logps(model)))
+    logps, expected, expected_preference = of_transformers(model)
+    with Float64():
+        exact_logps, exact, exact_preference = of_transformers(in_float64(model))
     num_adapted, joined = sum("lora_B" in key for key in expected), []
     apply = fused_lora._AdaptedProduct.apply
     monkeypatch.setattr(fused_lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))
@@ -120,13 +118,13 @@ def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatc
         joined.clear()
         sums = causal_loss(model, head, batch)
         assert len(joined) == num_adapted and (num_adapted >= 8) is adapted
-        torch.testing.assert_close(sums.total, -logps.sum(), rtol=1e-5, atol=0)
+        assert_as_close(sums.total, -logps.sum(), -exact_logps.sum())
         assert sums.weight == sum(LENGTHS) - 8
-        assert_same(gradients(model, sums.total), expected)
+        assert_as_close(gradients(model, sums.total), expected, exact)
     found, counts = causal_logps(model, head, padded())
-    torch.testing.assert_close(found, logps, rtol=1e-5, atol=0)
+    assert_as_close(found, logps, exact_logps)
     assert counts.tolist() == [length - 4 for length in LENGTHS]
-    assert_same(gradients(model, preference(found)), expected_preference)
+    assert_as_close(gradients(model, preference(found)), expected_preference, exact_preference)
     assert capsys.readouterr().out == ""
 
 
