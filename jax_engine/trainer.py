@@ -208,6 +208,11 @@ class Trainer(JaxTrainerFields):
         return machines.peak_memory()
 
     @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of an optimiser step, of all data-parallel ranks together."""
+        return self.accumulate_grad_batches * self.parallel.data_parallel_size
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this process speaks and writes."""
         return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""Shared by all tests: offline, one thread unless told otherwise, compiled programs and a cache kept, and a tiny Llama."""
+"""Shared by all tests: offline, one thread unless told otherwise, compiled programs and a cache kept, a tiny Llama."""
 
 import functools
 import gc

@@ -402,7 +402,7 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
     first = data_module(instructions, tokenizer_folder, tmp_path / "cache")
     first.prepare_data()
     trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda _: first.contents), data_rank=1,
-                              num_data_ranks=2, state=None, overfit_batches=0)
+                              num_data_ranks=2, batches_per_step=2, state=None, overfit_batches=0)
     second = data_module(instructions, tokenizer_folder, tmp_path / "cache")
     second.trainer = trainer
     with monkeypatch.context() as patch:

@@ -167,12 +167,13 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     def _shard(self) -> Shard:
         trainer = self.trainer
         if trainer is None:
-            rank, num_ranks = 0, 1
+            rank, num_ranks, batches_per_step = 0, 1, 1
         elif hasattr(trainer, "data_rank"):
-            rank, num_ranks = trainer.data_rank, trainer.num_data_ranks
+            rank, num_ranks, batches_per_step = trainer.data_rank, trainer.num_data_ranks, trainer.batches_per_step
         else:  # Lightning's own Trainer, each process of which has rows of its own
             rank, num_ranks = trainer.global_rank, trainer.world_size
-        return Shard(rank, num_ranks, self.num_workers, getattr(trainer, "fed_ranks", None))
+            batches_per_step = num_ranks * trainer.accumulate_grad_batches
+        return Shard(rank, num_ranks, self.num_workers, batches_per_step, getattr(trainer, "fed_ranks", None))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the data where the training loader stands; plain JSON."""
@@ -195,7 +196,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     def report(self) -> dict[str, Any]:
         """What was read, dropped and truncated, and how full batches are; plain JSON, after `setup`."""
         if self._report is None:
-            self._report = describe(self, self._splits.sets, self._loaders.items, self._tokenizer.loaded.notes)
+            self._report = describe(self, self._splits.sets, self._loaders.items, self._tokenizer.loaded.notes,
+                                    self._shard().batches_per_step)
         return self._report
 
     def report_table(self) -> str:

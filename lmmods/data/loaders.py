@@ -10,7 +10,7 @@ from lmmods.data.batches.collate import SEEDS, Collator
 from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.numbering import NumberedSet
 from lmmods.data.batches.packing import PackedSet
-from lmmods.data.batches.sampler import BatchOrder, evaluation_order, training_order
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
@@ -48,11 +48,11 @@ class Loaders:
         task, items = self._task, self.items("train")
         lengths = items.lengths
 
-        def order_of(epoch: int) -> BatchOrder:
+        def order_of(epoch: int, rule: OrderRule) -> BatchOrder:
             if task.longest_first:
                 return evaluation_order(lengths, task.batch_size)
-            order = training_order(lengths, task.batch_size, [task.seed, epoch], task.shuffle and not overfit,
-                                   task.group_by_length)
+            order = training_order(lengths, task.batch_size, [task.seed, epoch], rule,
+                                   task.shuffle and not overfit, task.group_by_length)
             if overfit:
                 whole = len(order) if isinstance(overfit, float) else shard.world_size
                 order = order.first(max(int(overfit * whole), 1))
@@ -65,14 +65,14 @@ class Loaders:
         """Training batches of streams, those of this rank."""
         task = self._task
 
-        def order_of(lengths: np.ndarray, epoch: int, buffer: int) -> BatchOrder:
-            order = training_order(lengths, task.batch_size, [task.seed, epoch, buffer], task.shuffle,
-                                   task.group_by_length)
+        def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, begun: int) -> BatchOrder:
+            order = training_order(lengths, task.batch_size, [task.seed, epoch, buffer], rule, task.shuffle,
+                                   task.group_by_length, begun)
             return order.shifted(draw_number(epoch, buffer) * len(lengths))
 
-        settings = {"batch_size": task.batch_size, "window_size": task.stream_window, "seed": task.seed}
-        return StreamLoader(sources, self._arranged, order_of, self.collator(seeded=True), shard, settings,
-                            task.num_proc or 1)
+        settings = {"window_size": task.stream_window, "seed": task.seed}
+        return StreamLoader(sources, self._arranged, order_of, self.collator(seeded=True), shard, task.batch_size,
+                            settings, task.num_proc or 1)
 
     def evaluation(self, role: Role, shard: Shard, collate: Callable[[list], Batch] | None = None) -> EvaluationLoader:
         """Batches without dropout, as of validation and test, those of this rank; `collate` makes other batches."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.data.batches.packing import best_fit_decreasing
-from lmmods.data.batches.sampler import evaluation_order, training_order
+from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
 from lmmods.data.encode.encoder import UNUSED
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
@@ -16,9 +16,14 @@ PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing woul
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 
 
-def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str]
-             ) -> dict[str, Any]:
-    """The report of all that is open; `items_of` a role are its rows of batches, a data set with `lengths`."""
+def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str],
+             batches_per_step: int) -> dict[str, Any]:
+    """The report of all that is open.
+
+    Args:
+        items_of: Role -> its rows of batches, a data set with `lengths`.
+        batches_per_step: Global micro-batches of an optimiser step.
+    """
     stores = {store.name: store for rows in sets.values() for store in rows.stores}
     sources: dict[str, Any] = {}
     for store in stores.values():
@@ -26,7 +31,8 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
         sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info)
     splits = {
         role: describe_rows(items_of(role), task.batch_size if role == "train" else task.eval_batch_size,
-                            task.pad_to_multiple_of, task.max_length, task.seed)
+                            task.pad_to_multiple_of, task.max_length, task.seed,
+                            batches_per_step if role == "train" else 1)
         for role in sets
         if role != "predict"
     }
@@ -57,18 +63,21 @@ def _key_name(counted: str) -> str:
     return counted.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
 
 
-def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, seed: int) -> dict[str, Any]:
+def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, seed: int,
+                  batches_per_step: int) -> dict[str, Any]:
     """Size of a split, lengths, and the share of padding under each way of batching.
 
     Args:
         items: Data set with `lengths`, and with `tokens` where items are several sequences.
         multiple: Batch lengths are rounded up to a multiple of this.
+        batches_per_step: Batches among which rows of similar length are shared out.
     """
     lengths = items.lengths
     num_answers, tokens = getattr(items, "num_answers", 1), getattr(items, "tokens", lengths)
+    rule = OrderRule(batch_size * batches_per_step)
     waste = {
-        "shuffled": training_order(lengths, batch_size, [seed, 0]),
-        "group_by_length": training_order(lengths, batch_size, [seed, 0], group_by_length=True),
+        "shuffled": training_order(lengths, batch_size, [seed, 0], rule),
+        "group_by_length": training_order(lengths, batch_size, [seed, 0], rule, group_by_length=True),
         "sorted": evaluation_order(lengths, batch_size),
     }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))

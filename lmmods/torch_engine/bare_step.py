@@ -54,7 +54,8 @@ def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device
         plugin = MixedPrecision(precision, "cpu", scaler)
     return SimpleNamespace(datamodule=data, strategy=strategy, precision=precision, precision_plugin=plugin,
                            accumulate_grad_batches=accumulated, num_data_ranks=ranks // math.prod(sharers), data_rank=0,
-                           current_epoch=0, global_step=0, world_size=ranks)
+                           batches_per_step=accumulated * ranks // math.prod(sharers), current_epoch=0, global_step=0,
+                           world_size=ranks)
 
 
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:

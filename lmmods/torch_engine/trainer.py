@@ -239,6 +239,11 @@ class Trainer(L.Trainer):
         return self.world_size // num_sharers(self.strategy)
 
     @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of an optimiser step, of all these processes together."""
+        return self.accumulate_grad_batches * self.num_data_ranks
+
+    @property
     def data_rank(self) -> int:
         """Whose of these micro-batches this process computes."""
         return self.global_rank // num_sharers(self.strategy)

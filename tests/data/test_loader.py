@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
-from lmmods.data.batches.sampler import evaluation_order, training_order
+from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
 
 NUM_ROWS, BATCH_SIZE = 23, 3
 LENGTHS = np.random.default_rng(0).integers(1, 90, NUM_ROWS)
@@ -29,11 +29,12 @@ def collate(rows):
     return {"index": torch.tensor(rows)}
 
 
-def make(rank=0, world_size=1, num_workers=0, batch_size=BATCH_SIZE, group=True):
-    def order_of(epoch):
-        return training_order(LENGTHS, batch_size, [5, epoch], group_by_length=group)
+def make(rank=0, world_size=1, num_workers=0, batch_size=BATCH_SIZE, group=True, batches_per_step=1):
+    def order_of(epoch, rule):
+        return training_order(LENGTHS, batch_size, [5, epoch], rule, group_by_length=group)
 
-    return StatefulLoader(Numbers(), order_of, collate, Shard(rank, world_size, num_workers), batch_size)
+    return StatefulLoader(Numbers(), order_of, collate, Shard(rank, world_size, num_workers, batches_per_step),
+                          batch_size)
 
 
 def take(loader, count):
@@ -50,7 +51,8 @@ def together(loaders, rounds):
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_row_once_per_epoch_and_a_new_order_in_each(group, shuffle):
-    orders = [training_order(LENGTHS, BATCH_SIZE, [5, epoch], shuffle, group) for epoch in range(3)]
+    rule = OrderRule(2 * BATCH_SIZE)
+    orders = [training_order(LENGTHS, BATCH_SIZE, [5, epoch], rule, shuffle, group) for epoch in range(3)]
     rows = [list(itertools.chain.from_iterable(order[n] for n in range(len(order)))) for order in orders]
     assert all(sorted(row) == list(range(NUM_ROWS)) for row in rows)
     assert (rows[0] != rows[1]) is shuffle
@@ -111,10 +113,61 @@ def test_iter_alone_moves_nothing():
     assert [first] == take(make(), 1) and len(loader) == 8
 
 
-def test_state_of_other_data_or_batch_size_is_refused():
-    state = make().state_dict()
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize(("batch_size", "world_size", "accumulate"), [(8, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8),
+                                                                     (2, 2, 2), (1, 4, 2), (2, 4, 1)])
+def test_a_step_has_the_same_rows_however_it_is_cut(group, batch_size, world_size, accumulate):
+    """Two epochs: each step's rows, as a set; the last one of an epoch has what is left."""
+    def steps(batch_size, world_size, accumulate):
+        loaders = [make(rank, world_size, 0, batch_size, group, world_size * accumulate) for rank in range(world_size)]
+        for _ in range(2):
+            batches = [batch for round_ in zip(*(iter(loader) for loader in loaders), strict=True) for batch in round_]
+            rows = [[number for number in batch["index"].tolist() if number >= 0] for batch in batches]
+            for start in range(0, len(rows), world_size * accumulate):
+                yield sorted(itertools.chain.from_iterable(rows[start : start + world_size * accumulate]))
+
+    found, wanted = list(steps(batch_size, world_size, accumulate)), list(steps(8, 1, 1))
+    assert found == wanted and sorted(itertools.chain.from_iterable(found[: len(found) // 2])) == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(1, 12), (2, 6), (4, 3), (12, 1)])
+def test_a_run_goes_on_in_another_cut(batch_size, batches):
+    """Behind 12 rows: the same rows follow in the same steps of 12."""
+    first = make(batch_size=3, batches_per_step=4)
+    begun = take(first, 4)
+    other = make(batch_size=batch_size, batches_per_step=12 // batch_size)
+    other.load_state_dict(first.state_dict())
+    rest = list(itertools.chain.from_iterable(take(other, -(-(NUM_ROWS - 12) // batch_size))))
+    whole = list(itertools.chain.from_iterable(take(make(batch_size=3, batches_per_step=4), len(make()) + 9)))
+    assert rest == whole[12 : NUM_ROWS] and len(begun) == 4
+
+
+def test_a_position_inside_a_batch_is_refused():
+    loader = make(batch_size=3, batches_per_step=4)
+    take(loader, 1)
+    with pytest.raises(UserError, match="behind row 3 of an epoch, which is inside a batch of 4 rows.*batch_size 3"):
+        make(batch_size=4, batches_per_step=3).load_state_dict(loader.state_dict())
+
+
+def test_a_position_of_an_earlier_version_keeps_its_order():
+    """It grouped the rows of a micro-batch, and goes on only with the same size of these."""
+    state = {"epoch": 0, "batches": 2, "batch_size": BATCH_SIZE, "num_rows": NUM_ROWS}
+    loader = make(batches_per_step=4)
+    loader.load_state_dict(state)
+    random = np.random.default_rng([5, 0])
+    order = random.permutation(NUM_ROWS)
+    order = order[np.lexsort((-LENGTHS[order], np.arange(NUM_ROWS) // (50 * BATCH_SIZE)))]
+    chunks = random.permutation(-(-NUM_ROWS // BATCH_SIZE))
+    wanted = [order[chunk * BATCH_SIZE : (chunk + 1) * BATCH_SIZE].tolist() for chunk in chunks]
+    assert take(loader, len(wanted) - 2) == wanted[2:]
+    assert loader.state_dict()["order"] == 1
     with pytest.raises(UserError, match="batch_size"):
         make(batch_size=4).load_state_dict(state)
+
+
+def test_state_of_other_data_is_refused():
+    with pytest.raises(UserError, match="num_rows"):
+        make().load_state_dict({**make().state_dict(), "num_rows": 7})
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

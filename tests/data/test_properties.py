@@ -12,7 +12,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batches.masking import Masker
 from lmmods.data.batches.numbering import NumberedSet
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
-from lmmods.data.batches.sampler import PADDING_ROW, batches_of_rank, training_order
+from lmmods.data.batches.sampler import PADDING_ROW, OrderRule, batches_of_rank, training_order
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.conversations import Limits, SFTEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
@@ -167,7 +167,7 @@ def test_packing_is_nearly_full_on_lengths_like_alpacas():
 @QUICK
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(1, 5))
 def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_size):
-    order = training_order(lengths, batch_size, [3, epoch], True, group)
+    order = training_order(lengths, batch_size, [3, epoch], OrderRule(2 * batch_size), True, group)
     ranks = [list(batches_of_rank(order, 0, rank, world_size)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     rows = [row for batches in ranks for batch in batches for row in batch if row != PADDING_ROW]

@@ -50,8 +50,8 @@ def collate(keys=KEYS):
 
 
 def training_loader():
-    def order_of(epoch):
-        return training_order(LENGTHS, B, [7, epoch])
+    def order_of(epoch, rule):
+        return training_order(LENGTHS, B, [7, epoch], rule)
 
     return StatefulLoader(Rows(), order_of, collate(), Shard(), B)
 
@@ -91,8 +91,8 @@ def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
     rows = RecordingRows()
 
     def groups(shard, read):
-        def order_of(epoch):
-            return training_order(LENGTHS, B, [7, epoch]).shifted(epoch * len(LENGTHS))
+        def order_of(epoch, rule):
+            return training_order(LENGTHS, B, [7, epoch], rule).shifted(epoch * len(LENGTHS))
 
         loader = StatefulLoader(read, order_of, collate(), shard, B, Widths(LENGTHS, collate().padded))
         loader.load_state_dict({"epoch": 2, "batches": skipped, "batch_size": B, "num_rows": len(LENGTHS)})

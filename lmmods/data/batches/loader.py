@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.subprocesses import begin_worker
-from lmmods.data.batches.sampler import BatchOrder, batches_of_rank, batches_per_rank
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank, batches_per_rank, recut
 
 Batch = dict[str, torch.Tensor]
 
@@ -25,6 +25,7 @@ class Shard:
     """Which data-parallel rank this process is, so which batches it gets, and how many processes prepare them.
 
     Args:
+        batches_per_step: Global micro-batches of an optimiser step, of all ranks together.
         fed: Where this process, as rank 0 of 1, feeds some ranks of so many with consecutive batches, and others the
             rest: these ranks, and their number.
     """
@@ -32,6 +33,7 @@ class Shard:
     rank: int = 0
     world_size: int = 1
     num_workers: int = 0
+    batches_per_step: int = 1
     fed: tuple[tuple[int, ...], int] | None = None
 
 
@@ -135,20 +137,21 @@ class StatefulLoader:
 
     Args:
         rows: Map-style rows; number -1 is a padding row.
-        order_of: Epoch -> its global micro-batches.
-        batch_size: Rows per micro-batch; a position can only be continued with the same.
+        order_of: Epoch, and the rule of the run's order -> its global micro-batches.
+        batch_size: Rows per micro-batch.
         widths: As of `EvaluationLoader`.
     """
 
-    def __init__(self, rows: Dataset, order_of: Callable[[int], BatchOrder], collate: Callable[[list], Batch],
-                 shard: Shard, batch_size: int, widths: Widths | None = None) -> None:
+    def __init__(self, rows: Dataset, order_of: Callable[[int, OrderRule], BatchOrder],
+                 collate: Callable[[list], Batch], shard: Shard, batch_size: int, widths: Widths | None = None) -> None:
         self._order_of, self._shard, self._widths = order_of, shard, widths
         self._rows, self._collate = rows, collate
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
-        self._identity = {"batch_size": batch_size, "num_rows": len(rows)}  # type: ignore[arg-type]
+        self._batch_size, self._num_rows = batch_size, len(rows)  # type: ignore[arg-type]
+        self._rule = OrderRule(batch_size * shard.batches_per_step)
         self._epoch = self._handed_out = 0
-        self._num_batches = len(order_of(0))
+        self._num_batches = len(order_of(0, self._rule))
 
     def __len__(self) -> int:
         return batches_per_rank(self._num_batches, self._shard.world_size)
@@ -157,7 +160,7 @@ class StatefulLoader:
         if self._handed_out >= self._num_batches:
             self._epoch, self._handed_out = self._epoch + 1, 0
         rank, world_size = self._shard.rank, self._shard.world_size
-        upcoming = batches_of_rank(self._order_of(self._epoch), self._handed_out, rank, world_size)
+        upcoming = batches_of_rank(self._order_of(self._epoch, self._rule), self._handed_out, rank, world_size)
         count = batches_per_rank(self._num_batches - self._handed_out, world_size)
         for batch in _read(self._loader, self._batches, upcoming, count, self._shard, self._widths):
             self._handed_out = min(self._handed_out + world_size, self._num_batches)
@@ -166,21 +169,27 @@ class StatefulLoader:
     def peek(self, first: int, count: int) -> list[Batch]:
         """Micro-batches `first` to `first + count` of this rank in the epoch under way; the position stays."""
         world_size = self._shard.world_size
-        upcoming = batches_of_rank(self._order_of(self._epoch), first * world_size, self._shard.rank, world_size)
+        order = self._order_of(self._epoch, self._rule)
+        upcoming = batches_of_rank(order, first * world_size, self._shard.rank, world_size)
         return [self._collate([self._rows[number] for number in batch]) for batch in islice(upcoming, count)]
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were made of."""
-        return {"epoch": self._epoch, "batches": self._handed_out, **self._identity}
+        return {"epoch": self._epoch, "batches": self._handed_out, "batch_size": self._batch_size,
+                "num_rows": self._num_rows, **self._rule.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, also on another number of ranks or workers.
+        """Continue at a saved position, also with another batch size, another number of ranks or workers.
 
         Raises:
-            UserError: The position belongs to other data or another batch size.
+            UserError: The position belongs to other data, lies inside a batch of this size, or is of an earlier
+                version's order and another batch size.
         """
-        check_same(state, self._identity)
-        self._epoch, self._handed_out = state["epoch"], state["batches"]
+        rule = OrderRule.of(state)
+        fixed = {"batch_size": self._batch_size} if rule.version == 1 else {}
+        check_same(state, {"num_rows": self._num_rows, **fixed})
+        self._rule, self._epoch = rule, state["epoch"]
+        self._handed_out = recut(state["batches"], state["batch_size"], self._batch_size, self._num_rows)
 
 
 def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:

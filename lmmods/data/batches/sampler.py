@@ -1,15 +1,45 @@
-"""The order of micro-batches: a pure function of seed, epoch, row lengths and batch size.
+"""The order of training rows, and how it is cut into micro-batches.
 
-World size and workers only shard the batches: the k-th of rank r is batch k * world_size + r. So a run continues
-at the same example on another number of devices.
+The order is a pure function of seed, epoch, row lengths and the rows of an optimiser step. Micro-batches are
+consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r. So a step holds the same rows however
+it is cut, and a run continues at the same row with another batch size or another number of devices.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-SORTED_TOGETHER = 50  # batches per sorted chunk: enough to save padding, few enough to stay random
+from lmmods.core.errors import UserError
+
+SORTED_TOGETHER = 50  # steps per sorted chunk: enough to save padding, few enough to stay random
 PADDING_ROW = -1
+RULE = 2  # version of the order of new runs
+VERSION, GROUPED = "order", "rows_per_step"  # keys of a saved position
+
+
+@dataclass(frozen=True)
+class OrderRule:
+    """What the order of a run depends on beside data, seed and epoch; it stays as it was when the run began.
+
+    Args:
+        rows_per_step: Rows that are grouped together: those of an optimiser step.
+        version: 1 is the order of earlier versions, which grouped the rows of a micro-batch (`rows_per_step` is its
+            size) and let no micro-batch reach from one buffer of a stream into the next.
+    """
+
+    rows_per_step: int
+    version: int = RULE
+
+    def state(self) -> dict[str, int]:
+        """Keys for a saved position."""
+        return {VERSION: self.version, GROUPED: self.rows_per_step}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "OrderRule":
+        """The rule of a saved position, which of earlier versions names none."""
+        return cls(state.get(GROUPED, state.get("batch_size")), state.get(VERSION, 1))
 
 
 class BatchOrder:
@@ -18,12 +48,13 @@ class BatchOrder:
     Args:
         order: All row numbers, batch after batch (int64).
         batch_size: Rows per batch; the last chunk of `order` may be shorter.
-        batches: Which chunk comes when.
+        batches: Which chunk comes when; None takes them as they are.
         offset: Added to each row number, for rows that differ from epoch to epoch.
     """
 
-    def __init__(self, order: np.ndarray, batch_size: int, batches: np.ndarray, offset: int = 0) -> None:
-        self._order, self._batch_size, self._batches, self._offset = order, batch_size, batches, offset
+    def __init__(self, order: np.ndarray, batch_size: int, batches: np.ndarray | None = None, offset: int = 0) -> None:
+        self._order, self._batch_size, self._offset = order, batch_size, offset
+        self._batches = np.arange(-(-len(order) // batch_size)) if batches is None else batches
 
     def shifted(self, offset: int) -> "BatchOrder":
         """The same batches with `offset` added to each row number."""
@@ -39,40 +70,80 @@ class BatchOrder:
     @property
     def rows(self) -> np.ndarray:
         """All row numbers, batches kept together; the short one comes last."""
-        return self._order
+        return self._order + self._offset
 
     def __getitem__(self, number: int) -> list[int]:
         start = int(self._batches[number]) * self._batch_size
         return (self._order[start : start + self._batch_size] + self._offset).tolist()
 
 
-def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], shuffle: bool = True,
-                   group_by_length: bool = False) -> BatchOrder:
+def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule, shuffle: bool = True,
+                   group_by_length: bool = False, begun: int = 0) -> BatchOrder:
     """Each row once, in an order drawn from the seed.
 
     Args:
         seed: Seed of the run, epoch, and whatever else the order depends on.
         shuffle: Draw an order; otherwise rows come as they are stored.
-        group_by_length: Put rows of similar length into a batch: sort within random stretches of the shuffled rows,
-            then shuffle the batches.
+        group_by_length: Put rows of similar length into a step.
+        begun: Rows that the step under way has already, from before this order.
     """
-    num_rows = len(lengths)
-    batches = np.arange(-(-num_rows // batch_size))
     if not shuffle:
-        return BatchOrder(np.arange(num_rows), batch_size, batches)
+        return BatchOrder(np.arange(len(lengths)), batch_size)
     random = np.random.default_rng(seed)
-    order = random.permutation(num_rows)
-    if group_by_length:
-        chunk_of = np.arange(num_rows) // (batch_size * SORTED_TOGETHER)
+    order = random.permutation(len(lengths))
+    if not group_by_length:
+        return BatchOrder(order, batch_size)
+    if rule.version == 1:
+        chunk_of = np.arange(len(order)) // (batch_size * SORTED_TOGETHER)
         order = order[np.lexsort((-lengths[order], chunk_of))]
-        batches = random.permutation(batches)
-    return BatchOrder(order, batch_size, batches)
+        return BatchOrder(order, batch_size, random.permutation(-(-len(order) // batch_size)))
+    return BatchOrder(_grouped(order, lengths, rule.rows_per_step, begun, random), batch_size)
+
+
+def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, random: np.random.Generator) -> np.ndarray:
+    """Sort within random stretches of the shuffled rows, then shuffle the steps of `size` rows.
+
+    What is left for the last step, and what completes the one under way, are drawn from all rows: the shortest of a
+    stretch would come last in every epoch. Rows of a step come longest first, so that each micro-batch, on whatever
+    rank, is of similar rows.
+    """
+    start = min(-begun % size, len(order))
+    num_steps = (len(order) - start) // size
+    end = start + num_steps * size
+    first, rows, last = np.split(order, [start, end])
+    stretch_of = np.arange(len(rows)) // (size * SORTED_TOGETHER)
+    rows = rows[np.lexsort((-lengths[rows], stretch_of))].reshape(num_steps, size)[random.permutation(num_steps)]
+    return np.concatenate([_longest_first(first, lengths), rows.ravel(), _longest_first(last, lengths)])
+
+
+def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return rows[np.argsort(-lengths[rows], kind="stable")]
+
+
+def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> int:
+    """Micro-batches of `now` rows that are as many rows as `batches` of `before`.
+
+    Args:
+        num_rows: Rows of the epoch, whose last micro-batch may be short; None where it has no end.
+
+    Raises:
+        UserError: They end inside a micro-batch of `now` rows.
+    """
+    if before == now:
+        return batches
+    rows = batches * before
+    if num_rows is not None and rows >= num_rows:
+        return -(-num_rows // now)
+    if rows % now:
+        raise UserError(f"This checkpoint stands behind row {rows} of an epoch, which is inside a batch of {now} rows. "
+                        f"Resume from one at another step, or with data.batch_size {before}.")
+    return rows // now
 
 
 def evaluation_order(lengths: np.ndarray, batch_size: int) -> BatchOrder:
     """Each row once, longest first: least padding, and a lack of memory shows at once."""
     order = np.argsort(-lengths, kind="stable")
-    return BatchOrder(order, batch_size, np.arange(-(-len(order) // batch_size)))
+    return BatchOrder(order, batch_size)
 
 
 def batches_per_rank(num_batches: int, world_size: int) -> int:

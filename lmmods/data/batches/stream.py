@@ -1,14 +1,15 @@
 """Training on more than memory or disk holds: rows are encoded buffer by buffer, as they are read.
 
-A shuffle buffer of rows is a small data set of its own, arranged, shuffled and batched like any other. Every rank reads
-and encodes the whole stream and takes its shard of the batches. So the batches do not depend on the number of ranks,
-and a position is three numbers; the price is that tokenising does not get faster with ranks.
+A shuffle buffer of rows is a small data set of its own, arranged and shuffled like any other. The rows of all buffers
+follow each other without a gap, and are then cut into batches, so that each step has the same rows under every cut.
+Every rank reads and encodes the whole stream and takes its shard of the batches. So the batches do not depend on the
+number of ranks, and a position is a few numbers; the price is that tokenising does not get faster with ranks.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.data.batches.loader import Batch, Shard, check_same
-from lmmods.data.batches.sampler import BatchOrder, batches_of_rank
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank
 from lmmods.data.encode.encoder import Encoded, Encoder, Tally, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.store.arrow_store import MemoryStore
@@ -102,40 +103,91 @@ def _useless(sources: list[StreamSource], tallies: list[Tally]) -> UserError:
     return UserError(f"data.source: the whole stream holds no usable row ({counts})")
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a stream stands.
+
+    Args:
+        buffer: Number of the buffer within its epoch.
+        done: Rows of the buffer that have been handed out (under the order of earlier versions: micro-batches).
+        begun: Rows that the step under way already had when the buffer began.
+    """
+
+    epoch: int = 0
+    buffer: int = 0
+    done: int = 0
+    begun: int = 0
+
+
 class StreamLoader:
     """Training batches without end, epoch after epoch of a stream, with a position that can be saved.
 
     Args:
         arrange: Encoded rows -> data set of rows for batches, with `lengths`.
-        order_of: (lengths, epoch, buffer) -> global micro-batches of a buffer.
-        settings: Seed, batch size and size of the buffer: a position can only be continued with the same.
+        order_of: (lengths, epoch, buffer, rule of the run's order, rows of the step under way) -> global micro-batches
+            of a buffer.
+        batch_size: Rows per micro-batch.
+        settings: Seed and size of the buffer: a position can only be continued with the same.
     """
 
     def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],
-                 order_of: Callable[[np.ndarray, int, int], BatchOrder], collate: Callable[[list], Batch], shard: Shard,
-                 settings: dict[str, int], num_proc: int = 1) -> None:
+                 order_of: Callable[[np.ndarray, int, int, OrderRule, int], BatchOrder],
+                 collate: Callable[[list], Batch], shard: Shard, batch_size: int, settings: dict[str, int],
+                 num_proc: int = 1) -> None:
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
-        self._shard, self._settings, self._num_proc = shard, settings, num_proc
-        self._epoch = self._buffer = self._handed_out = 0
+        self._shard, self._batch_size, self._settings, self._num_proc = shard, batch_size, settings, num_proc
+        self._rule, self._position = OrderRule(batch_size * shard.batches_per_step), Position()
         self._reported: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __iter__(self) -> Iterator[Batch]:
-        with ThreadPoolExecutor(1) as ahead:  # the next buffer is encoded while this one is trained on
+        if self._rule.version == 1:
+            yield from self._batches_by_buffer()
+            return
+        size, world_size = self._batch_size, self._shard.world_size
+        own = slice(self._shard.rank * size, (self._shard.rank + 1) * size)
+        rows = self._rows()
+        while group := list(islice(rows, size * world_size)):
+            self._position = group[-1][0]
+            yield self._collate([items[number] for _, items, number in group[own]])
+
+    def _rows(self) -> Iterator[tuple[Position, Any, int]]:
+        """Every row from the position on: the position after it, its data set and its number in that."""
+        begun, done = self._position.begun, self._position.done
+        for epoch, buffer, items in self._read_ahead():
+            rows = self._order_of(items.lengths, epoch, buffer, self._rule, begun).rows.tolist()
+            for place in range(done, len(rows)):
+                yield Position(epoch, buffer, place + 1, begun), items, rows[place]
+            begun, done = (begun + len(rows)) % self._rule.rows_per_step, 0
+
+    def _batches_by_buffer(self) -> Iterator[Batch]:
+        """As earlier versions had them: the last batch of a buffer may be short."""
+        rank, world_size = self._shard.rank, self._shard.world_size
+        done = self._position.done
+        for epoch, buffer, items in self._read_ahead():
+            order = self._order_of(items.lengths, epoch, buffer, self._rule, 0)
+            for numbers in batches_of_rank(order, done, rank, world_size):
+                done = min(done + world_size, len(order))
+                self._position = Position(epoch, buffer, done)
+                yield self._collate([items[number] for number in numbers])
+            done = 0
+
+    def _read_ahead(self) -> Iterator[tuple[int, int, Any]]:
+        """`_buffers`, of which the next is encoded while one is trained on."""
+        with ThreadPoolExecutor(1) as ahead:
             buffers = self._buffers()
             upcoming = ahead.submit(next, buffers)
             while True:
-                self._epoch, self._buffer, items = upcoming.result()
+                buffer = upcoming.result()
                 upcoming = ahead.submit(next, buffers)
-                yield from self._batches(items)
-                self._buffer, self._handed_out = self._buffer + 1, 0
+                yield buffer
 
     def _buffers(self) -> Iterator[tuple[int, int, Any]]:
         """(epoch, buffer, data set) from the position on, without end."""
-        start = self._buffer
-        for epoch in count(self._epoch):
+        start = self._position.buffer
+        for epoch in count(self._position.epoch):
             tallies = [Tally() for _ in self._sources]
             useful = start > 0  # what lies before the position was
             size, seed = self._settings["window_size"], self._settings["seed"]
@@ -165,22 +217,23 @@ class StreamLoader:
             if (summary := tally.summary())["dropped"]:
                 say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(summary)}.")
 
-    def _batches(self, items: Any) -> Iterator[Batch]:
-        order = self._order_of(items.lengths, self._epoch, self._buffer)
-        rank, world_size = self._shard.rank, self._shard.world_size
-        for numbers in batches_of_rank(order, self._handed_out, rank, world_size):
-            self._handed_out = min(self._handed_out + world_size, len(order))
-            yield self._collate([items[number] for number in numbers])
-
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, buffer of it (`window`), global micro-batches of that handed out, settings."""
-        return {"epoch": self._epoch, "window": self._buffer, "batches": self._handed_out, **self._settings}
+        """Position as plain JSON: epoch, buffer of it (`window`), what of that was handed out, settings."""
+        at, old = self._position, self._rule.version == 1
+        place = {"batches": at.done} if old else {"rows": at.done, "begun": at.begun}
+        return {"epoch": at.epoch, "window": at.buffer, **place, "batch_size": self._batch_size, **self._settings,
+                **self._rule.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, also on another number of ranks.
+        """Continue at a saved position, also with another batch size or on another number of ranks.
 
         Raises:
-            UserError: The position belongs to other settings.
+            UserError: The position belongs to other settings, or is of an earlier version's order and another batch
+                size.
         """
-        check_same(state, self._settings)
-        self._epoch, self._buffer, self._handed_out = state["epoch"], state["window"], state["batches"]
+        rule = OrderRule.of(state)
+        fixed = {"batch_size": self._batch_size} if rule.version == 1 else {}
+        check_same(state, {**self._settings, **fixed})
+        self._rule = rule
+        self._position = Position(state["epoch"], state["window"], state.get("rows", state.get("batches")),
+                                  state.get("begun", 0))
