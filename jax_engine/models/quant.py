@@ -137,8 +137,8 @@ class EightBit(Quantized):
         return (*lead, columns, rows) if self.transposed else (*lead, rows, columns)
 
     def astype(self, dtype: Any) -> Array:
-        values = self.codes.astype(dtype) * (self.row_absmax * np.float32(1 / 127))[..., None].astype(dtype)
-        return values.swapaxes(-1, -2) if self.transposed else values
+        values = self.codes.astype(jnp.float32) * (self.row_absmax * np.float32(1 / 127))[..., None]
+        return (values.swapaxes(-1, -2) if self.transposed else values).astype(dtype)
 
 
 def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transposed: bool = False,

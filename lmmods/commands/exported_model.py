@@ -121,6 +121,7 @@ def copy_dequantized(quantized, model) -> None:
     """Give `model` the weights that the quantised one computes with."""
     import bitsandbytes as bnb
 
+    from lmmods.torch_engine.compat.bitsandbytes import matrix_of
     from lmmods.torch_engine.nn.packed_experts import packed_names
 
     plain = dict(model.named_modules())
@@ -129,10 +130,5 @@ def copy_dequantized(quantized, model) -> None:
         parameter = getattr(plain[module], own)
         parameter.data = getattr(quantized.get_submodule(module), own).to(parameter.dtype)
     for name, module in quantized.named_modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            plain[name].weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(
-                plain[name].weight.dtype)
-        elif isinstance(module, bnb.nn.Linear8bitLt):
-            weight = module.weight
-            plain[name].weight.data = (weight.CB.float() * weight.SCB.float().unsqueeze(1) / 127).to(
-                plain[name].weight.dtype)
+        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            plain[name].weight.data = matrix_of(module, plain[name].weight.dtype)

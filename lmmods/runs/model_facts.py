@@ -56,9 +56,17 @@ def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, An
             return name
         return model_facts(name, None if adapter else fields.revision, adapter, name != fields.config) or name
 
-    return {"pretrained": of(fields.pretrained), "config": of(fields.config), "adapter": of(fields.adapter, True),
-            "overrides": fields.config_overrides, "quantize": fields.quantize, "double_quant": fields.double_quant,
-            "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
+    facts = {"pretrained": of(fields.pretrained), "config": of(fields.config), "adapter": of(fields.adapter, True),
+             "overrides": fields.config_overrides, "quantize": fields.quantize, "double_quant": fields.double_quant,
+             "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
+    if fields.quantize == "int8" or _is_saved_in_8bit(facts["pretrained"]):
+        facts["activations"] = "as they are"  # numbers of a network that rounded them may lie in the cache
+    return facts
+
+
+def _is_saved_in_8bit(pretrained: dict[str, Any] | str | None) -> bool:
+    config = pretrained.get("config", {}) if isinstance(pretrained, dict) else {}
+    return bool((config.get("quantization_config") or {}).get("load_in_8bit"))
 
 
 def described_model(name: str, revision: str | None, file: str) -> dict[str, Any]:

@@ -1,37 +1,42 @@
 """LoRA layers in one step of autograd compute what PEFT's own forward does."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
+from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, multiply_by_matrices
 from lmmods.torch_engine.nn import fused_lora
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+
+
+LINEAR = {None: nn.Linear, "nf4": partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4"),
+          "int8": partial(Linear8bitLt, has_fp16_weights=False, threshold=6.0)}
 
 
 class Network(nn.Module):
     """Two layers, one with a bias."""
 
-    def __init__(self, quantised: bool):
+    def __init__(self, quantised: str | None):
         super().__init__()
-        kind = dict(compute_dtype=torch.float32, quant_type="nf4") if quantised else {}
-        linear = Linear4bit if quantised else nn.Linear
-        self.up, self.down = linear(64, 128, bias=False, **kind), linear(128, 64, **kind)
+        linear, self.is_loaded_in_8bit = LINEAR[quantised], quantised == "int8"
+        self.up, self.down = linear(64, 128, bias=False), linear(128, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(x).clamp_(-9, 9)))  # in place, as some networks cut queries off
 
 
-def adapted(quantised: bool = False, **fields) -> nn.Module:
+def adapted(quantised: str | None = None, **fields) -> nn.Module:
     torch.manual_seed(0)
     model = get_peft_model(Network(quantised).to("cpu"), LoraConfig(
         r=4, lora_alpha=12, target_modules=["up", "down"], init_lora_weights=False, **fields))
     mend_cpu_kernels(model)
+    multiply_by_matrices(model)
     return model.train()
 
 
@@ -62,7 +67,7 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", LINEAR)
 def test_results_and_gradients_are_pefts(used, quantised, dropout):
     model = adapted(quantised, lora_dropout=dropout)
     plain = outcome(model)
@@ -73,7 +78,7 @@ def test_results_and_gradients_are_pefts(used, quantised, dropout):
     assert len(used) == 2
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", LINEAR)
 def test_under_autocast_it_is_as_near_to_float32_as_peft(used, quantised):
     model = adapted(quantised)
     exact = outcome(model)
@@ -91,7 +96,7 @@ def test_under_autocast_it_is_as_near_to_float32_as_peft(used, quantised):
         assert model.base_model.model.up(torch.randn(3, 5, 64)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", LINEAR)
 def test_recomputed_in_the_backward_pass(used, quantised):
     model = adapted(quantised)
     plain = outcome(model)
@@ -148,7 +153,8 @@ def test_decoding_and_other_layers_go_pefts_way(used):
 
 @pytest.mark.parametrize(("make", "said"), [
     (adapted, ""),
-    (lambda: adapted(quantised=True), ""),
+    (lambda: adapted("nf4"), ""),
+    (lambda: adapted("int8"), ""),
     (lambda: adapted(use_dora=True), "LoRA: 2 of 2 adapted layers (up, down) are computed apart from their adapters, "
                                      "which is slower: DoRA scales what comes out of both.\n"),
     (lambda: adapted(bias="all"), "LoRA: 1 of 2 adapted layers (down) are computed apart from their adapters, which is "
@@ -156,8 +162,8 @@ def test_decoding_and_other_layers_go_pefts_way(used):
     (lambda: get_peft_model(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), LoraConfig(
         target_modules=["c_attn", "lm_head"], fan_in_fan_out=True)),
      "LoRA: 2 of 3 adapted layers (c_attn) are computed apart from their adapters, which is slower: they are Conv1D, "
-     "neither plain nor 4-bit linear layers.\n"),
-], ids=["plain", "4-bit", "DoRA", "bias", "Conv1D"])
+     "neither plain nor quantised linear layers.\n"),
+], ids=["plain", "4-bit", "8-bit", "DoRA", "bias", "Conv1D"])
 def test_layers_that_cannot_be_joined_are_named(make, said, capsys):
     fuse_adapters(make())
     assert capsys.readouterr().out == said

@@ -1,15 +1,17 @@
-"""bitsandbytes' 4-bit kernels on CPUs: what is wrong with them, and the private names to mend it by. Read in 0.50.2.
+"""bitsandbytes' products with quantised weights: what keeps them from being exact, and the private names to mend it by.
+Read in 0.50.2.
 
 Each use is held by tests/compat/test_bitsandbytes.py.
 """
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from lmmods.torch_engine.compat.torch import with_values
@@ -51,12 +53,69 @@ def dequantize_by_blocks() -> torch.library.Library:
     return library  # an implementation lives as long as its library
 
 
-def matrix_of(layer: nn.Module) -> Tensor:
-    """The weights [out, in] of a Linear4bit, by its `quant_state`, also where FSDP has left the weight without one."""
+def multiply_by_matrices(model: nn.Module) -> None:
+    """Let the 8-bit layers of `model` multiply by the matrix that their codes stand for, whatever the pass and device.
+
+    bitsandbytes does so only in training on CPUs. In eval mode, and always on GPUs, it rounds each row of features to
+    8 bits too, apart from columns in which any row of the batch exceeds a threshold (LLM.int8): a row's result would
+    depend on the pass (by 1 % of the largest) and on the rows beside it.
+    """
+    for layer in model.modules():
+        if is_8bit(layer):
+            # accelerate, which spreads models, stands around a layer's forward and calls what was there before
+            setattr(layer, "_old_forward" if hasattr(layer, "_hf_hook") else "forward", partial(_multiply, layer))
+
+
+def is_8bit(layer: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear8bitLt, by name: without a quantised model nobody imports the library."""
+    return type(layer).__name__ == "Linear8bitLt" and type(layer).__module__.startswith("bitsandbytes.")
+
+
+def _multiply(layer: nn.Module, x: Tensor) -> Tensor:
+    """Features [..., in] to [..., out], in the type of the computation."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    return _EightBitProduct.apply(x.to(dtype), layer.weight.data, _row_absmax(layer), bias)
+
+
+class _EightBitProduct(torch.autograd.Function):
+    """x W^T + b in the type of x; the matrix is made again in the backward pass, so that no layer keeps its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: Tensor, row_absmax: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(codes, row_absmax)
+        return F.linear(x, _eight_bit_matrix(codes, row_absmax, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = grad @ _eight_bit_matrix(*ctx.saved_tensors, grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return grad_x, None, None, grad_bias
+
+
+def _eight_bit_matrix(codes: Tensor, row_absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """[out, in], rounded once: codes int8 [out, in], their scales float32 [out]."""
+    return codes.to(dtype).mul_((row_absmax * (1 / 127)).unsqueeze(1))
+
+
+def _row_absmax(layer: nn.Module) -> Tensor:
+    """Scales [out] of a Linear8bitLt: `SCB` of its weight, or of its state, where a product of its own has put them."""
+    scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    return scales.to(layer.weight.device)
+
+
+def matrix_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weights [out, in] of a quantised layer.
+
+    Those of a Linear4bit by its `quant_state`, also where FSDP has left the weight without one.
+    """
     from bitsandbytes.functional import dequantize_4bit
 
+    if is_8bit(layer):
+        return _eight_bit_matrix(layer.weight.data, _row_absmax(layer), dtype)
     state = getattr(layer.weight, "quant_state", None) or layer.quant_state
-    return dequantize_4bit(layer.weight.data.view(-1, 1), state)
+    return dequantize_4bit(layer.weight.data.view(-1, 1), state).to(dtype)
 
 
 def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Module:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-KINDS = ("Linear", "Linear4bit")
+KINDS = ("Linear", "Linear4bit", "Linear8bitLt")
 
 
 def is_lora_of_linear(module: nn.Module) -> bool:
     """Whether a module is LoRA on a linear layer: the names of classes in `peft.tuners.lora`.
 
-    By name: Linear4bit is there only with bitsandbytes, and other layers of PEFT wrap linear ones too.
+    By name: those on quantised ones are there only with bitsandbytes, and other layers of PEFT wrap linear ones too.
     """
     from peft.tuners.lora import LoraLayer
 

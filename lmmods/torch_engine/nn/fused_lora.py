@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmmods.core.console import say
-from lmmods.torch_engine.compat.bitsandbytes import matrix_of
+from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers
 from lmmods.torch_engine.compat.torch import has_forward_hooks
 
@@ -24,7 +24,7 @@ def fuse_adapters(model: nn.Module) -> None:
     """Compute the LoRA layers of a PEFT model in one step each; same function, rounding apart.
 
     A layer goes PEFT's way where there is more to do (DoRA, several adapters or none, a merged one, hooks of a
-    strategy, bases other than plain and 4-bit linear layers), and in decoding, for which bitsandbytes has kernels.
+    strategy, bases other than plain and quantised linear layers), and in decoding, for which bitsandbytes has kernels.
     Says which layers cannot be joined with their adapters, and why.
     """
     slower: dict[str, list[str]] = defaultdict(list)
@@ -40,13 +40,13 @@ def fuse_adapters(model: nn.Module) -> None:
 
 
 def _is_linear(base: nn.Module) -> bool:
-    return type(base) is nn.Linear or type(base).__name__ == "Linear4bit"
+    return type(base) is nn.Linear or type(base).__name__ == "Linear4bit" or is_8bit(base)
 
 
 def _obstacle(layer: nn.Module) -> str | None:
     """Why a layer cannot be joined with its adapter, in words; None where it can."""
     if not is_lora_of_linear(layer) or not _is_linear(layer.base_layer):
-        return f"they are {type(layer.base_layer).__name__}, neither plain nor 4-bit linear layers"
+        return f"they are {type(layer.base_layer).__name__}, neither plain nor quantised linear layers"
     if has_variant(layer):
         return "DoRA scales what comes out of both"
     return None if _is_plain(layer) else "their biases train"
@@ -81,7 +81,7 @@ def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    stored = getattr(base, "compute_dtype", None) or base.weight.dtype
+    stored = x.dtype if is_8bit(base) else getattr(base, "compute_dtype", None) or base.weight.dtype
     return x.dtype if stored == x.dtype else None
 
 
@@ -89,7 +89,7 @@ def _matrix(base: nn.Module, dtype: torch.dtype) -> Tensor:
     """The base's weights [out, in]."""
     if type(base) is nn.Linear:
         return base.weight.detach().to(dtype)
-    return matrix_of(base).to(dtype)
+    return matrix_of(base, dtype)
 
 
 class _AdaptedProduct(torch.autograd.Function):

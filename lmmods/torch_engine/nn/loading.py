@@ -24,7 +24,12 @@ from lmmods.core.initialization import mean_row
 from lmmods.core.lazy_array import LazyArray
 from lmmods.core.task_fields import Quantize
 from lmmods.core.weights_files import check_weights, reading_weights
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, packed_outline, packed_weight
+from lmmods.torch_engine.compat.bitsandbytes import (
+    mend_cpu_kernels,
+    multiply_by_matrices,
+    packed_outline,
+    packed_weight,
+)
 from lmmods.torch_engine.compat.torch import has_values
 from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
 from lmmods.torch_engine.nn.attention import choosing_attention
@@ -106,6 +111,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     note_quantized(config, saved if is_packed else quantize, in_files=is_packed)
     pack(model, states)
     mend_cpu_kernels(model)
+    multiply_by_matrices(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
     model.is_unpacked = saved == MXFP4  # what `export.save` must know
