@@ -14,7 +14,7 @@ from lmmods.commands.engine_cli import EngineCLI, short_name, types_of
 from lmmods.core.console import say
 from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import load_config, saved_quantization
+from lmmods.core.hf_config import load_config
 from lmmods.core.parity import Row, compare, first_rows
 from lmmods.core.recipes import as_yaml
 from lmmods.core.settings import require
@@ -125,9 +125,6 @@ def _check_comparable(model: Any) -> None:
 
     config = load_config(model.pretrained or model.config, model.overrides, model.revision)
     family_of(config, model.head)
-    if "int8" in (model.quantize, saved_quantization(config)):
-        raise UserError("--parity true: in int8 the engines differ by design, as bitsandbytes rounds activations too "
-                        "and JAX does not. Compare with nf4, or without model.quantize.")
 
 
 def _give_memory_back() -> None:

@@ -156,7 +156,7 @@ class Peers:
         self._connections: list[Connection] = []
         self._known: set[str] = set()  # names of processes that have said who they are
         self._started: dict[int, Popen] = {}  # by rank, processes that this one has started
-        self._launcher: int | None = None
+        self._launched_by: int | None = None
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._ending = threading.Lock()
@@ -177,7 +177,7 @@ class Peers:
         point = MeetingPoint.of_environment()
         if point is None or self._thread.is_alive():
             return
-        self._rank, self._token, self._launcher = point.rank, point.token, point.launcher
+        self._rank, self._token, self._launched_by = point.rank, point.token, point.launcher
         if point.rank == 0:
             self._listen(point.port)
         else:
@@ -300,9 +300,10 @@ class Peers:
                 next_beat = time.monotonic() + self._timeout / BEATS
                 self._beat()
             self._look_at_started()
-            if self._launcher is not None and _is_gone(self._launcher):
-                self._end(LOST, UserError(f"The process that has started this one (PID {self._launcher}) is gone, so "
-                                          "this one ends, too. --ckpt_path auto goes on from the last checkpoint."))
+            if self._launched_by is not None and _is_gone(self._launched_by):
+                self._end(LOST, UserError(
+                    f"The process that has started this one (PID {self._launched_by}) is gone, so this one ends, too. "
+                    "--ckpt_path auto goes on from the last checkpoint."))
             if self._lost and (self._rank or not self._selector.select(GATHERING)):
                 self._end(LOST, UserError(
                     f"Lost process {', '.join(self._lost)}: killed, or its machine cannot be reached. The other "
@@ -315,7 +316,7 @@ class Peers:
         """Seconds to wait for words of others."""
         if self._lost:
             return GATHERING
-        looks = self._timeout is None or self._started or self._launcher is not None or not self._connections
+        looks = self._timeout is None or self._started or self._launched_by is not None or not self._connections
         until_beat = math.inf if self._timeout is None else max(next_beat - time.monotonic(), 0)
         return min(until_beat, RETRYING) if looks else until_beat
 

@@ -61,7 +61,8 @@ def test_an_8bit_layer_gives_its_matrix(dtype):
     for _ in range(2):
         assert compat.is_8bit(layer) and compat.matrix_of(layer, dtype).dtype == dtype, mend(
             "bitsandbytes", compat.matrix_of)
-        torch.testing.assert_close(compat.matrix_of(layer, dtype), wanted.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(compat.matrix_of(layer, dtype), wanted.to(dtype), rtol=torch.finfo(dtype).eps,
+                                   atol=0)
         layer(torch.randn(2, 64))
     assert layer.weight.SCB is None and not compat.is_8bit(torch.nn.Linear(1, 1))
 

@@ -52,7 +52,9 @@ def test_an_8bit_product_knows_nothing_but_its_row(dtype):
 
     def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
         assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=torch.finfo(dtype).eps * 2 * wanted.abs().max())
+        roundings = 96**0.5 if dtype == torch.float32 else 2  # of a sum of 96 terms; 16 bits round the result alone
+        torch.testing.assert_close(found.double(), wanted, rtol=0,
+                                   atol=torch.finfo(dtype).eps * roundings * float(wanted.abs().max()))
 
     for module in (layer.train(), copy.deepcopy(layer).eval()):
         given = x.clone().requires_grad_()

@@ -14,7 +14,6 @@ from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, multiply_b
 from lmmods.torch_engine.nn import fused_lora
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 
-
 LINEAR = {None: nn.Linear, "nf4": partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4"),
           "int8": partial(Linear8bitLt, has_fp16_weights=False, threshold=6.0)}
 
