@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
 from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
 from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import Encoder
@@ -139,12 +140,16 @@ class QAData(QADataFields, DataModule):
         if room <= self.stride:
             raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
                             f"{self.question_max_length}; that must be more than data.stride {self.stride}")
-        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, self.max_length,
-                                self.stride, self.question_max_length, tokenizer.padding_side == "right", prompts_only)
+        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, tokenizer.unk_token_id,
+                                self.max_length, self.stride, self.question_max_length,
+                                tokenizer.padding_side == "right", prompts_only)
         return encoder, {"format": layout}
 
     def _arrange(self, rows: RowSet) -> "Windows":
         return Windows(rows)
+
+    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
+        return role == "test" or item["start_positions"] != IGNORED  # a test is scored by the texts of answers too
 
     def _batch_keys(self) -> tuple[str, ...]:
         return (*self._prompt_keys(), "start_positions", "end_positions")
