@@ -134,7 +134,7 @@ lora_r: 32
 lora_alpha: 16
 lora_target_linear: true
 datasets:
-  - {path: some/chats, type: chat_template, split: "train[:5%]", field_messages: talk,
+  - {path: some/chats, type: chat_template, split: "train[:5%]", train_on_eos: turn, field_messages: talk,
      message_property_mappings: {role: who, content: said}, roles: {user: [human], assistant: [bot]}}
   - {path: json, type: alpaca, data_files: [a.jsonl, b.jsonl]}
 val_set_size: 0.1
@@ -152,7 +152,10 @@ gradient_checkpointing: true
 wandb_project: mine
 early_stopping_patience: 2
 special_tokens: {pad_token: <pad>}
+plugins: [axolotl.integrations.liger.LigerPlugin]
 liger_rope: true
+loss_watchdog_threshold: 5.0
+loss_watchdog_patience: 3
 neftune_noise_alpha: 5
 trust_remote_code: true
 no_such_option: 7
@@ -238,7 +241,14 @@ def test_axolotl(migrated, tmp_path):
     for lost in ("no_such_option: not known here", "neftune_noise_alpha: ", "trust_remote_code: on the command line",
                  "at most 100 steps", "val_set_size: the rows set aside"):
         assert lost in said and lost in " ".join(text.replace("\n#", "").split()), lost
-    assert "liger" not in said
+    kernels = "(model.fast_kernels is on already: the same function, computed faster)"
+    for unneeded in (f"plugins: [axolotl.integrations.liger.LigerPlugin], liger_rope: true {kernels}",
+                     "loss_watchdog_threshold: 5.0, loss_watchdog_patience: 3 (a loss that is no number stops the run)",
+                     "datasets[].train_on_eos: turn (the token that ends a turn is found from the template"):
+        assert unneeded in said and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
+    assert said.index("Not needed here:") > said.index("No counterpart:")
+    _, said = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
+    assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl's" in said
 
 
 def test_llamafactory(migrated, tmp_path):
@@ -261,7 +271,8 @@ def test_llamafactory(migrated, tmp_path):
     assert trainer["val_check_interval"] == 400 and trainer["precision"] == "bf16-true"
     assert trainer["strategy"] == {"class_path": "lmmods.strategies.DeepSpeed",
                                    "init_args": {"stage": 2, "offload_optimizer": True}}
-    assert "there is no cosine_with_restarts; cosine stands in its place" in said and "plot_loss" not in said
+    assert "there is no cosine_with_restarts; cosine stands in its place" in said
+    assert "Not needed here:\n  - plot_loss: true (loss.png is always drawn)\n" in said
 
 
 def test_trl(migrated):

@@ -8,6 +8,7 @@ from typing import Any
 import lightning
 
 from lmmods.core import fingerprints
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
 from lmmods.data.batches.stream import StreamLoader
@@ -15,13 +16,14 @@ from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.inspection import Which, shown_rows
 from lmmods.data.loaders import Loaders
-from lmmods.data.report import describe, render_table
+from lmmods.data.report import describe, misfit, render_table
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.splits import Role, SourceStores, Splits
 from lmmods.data.store.rows import RowSet
 
 DEFAULT_MAX_LENGTH = 1024
 NEW_PADDING = "new_padding"  # in a checkpoint: whether a missing padding token was added
+WHOLE_WORDS = "whole_words"  # and whether added tokens are whole in texts
 
 
 class DataModule(TaskHooks, lightning.LightningDataModule):
@@ -36,11 +38,14 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         lightning.LightningDataModule.__init__(self)
         self.eval_batch_size = self.eval_batch_size or self.batch_size
         self._tokenizer = replace(self._tokenizer, pad_token=self.pad_token, bos_token=self.bos_token,
-                                  eos_token=self.eos_token, add_tokens=self.add_tokens, new_padding=self._adds_padding)
+                                  eos_token=self.eos_token, add_tokens=self.add_tokens,
+                                  options=self.tokenizer_options, new_padding=self._adds_padding)
         self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
         self._splits = Splits(self, SourceStores(self, self.contents))
         self.described_sources = self._splits.described  # for a manifest
         self._loaders = Loaders(self, self._rows)
+        self._checked: set[Role] = set()
+        self._warned: set[str] = set()
         self._report: dict[str, Any] | None = None
         self._loader: StatefulLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
@@ -75,13 +80,15 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self.max_length = min(DEFAULT_MAX_LENGTH, max_positions or DEFAULT_MAX_LENGTH)
 
     def go_on_from(self, checkpoint: dict[str, Any]) -> None:
-        """Pad as the run of a checkpoint does, whose network has a row for [PAD] or has none.
+        """Pad and read added tokens as the run of a checkpoint does, whose network has a row for [PAD] or has none.
 
         Args:
-            checkpoint: What it holds beside arrays. Where it does not say, [PAD] was added to any vocabulary.
+            checkpoint: What it holds beside arrays. Where it does not say, [PAD] was added to any vocabulary, and added
+                tokens were whole in templates only.
         """
-        added = checkpoint.get(type(self).__qualname__, {}).get(NEW_PADDING, True)
-        self._tokenizer = replace(self._tokenizer, new_padding=added)
+        state = checkpoint.get(type(self).__qualname__, {})
+        self._tokenizer = replace(self._tokenizer, new_padding=state.get(NEW_PADDING, True),
+                                  whole_words=state.get(WHOLE_WORDS, False))
 
     @property
     def seed(self) -> int:
@@ -122,6 +129,23 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self.adopt_contents(strategy.broadcast(self.contents))
         self._report = None
         self._splits.open(stage, self._shard().rank == 0)
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        """Warn where the vocabulary does not fit. Raises UserError: the loss of a split has nothing to measure."""
+        for role in [role for role in self._splits.sets if role not in self._checked]:
+            self._checked.add(role)
+            found = [problem for store in self._splits.sets[role].stores if (problem := misfit(store.info))]
+            items = self._loaders.items(role) if role != "predict" else ()
+            if items and not any(self._is_scored(items[number], role) for number in range(len(items))):
+                raise UserError(f"{self._splits.key(role)}: in its rows ({len(items)}) no token is scored, so "
+                                f"{role}/loss has nothing to measure. "
+                                + (found[0] if found else "Rows of one token, of special tokens alone or, in masked "
+                                   "language modelling, without a mask score none: add longer ones"))
+            for problem in found:
+                if problem not in self._warned and getattr(self.trainer, "is_global_zero", True):
+                    warn(f"{problem}.")
+                self._warned.add(problem)
 
     def adopt_contents(self, contents: dict[str, str | None]) -> None:
         """Take `contents` of the first process, so that the others need not read all sources too."""
@@ -180,8 +204,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         return self.state_at(self._loader.state_dict()) if self._loader is not None else {}
 
     def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint holds of the data: a loader's position, and whether a missing padding token was added."""
-        return {**position, NEW_PADDING: self._tokenizer.new_padding}
+        """What a checkpoint holds of the data: a loader's position, and how the tokenizer was repaired."""
+        return {**position, NEW_PADDING: self._tokenizer.new_padding, WHOLE_WORDS: self._tokenizer.whole_words}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue training at a saved position. Raises UserError when it belongs to other data."""

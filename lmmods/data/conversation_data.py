@@ -14,7 +14,7 @@ from lmmods.data.encode.chat_text import as_given
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.template_jinja import template_jinja
-from lmmods.data.encode.templates import TemplateRenderer
+from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
 from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.fields import ConversationFields
 from lmmods.data.sources.conversation import RowProblem
@@ -34,6 +34,8 @@ class ConversationData(ConversationFields, DataModule):
             find_format(self.dataset_format)
         self.roles = self.roles or {}
         self.turn_fields = self.turn_fields or {}
+        named = TEMPLATES.get(self.template or "alpaca", "")
+        self._tokenizer = replace(self._tokenizer, template=str(named))
         if is_template_file(self.template):
             self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
 

@@ -11,6 +11,7 @@ from lmmods.core.settings import check_set
 from lmmods.data.sources.source import SourceLike
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
+TOKENIZER_OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
 TURN_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "scored")
 Overflow = Literal["error", "skip", "truncate_turns", "truncate_prompt", "truncate", "truncate_ends"]
 
@@ -44,7 +45,10 @@ class DataFields:
             own; where it has none, causal models take another token it has, others add [PAD].
         bos_token: Token that begins a text, where the tokenizer names none.
         eos_token: Token that ends a text, where the tokenizer names none.
-        add_tokens: Special tokens to add to the vocabulary; their embeddings are trained.
+        add_tokens: Tokens to keep whole wherever they stand in texts, and where the chat template writes them, there
+            alone. Those that the vocabulary holds keep their ids; it grows by the others, whose embeddings are trained.
+        tokenizer_options: How a tokenizer of BERT's kind reads text, where its folder does not say it or says it
+            wrongly: do_lower_case, strip_accents, tokenize_chinese_chars, for example {do_lower_case: false}.
         max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
         batch_size: Rows per micro-batch and device in training.
         eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
@@ -76,6 +80,7 @@ class DataFields:
     bos_token: str | None = None
     eos_token: str | None = None
     add_tokens: list[str] | None = None
+    tokenizer_options: dict[str, bool] | None = None
     max_length: int | None = None
     batch_size: int = 1
     eval_batch_size: int | None = None
@@ -98,6 +103,9 @@ class DataFields:
                     max_length=(self.max_length, 2), pad_to_multiple_of=(self.pad_to_multiple_of, 1),
                     num_workers=(self.num_workers, 0, 1024), num_proc=(self.num_proc, 1, 1024),
                     val_size=(self.val_size, 0), stream_window=(self.stream_window, 1))
+        if unknown := set(self.tokenizer_options or {}).difference(TOKENIZER_OPTIONS):
+            raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
+                            f"{', '.join(TOKENIZER_OPTIONS)}")
         if self.val_size and self.val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import Collator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.fields import DataFields
@@ -60,6 +61,11 @@ class TaskHooks(DataFields, ABC):
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
         """What makes training and evaluation batches of items. Default: the collator of their columns."""
         return collator
+
+    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
+        """Whether the loss of a role (train, val, test) has something to measure in an item of batches. Default: a
+        labelled token that another stands before; items without labels are taken to have it."""
+        return "labels" not in item or bool((item["labels"][1:] != IGNORED).any())
 
     def _draws_by_epoch(self) -> bool:
         """Whether item number + draw * len is a row drawn anew, in each epoch and in each buffer of a stream."""

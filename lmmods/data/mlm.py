@@ -1,8 +1,12 @@
 """Masked language modelling on plain text."""
 
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.batches.masking import MaskedSet, Masker, tokens_around, vocabulary_flags
@@ -51,6 +55,16 @@ class MLMData(MLMDataFields, DataModule):
         special, continues = vocabulary_flags(self.tokenizer)
         masker = Masker(self.tokenizer.mask_token_id, special, continues, self.mlm_probability, self.whole_word_masking)
         return MaskedSet(BlockSet(rows, self._room(), self.join), masker, tokens_around(self.tokenizer), self.seed)
+
+    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
+        if (item["labels"] != IGNORED).any():
+            return True
+        return role == "train" and not self._special[item["input_ids"]].all()  # masks are drawn anew in each epoch
+
+    @cached_property
+    def _special(self) -> np.ndarray:
+        """For each id, whether it is special. [V] bool."""
+        return vocabulary_flags(self.tokenizer)[0]
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         before, behind = tokens_around(self.tokenizer)

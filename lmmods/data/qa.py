@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
 from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
 from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import Encoder
@@ -32,6 +34,7 @@ class QAData(QADataFields, DataModule):
         super().__post_init__()
         self.spans = SpanSettings(self.n_best_size, self.max_answer_length, self.null_score_diff_threshold,
                                   self.version_2_with_negative)
+        self._told_ids: set[Role] = set()  # sets of which ids that several questions share have been told
 
     def window(self, role: Role, index: int) -> dict[str, Any]:
         """What lies behind `index` of a batch.
@@ -82,21 +85,40 @@ class QAData(QADataFields, DataModule):
             inside = slice(len(start) - length, None) if self._side() == "left" else slice(length)
             found = WindowLogits(start[inside], end[inside], behind["offsets"], behind["cls_position"])
             windows.setdefault(behind["question"], []).append(found)
-        rows, chosen = [], Answers()
+        rows, chosen, keys = [], Answers(), self._keys(role, sorted(windows))
         for question, parts in sorted(windows.items()):
-            row = self.question_row(role, question)
-            key = _key(row, question)
+            row, key = self.question_row(role, question), keys[question]
             chosen.add(key, *choose_answer(as_text(row["context"], "context"), parts, self.spans))
             rows.append({**row, "prediction": chosen.predictions[key]})
         scores = {}
         if windows and all(self.is_labelled(role, question) for question in windows):
-            keys = [_key(self.question_row(role, question), question) for question in sorted(windows)]
-            golds = {key: self.golds(role, question) for key, question in zip(keys, sorted(windows))}
-            scores = self._scores(chosen, golds)
+            scores = self._scores(chosen, {key: self.golds(role, question) for question, key in keys.items()})
         files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
         if self.spans.version_2_with_negative:
             files["null_odds.json"] = chosen.null_odds
         return Predictions(rows, scores, files)
+
+    def _keys(self, role: Role, questions: list[int]) -> dict[int, str]:
+        """What files of answers call each question: its id, or its number where it has none or an empty one.
+
+        They hold one answer for an id, as SQuAD's do; where another question has it already, the number follows it.
+        """
+        keys: dict[int, str] = {}
+        taken: set[str] = set()
+        repeated = []
+        for question in questions:
+            row = self.question_row(role, question)
+            key = str(question if row.get("id") in (None, "") else row["id"])
+            if key in taken:
+                repeated.append(f"{key} ({self._rows(role).location(question)})")
+                key = f"{key}#{question}"
+            taken.add(key)
+            keys[question] = key
+        if repeated and role not in self._told_ids and getattr(self.trainer, "is_global_zero", True):
+            warn(f"{len(repeated)} questions of {self._splits.key(role)} have the id of another one, the first is "
+                 f"{repeated[0]}. Each is answered and scored by itself; in predictions.json they are named ID#ROW.")
+        self._told_ids.add(role)
+        return keys
 
     def _scores(self, chosen: Answers, golds: dict[str, list[str]]) -> dict[str, float]:
         if not self.spans.version_2_with_negative:
@@ -139,12 +161,16 @@ class QAData(QADataFields, DataModule):
         if room <= self.stride:
             raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
                             f"{self.question_max_length}; that must be more than data.stride {self.stride}")
-        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, self.max_length,
-                                self.stride, self.question_max_length, tokenizer.padding_side == "right", prompts_only)
+        encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, tokenizer.unk_token_id,
+                                self.max_length, self.stride, self.question_max_length,
+                                tokenizer.padding_side == "right", prompts_only)
         return encoder, {"format": layout}
 
     def _arrange(self, rows: RowSet) -> "Windows":
         return Windows(rows)
+
+    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
+        return role == "test" or item["start_positions"] != IGNORED  # a test is scored by the texts of answers too
 
     def _batch_keys(self) -> tuple[str, ...]:
         return (*self._prompt_keys(), "start_positions", "end_positions")
@@ -168,11 +194,6 @@ class QAData(QADataFields, DataModule):
 
     def _side(self) -> str:
         return self.tokenizer.padding_side
-
-
-def _key(row: dict[str, Any], question: int) -> str:
-    """The name of a question in the files of answers: its id, or its number where the row has none or an empty one."""
-    return str(question if row.get("id") in (None, "") else row["id"])
 
 
 class Windows:

@@ -13,6 +13,7 @@ from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
 
 PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
+MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 
 
@@ -56,6 +57,23 @@ def describe_source(info: dict[str, Any]) -> dict[str, Any]:
         **({"labelled_share": counts["labelled_tokens"] / tokens} if tokens and "labelled_tokens" in counts else {}),
         **({"eos_share": counts["responses_complete"] / kept} if kept and "responses_complete" in counts else {}),
     }
+
+
+def unknown_tokens(counts: dict[str, Any]) -> str | None:
+    """How many tokens of a source are unknown to the vocabulary, in words; None where there are none."""
+    unknown, tokens = counts.get("unknown_tokens", 0), counts.get("tokens", 0)
+    return f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%})" if unknown else None
+
+
+def misfit(info: dict[str, Any]) -> str | None:
+    """What is wrong with a source of which the vocabulary lacks too much, from its store's info.json."""
+    counts = info["counts"]
+    if counts.get("unknown_tokens", 0) <= MOST_UNKNOWN * counts.get("tokens", 0):
+        return None
+    return (f"{info['path']}: {unknown_tokens(counts)} are unknown to the vocabulary, and a model learns nothing of "
+            "what they stand for. Set data.tokenizer to the one that fits the texts; where that is a folder with "
+            "vocab.txt alone, which is read in lower case, data.tokenizer_options: {do_lower_case: false}. inspect "
+            "--which most_unknown shows rows")
 
 
 def _key_name(counted: str) -> str:
@@ -113,6 +131,8 @@ def render_table(report: dict[str, Any]) -> str:
                      + "".join(f", {name} {source[name]}" for name in ("format", "template") if name in source))
         lines += [f"  dropped {entry['rows']}: {reason} (first {entry['first'][0]})"
                   for reason, entry in source["dropped"].items()]
+        if unknown := unknown_tokens(source):
+            lines.append(f"  unknown to the vocabulary: {unknown}")
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
         if source.get("conversations_split"):

@@ -145,6 +145,11 @@ class Splits:
         else:
             self.sets[role] = rows
 
+    def key(self, role: Role) -> str:
+        """The key of the recipe that the rows of a role come from."""
+        names = {"train": "source", "val": "val_source" if "val" in self.sources else "val_size"}
+        return f"data.{names.get(role, f'{role}_source')}"
+
     def rows(self, role: Role) -> RowSet:
         """Rows of a role that has been opened. Raises UserError where none are set."""
         if role not in self.sets:

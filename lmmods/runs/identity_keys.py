@@ -23,11 +23,11 @@ REPORTED = {
     *(f"data.{name}" for name in _DATA.split()),
 }
 
-_ROWS = """class_path source columns val_size tokenizer pad_token bos_token eos_token add_tokens max_length batch_size
-    packing streaming stream_window group_by_length shuffle seed template dataset_format roles turn_fields
-    train_on_prompt train_on_last train_on turns reasoning system_prompt replace_system_prompt chat_template_kwargs
-    source_max_length target_max_length on_overflow text_column documents join mlm_probability whole_word_masking stride
-    question_max_length"""
+_ROWS = """class_path source columns val_size tokenizer pad_token bos_token eos_token add_tokens tokenizer_options
+    max_length batch_size packing streaming stream_window group_by_length shuffle seed template dataset_format roles
+    turn_fields train_on_prompt train_on_last train_on turns reasoning system_prompt replace_system_prompt
+    chat_template_kwargs source_max_length target_max_length on_overflow text_column documents join mlm_probability
+    whole_word_masking stride question_max_length"""
 _NETWORK = """class_path pretrained config config_overrides revision quantize double_quant lora adapter optimizer.name
     optimizer.betas optimizer.eps optimizer.momentum loss beta label_smoothing gamma sft_weight desirable_weight
     undesirable_weight reference balance_loss"""

@@ -207,3 +207,27 @@ def test_questions_without_an_id_stay_distinct_and_a_number_is_a_context(tmp_pat
     lengths = [len(data.window("train", index)["offsets"]) for index in range(4)]
     found = data.answer("train", {index: (np.zeros(length), np.zeros(length)) for index, length in enumerate(lengths)})
     assert list(found.files["predictions.json"]) == ["0", "1", "2", "x"] and len(found.rows) == 4
+
+
+def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, write_jsonl, capsys):  # noqa: F811
+    """SQuAD's scorer counts each question, but its file has one answer for an id: others get another name."""
+    asked = [("a", "quick"), ("a", "fox"), ("", "lazy"), ("2", "dog"), ("a", "over")]
+    context = "The quick brown fox jumps over the lazy dog."
+    data = build(write_jsonl([{"id": key, "question": f"q {n}", "context": context, "answers": {
+        "text": [text], "answer_start": [context.index(text)]}} for n, (key, text) in enumerate(asked)]), bert_folder)
+    logits = {}
+    for row, window in windows_of(data):  # sure of the right answer, but for the last question
+        first, last = (int(row[f"{end}_positions"]) for end in ("start", "end"))
+        wrong = window["question"] == 4
+        logits[int(row["index"])] = tuple(10.0 * (np.arange(len(row["input_ids"])) == place - wrong)
+                                          for place in (first, last))
+    for _ in range(2):
+        found = data.answer("train", logits)
+    assert [row["prediction"] for row in found.rows[:4]] == [text for _, text in asked[:4]]
+    assert found.scores["exact_match"] == 80.0 and len(found.rows) == 5
+    files = found.files["predictions.json"]
+    assert list(files) == list(found.files["nbest_predictions.json"]) == ["a", "a#1", "2", "2#3", "a#4"]
+    assert list(files.values()) == [row["prediction"] for row in found.rows]
+    said = capsys.readouterr().out
+    assert said.count("warning: 3 questions of data.source have the id of another one, the first is a (") == 1
+    assert "rows.jsonl:2)" in said

@@ -432,3 +432,16 @@ class Sums(lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("template", "row", "reason"), [
+    ("alpaca", {"tools": [{"type": "function", "function": {"name": "f"}}]},
+     "template alpaca has no place for tools or calls of them; no named one has: leave data.template out for the "),
+    ("zephyr", {}, "template zephyr has no place for answers of tools; data.template chatml or llama3 has,")])
+def test_rows_with_tools_name_a_template_that_takes_them(spm_folder, write_jsonl, template, row, reason):
+    turns = [{"role": role, "content": "3"} for role in ("user", "tool", "assistant")]
+    path = write_jsonl([{"messages": turns, **row}] * 2)
+    with pytest.raises(UserError, match=f"no usable row among 2 read: {reason}"):
+        build(path, spm_folder, template=template)
+    if not row:
+        assert build(path, spm_folder, template="chatml").report["splits"]["train"]["rows"] == 2

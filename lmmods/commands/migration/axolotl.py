@@ -4,6 +4,7 @@ from typing import Any
 
 from lmmods.commands.migration import preferences
 from lmmods.commands.migration.draft import OFF, Draft
+from lmmods.commands.migration.foreign_keys import NOT_NEEDED, rows_of
 from lmmods.commands.migration.objectives import refuse_objective
 from lmmods.commands.migration.training import Names, take_quantization, take_training
 from lmmods.commands.migration.values import TEMPLATES
@@ -20,6 +21,7 @@ FIELDS = {"field_system": "system", "field_instruction": "instruction", "field_i
           "field_output": "output"}
 PARALLEL = ("dp_replicate_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree",
             "expert_parallel_size")  # 1 is off
+KERNELS = ("liger", "cut_cross_entropy")  # what the names of plugins with faster kernels contain
 RL_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
 ANSWERS = {"field_chosen": "chosen", "field_rejected": "rejected", "field_label": "label", "field_prompt": "prompt",
            "field_completion": "completion"}  # keys of a dataset, or of its type
@@ -52,10 +54,20 @@ def axolotl(content: dict[str, Any]) -> Draft:
     if "warmup_steps" not in content and "warmup_ratio" not in content:
         draft.note("Without warmup_steps and warmup_ratio axolotl warms up over 3 % of the run, at most 100 steps; "
                    "here it is 3 %.")
+    _take_plugins(draft)
     draft.content.setdefault("logging_steps", 10)
     take_training(draft, NAMES)
     draft.finish()
     return draft
+
+
+def _take_plugins(draft: Draft) -> None:
+    """Those of faster kernels go by the table; what else a plugin does is not done here."""
+    plugins = draft.content.get("plugins") or []
+    others = [each for each in ([plugins] if isinstance(plugins, str) else plugins)
+              if not any(name in str(each).lower() for name in KERNELS)]
+    if others:
+        draft.lose("plugins", f"{', '.join(map(str, others))}: code of axolotl's, which does not run here")
 
 
 def _take_preferences(draft: Draft, rl: str) -> None:
@@ -165,10 +177,14 @@ def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> No
     sources = [each for row in rows for each in _sources(draft, row, is_text)]
     draft.put("data.source", sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources,
               "datasets[].path" if draft.get("datasets") else "pretraining_dataset")
+    table = rows_of("axolotl")
     for row in rows:
-        for key in sorted(row.keys() - KNOWN - ANSWERS.keys()):
-            if row[key] not in OFF:
+        for key in sorted(key for key in row.keys() - ANSWERS.keys() - {"type"} if row[key] not in OFF):
+            known = table.get(f"datasets[].{key}")
+            if key not in KNOWN:
                 draft.lose(f"datasets[].{key}", "rows are taken as they are")
+            elif known and known.cells[1] == NOT_NEEDED:
+                draft.spare(f"datasets[].{key}", row[key], known.note)
 
 
 def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:

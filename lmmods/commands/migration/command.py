@@ -80,9 +80,8 @@ def check_recipe_text(text: str) -> None:
 
 def _summary(draft: Draft, out: str | None) -> str:
     lines = []
-    for heading, items in (("Not the same, or to be done by hand:", draft.notes),
-                           ("No counterpart:", [f"{key}: {why}" for key, why in draft.lost.items()])):
-        lines += [heading, *(f"  - {item}" for item in items)] if items else []
+    for heading, items in draft.remarks().items():
+        lines += [heading, *(f"  - {item}" for item in items)]
     if out is not None:
         name = shlex.quote(out)
         lines.append(f"Wrote {out}: {len(draft.settings)} keys. See what it trains on: python train.py inspect "

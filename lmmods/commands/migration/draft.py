@@ -1,4 +1,5 @@
-"""A recipe in the making: settings with where they come from, what has no counterpart, and what is not the same."""
+"""A recipe in the making: settings with where they come from, what has no counterpart, needs none, or is not the same.
+"""
 
 import json
 import re
@@ -6,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lmmods.commands.migration.foreign_keys import Row, counterparts, rows_of
+from lmmods.commands.migration.foreign_keys import NOT_NEEDED, Row, counterparts, rows_of
 from lmmods.commands.migration.values import VALUES
 from lmmods.core.recipes import as_yaml, shortened
 
@@ -34,6 +35,7 @@ class Draft:
         self.content = {key: _number(value) for key, value in content.items()}
         self.settings: dict[str, tuple[Any, str]] = {}  # our key -> value and origin, in order
         self.lost: dict[str, str] = {}  # what has no counterpart -> why
+        self.unneeded: dict[str, list[str]] = {}  # why a key needs none -> such keys, with their values
         self.notes: list[str] = []  # what is not the same, or is to be done by hand
         self._asked: set[str] = set()
 
@@ -58,6 +60,11 @@ class Draft:
         """Note a foreign key that has no counterpart."""
         self._asked.add(key)
         self.lost[key] = why
+
+    def spare(self, key: str, value: Any, why: str) -> None:
+        """Note a foreign key for which nothing is needed."""
+        self._asked.add(key)
+        self.unneeded.setdefault(why, []).append(f"{key}: {shortened(_flow(value), 60)}")
 
     def note(self, text: str) -> None:
         """Note what is not the same, once."""
@@ -88,9 +95,9 @@ class Draft:
             self.lose(key, known[0] if known else "not known here")
             return
         ours = dict(row.pairs)[key]
-        if row.cells[1] == "not needed":
-            return
-        if not ours:
+        if row.cells[1] == NOT_NEEDED:
+            self.spare(key, value, row.note)
+        elif not ours:
             self.lose(key, row.note)
         elif key in VALUES:
             self.put_value(key)
@@ -104,11 +111,16 @@ class Draft:
     def as_yaml(self, title: str) -> str:
         """The recipe, each key with its origin, what is lost and not the same in the opening comment."""
         lines = [f"# {title}"]
-        for heading, items in (("Not the same, or to be done by hand:", self.notes),
-                               ("No counterpart:", [f"{key}: {why}" for key, why in self.lost.items()])):
-            if items:
-                lines += ["#", f"# {heading}", *(line for item in items for line in _wrapped(item))]
+        for heading, items in self.remarks().items():
+            lines += ["#", f"# {heading}", *(line for item in items for line in _wrapped(item))]
         return "\n".join([*lines, *_lines(self._tree(), 0)]) + "\n"
+
+    def remarks(self) -> dict[str, list[str]]:
+        """What there is to say of the recipe, by heading."""
+        found = {"Not the same, or to be done by hand:": self.notes,
+                 "No counterpart:": [f"{key}: {why}" for key, why in self.lost.items()],
+                 "Not needed here:": [f"{', '.join(keys)} ({why})" for why, keys in self.unneeded.items()]}
+        return {heading: items for heading, items in found.items() if items}
 
     def _tree(self) -> dict[str, Any]:
         """Settings as blocks, with class_path and init_args; a leaf is (value, origin)."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TABLES = Path(__file__).with_name("foreign_keys.txt")
-NO_KEY = ("none", "not needed")
+NOT_NEEDED = "not needed"
+NO_KEY = ("none", NOT_NEEDED)
 
 
 @dataclass(frozen=True)

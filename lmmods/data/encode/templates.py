@@ -192,7 +192,7 @@ class TemplateRenderer:
     def __init__(self, name: str, encoder: TextEncoder, eos_token: str, bos_token: str | None) -> None:
         if name not in TEMPLATES:
             raise UserError(f"data.template {name!r} is unknown; known are {', '.join(TEMPLATES)}")
-        self.template = TEMPLATES[name]
+        self.name, self.template = name, TEMPLATES[name]
         self.apart = self.template.apart
         self.bos = bos_token if encoder.uses_bos or self.apart else None
         self.eos = eos_token
@@ -227,9 +227,13 @@ class TemplateRenderer:
     def _plain(self, conversation: Conversation) -> list[Message]:
         """The turns. Raises RowProblem where the template has no place for what they do."""
         messages = conversation.messages
-        if conversation.tools or any("tool_calls" in message or message["role"] == "tool" and not self.template.tool
-                                     for message in messages):
-            raise RowProblem("this template has no place for tools (use a tokenizer's chat template)")
+        if conversation.tools or any("tool_calls" in message for message in messages):
+            raise RowProblem(f"template {self.name} has no place for tools or calls of them; no named one has: leave "
+                             "data.template out for the tokenizer's own chat template, or name a file of Jinja there")
+        if not self.template.tool and any(message["role"] == "tool" for message in messages):
+            able = [name for name, template in TEMPLATES.items() if template.tool]
+            raise RowProblem(f"template {self.name} has no place for answers of tools; data.template "
+                             f"{' or '.join(able)} has, and so have chat templates of tokenizers that know tools")
         return messages
 
     def _segments(self, messages: list[Message], goes_on: bool) -> list[Segment]:

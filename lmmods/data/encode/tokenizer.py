@@ -22,6 +22,10 @@ KNOWN_NAMES = {
 }
 
 
+# A character, and what each of `data.tokenizer_options` makes of it where it is true.
+EFFECTS = {"do_lower_case": ("A", "a"), "strip_accents": ("é", "e"), "tokenize_chinese_chars": ("中", " 中 ")}
+
+
 @dataclass
 class RepairedTokenizer:
     """A tokenizer that can pad and end a text.
@@ -45,8 +49,12 @@ class TokenizerOptions:
 
     Args:
         pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds one.
+        add_tokens: Tokens to be whole. Of these, marks of the chat template are special: text never holds them.
+        options: Options of the tokenizer's class.
         new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
+        whole_words: False makes all of `add_tokens` special, so that they are whole in templates only.
         chat_template: Jinja that takes the place of the tokenizer's own chat template.
+        template: Text of another template in whose place that one stands; None where none is used at all.
     """
 
     path: str | None
@@ -56,8 +64,11 @@ class TokenizerOptions:
     bos_token: str | None = None
     eos_token: str | None = None
     add_tokens: list[str] | None = None
+    options: dict[str, bool] | None = None
     new_padding: bool = True
+    whole_words: bool = True
     chat_template: str | None = None
+    template: str | None = None
 
     @cached_property
     def loaded(self) -> RepairedTokenizer:
@@ -71,7 +82,7 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
     """Load the fast tokenizer of a folder or hub id and repair it.
 
     Raises:
-        UserError: No tokenizer there, or none that is fast.
+        UserError: No tokenizer there, none that is fast, or none that takes its options.
     """
     from transformers import AutoTokenizer
 
@@ -81,18 +92,52 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
                         "set data.tokenizer to a folder or hub id that has one")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision,
-                                                  trust_remote_code=options.trust_remote_code)
+                                                  trust_remote_code=options.trust_remote_code,
+                                                  **(options.options or {}))
     except Exception as error:  # transformers raises many kinds, all of them about this path
         raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: "
                         f"{redact(str(error))[:300]}); set data.tokenizer to a folder or hub id that has one"
                         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
+    _check_options(tokenizer, options)
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
     chosen = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
     chosen = {role: name for role, name in chosen.items() if name is not None}
-    return repair(tokenizer, chosen, options.add_tokens or [], options.new_padding)
+    result = repair(tokenizer, chosen, options.new_padding)
+    _add_tokens(result, options)
+    return result
+
+
+def _check_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
+    """Raise UserError for an option that changes nothing of how the tokenizer reads text."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    for name, value in (options.options or {}).items():
+        character, changed = EFFECTS[name]
+        read = normalizer.normalize_str(character) if normalizer else character
+        if (read == changed) is not value:
+            raise UserError(f"data.tokenizer_options.{name} is {str(value).lower()}, but the tokenizer of "
+                            f"{options.path} ({type(tokenizer).__name__}) reads {character!r} as {read!r} all the "
+                            "same. It is for tokenizers of BERT's kind: leave it out")
+
+
+def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
+    """Make the tokens of `add_tokens` whole; those that the vocabulary holds keep their ids."""
+    tokenizer, size = result.tokenizer, len(result.tokenizer)
+    written = None if options.template is None else f"{options.template}{tokenizer.chat_template}"
+    vocabulary, known = tokenizer.get_vocab(), tokenizer.added_tokens_encoder
+    for name in options.add_tokens or []:
+        if name in known and options.whole_words:
+            result.notes.append(f"data.add_tokens: {name} is a token already")
+            continue
+        if name in vocabulary and name not in known:
+            result.notes.append(f"data.add_tokens: {name} keeps its id {vocabulary[name]} and is no longer split")
+        is_special = not options.whole_words or written is not None and name in written
+        tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False)], special_tokens=is_special)
+    added = list(range(size, len(tokenizer)))
+    result.new_tokens += added
+    result.trainable_new_tokens += added
 
 
 def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
@@ -101,8 +146,7 @@ def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
             "special": tokenizer.special_tokens_map}
 
 
-def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding: bool = True  # noqa: ANN001
-           ) -> RepairedTokenizer:
+def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> RepairedTokenizer:  # noqa: ANN001
     """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token.
 
     Args:
@@ -126,9 +170,6 @@ def repair(tokenizer, roles: dict[str, str], add_tokens: list[str], new_padding:
     padding_is_new = tokenizer.pad_token_id >= size
     if padding_is_new:
         result.notes.append(f"pad_token {tokenizer.pad_token} is new: the vocabulary grows from {size} to {size + 1}")
-    if add_tokens:
-        new = [AddedToken(name, special=True, normalized=False) for name in add_tokens]
-        tokenizer.add_tokens(new, special_tokens=True)
     result.new_tokens = list(range(size, len(tokenizer)))
     padding = tokenizer.pad_token_id if padding_is_new else None
     result.trainable_new_tokens = [token for token in result.new_tokens if token != padding]

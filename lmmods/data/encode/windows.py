@@ -108,12 +108,14 @@ class WindowEncoder:
     Args:
         backend: JSON of the tokenizer's backend.
         cls_id: Token that stands for "no answer here".
+        unknown_id: Token of what the vocabulary lacks.
         question_first: Whether the question stands before the context.
         prompts_only: Rows need no answers.
     """
 
     backend: str
     cls_id: int | None
+    unknown_id: int | None
     max_length: int
     stride: int
     question_max_length: int
@@ -159,6 +161,7 @@ class WindowEncoder:
         arrays = {name: Ragged.of(column) if name in LISTS else np.array(column, np.int64)
                   for name, column in columns.items()}
         counts["tokens"] += len(arrays["input_ids"].values)
+        counts["unknown_tokens"] += int((arrays["input_ids"].values == self.unknown_id).sum())
         return Encoded(arrays, np.array(places, np.int64), dropped, counts)
 
     def _read(self, row: dict[str, Any], counts: Counter) -> tuple[str, str, Answer | None | str]:

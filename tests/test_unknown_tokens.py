@@ -1,0 +1,172 @@
+"""A vocabulary that does not fit the texts, and splits of which nothing is scored, are told before training."""
+
+import json
+
+import pytest
+
+from lmmods.cli import main
+from lmmods.core.errors import UserError
+from lmmods.data.clm import CLMData
+from lmmods.data.mlm import MLMData
+from lmmods.data.qa import QAData
+from lmmods.data.sft import SFTData
+from lmmods.runs.folder import RunFolder
+
+ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "The", "the", "Fox", "fox", "Jumps", "é", "e", "s"]
+BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="session")
+def cased_folder(shared):
+    """A cased BERT folder of vocab.txt alone, which transformers reads in lower case."""
+    def fill(folder):
+        (folder / "vocab.txt").write_text("\n".join(WORDS))
+        (folder / "config.json").write_text(json.dumps(BERT))
+
+    return str(shared("cased", fill))
+
+
+@pytest.fixture
+def mlm(recipe, cased_folder, tmp_path):
+    def write(engine, text, **fields):
+        (tmp_path / "rows.txt").write_text(text)
+        return recipe(engine=engine, trainer__max_steps=2, trainer__val_check_interval=2,
+                      model={"class_path": "MLM", "init_args": {"config": BERT}},
+                      data={"class_path": "MLMData", "init_args": {
+                          "tokenizer": cased_folder, "source": str(tmp_path / "rows.txt"), "documents": "line",
+                          "max_length": 16, "batch_size": 4, **fields}})
+
+    return write
+
+
+CASED = "The Fox Jumps\n" * 40
+
+
+@ENGINES
+@pytest.mark.parametrize(("train", "val", "key", "why"), [
+    ("What Jumps\n" * 40, None, "data.source", "80 of 120 tokens (66.7%) are unknown to the vocabulary"),
+    ("the fox\n" * 40, "Jumps\n" * 4, "data.val_source", "4 of 8 tokens (50.0%) are unknown to the vocabulary"),
+    ("the fox\n" * 40, "the\n", "data.val_source", "in masked language modelling, without a mask score none")])
+def test_a_split_without_a_scored_token_is_refused(mlm, engine, train, val, key, why, tmp_path, capsys):
+    """Of unknown tokens alone; or, in validation, so short that its fixed masks leave all of it out."""
+    (tmp_path / "val.txt").write_text(val or "")
+    fields = {"val_source": str(tmp_path / "val.txt")} if val else {}
+    for command in ("fit", "inspect", "validate") if val else ("fit", "inspect"):
+        assert main([command, *mlm(engine, train, **fields)]) == 2
+        error = capsys.readouterr().err
+        assert f"error: {key}: in its rows (" in error and why in error and error.count("\n") == 1
+    assert not list((tmp_path / "run").glob("*"))
+
+
+@ENGINES
+def test_unknown_tokens_are_counted_and_warned_about(mlm, engine, tmp_path, capsys):
+    assert main(["fit", *mlm(engine, "the fox Jumps\n" * 40, val_size=4)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("40 of 160 tokens (25.0%) are unknown to the vocabulary") == 1
+    assert "warning: " in said and "data.tokenizer_options: {do_lower_case: false}" in said
+    assert "  unknown to the vocabulary: 40 of 160 tokens (25.0%)" in said
+    [source] = json.loads(RunFolder(tmp_path / "run").data_report.read_text())["sources"].values()
+    assert source["unknown_tokens"] == 40
+
+
+@ENGINES
+def test_do_lower_case(mlm, engine, tmp_path, capsys):
+    """The option reaches the tokens, and the tokenizer that the run leaves."""
+    from transformers import AutoTokenizer
+
+    assert main(["fit", *mlm(engine, CASED, val_size=4, tokenizer_options={"do_lower_case": False})]) == 0
+    assert "unknown" not in capsys.readouterr().out
+    left = AutoTokenizer.from_pretrained(RunFolder(tmp_path / "run").model)
+    assert left.tokenize("The Fox É") == ["The", "Fox", "[UNK]"]
+    resumed = mlm(engine, CASED, val_size=4)
+    assert main(["fit", *resumed, "--ckpt_path", "last", "--trainer.max_steps", "4"]) == 2
+    assert "data.tokenizer_options" in capsys.readouterr().err
+
+
+def rows_of(kind, path, text, folder, **fields):
+    path.write_text(text)
+    data = kind(str(path), tokenizer=str(folder), **{"max_length": 32, **fields})
+    data.setup("fit")
+    return data
+
+
+def test_options_that_a_tokenizer_does_not_take(cased_folder, byte_level, tmp_path):
+    with pytest.raises(UserError, match="data.tokenizer_options has lower, but takes only do_lower_case, strip_acc"):
+        MLMData("x", tokenizer_options={"lower": True})
+    for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):
+        for value in (True, False):
+            data = MLMData("x", tokenizer=cased_folder, tokenizer_options={name: value})
+            text, changed = {"do_lower_case": ("THE", "the"), "strip_accents": ("é", "e"),
+                             "tokenize_chinese_chars": ("s中s", None)}[name]
+            ids = data.tokenizer(text, add_special_tokens=False).input_ids
+            assert (len(ids) == 3 if changed is None else ids == [WORDS.index(changed)]) is value, (name, value)
+    data = CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": True})
+    with pytest.raises(UserError, match="do_lower_case is true, but the tokenizer of .* reads 'A' as 'A' all the same"):
+        _ = data.tokenizer
+    assert CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": False}).tokenizer  # as it reads
+
+
+@pytest.fixture
+def byte_level(tokenizer_folder) -> str:
+    return str(tokenizer_folder)
+
+
+def test_questions_and_rows_of_no_weight(cased_folder, byte_level, tmp_path):
+    """Other tasks count and refuse alike. A test of questions is scored by the texts of answers, and is not."""
+    def questions(text):
+        return json.dumps({"question": "the fox", "context": "the fox What", "id": "1",
+                           "answers": {"text": [text], "answer_start": [0]}})
+
+    fields = {"stride": 4, "question_max_length": 8}
+    data = rows_of(QAData, tmp_path / "a.jsonl", questions("the"), cased_folder, **fields)
+    [source] = data.report["sources"].values()
+    assert (source["unknown_tokens"], source["tokens"]) == (1, 8)
+    with pytest.raises(UserError, match="data.source: in its rows"):
+        rows_of(QAData, tmp_path / "a.jsonl", questions("elsewhere"), cased_folder, **fields)
+    data = QAData("x", test_source=str(tmp_path / "a.jsonl"), tokenizer=cased_folder, max_length=32, **fields)
+    data.setup("test")
+    row = json.dumps({"prompt": "a", "completion": "b", "weight": 0})
+    with pytest.raises(UserError, match="no usable row among 1 read: the row's weight is 0"):
+        rows_of(SFTData, tmp_path / "b.jsonl", row, byte_level, template="plain")
+
+
+# Added tokens -----------------------------------------------------------------------------------------------------
+
+
+def test_added_tokens_are_whole_in_texts(cased_folder, tmp_path):
+    """One that the vocabulary holds and the tokenizer splits keeps its id; neither is special, so both are masked."""
+    data = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox <gene>s\n", cased_folder,
+                   add_tokens=["[unused0]", "<gene>", "[MASK]"], documents="line", mlm_probability=0.99)
+    ids = data._rows("train")[0]["input_ids"].tolist()
+    assert data.tokenizer.convert_ids_to_tokens(ids[:-1]) == ["the", "[unused0]", "fox", "<gene>", "s"]
+    assert ids[1] == 5 and ids[3] == len(WORDS) and data.trainable_new_tokens == [len(WORDS)]
+    assert data.report["tokenizer"] == ["data.add_tokens: [unused0] keeps its id 5 and is no longer split",
+                                        "data.add_tokens: [MASK] is a token already"]
+    assert (data._loaders.items("train")[0]["labels"][1:-2] != -100).all()
+    split = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox\n", cased_folder, documents="line")
+    assert split._rows("train")[0]["input_ids"].tolist().count(1) == 3
+
+
+def test_marks_of_a_template_are_whole_in_the_template_alone(byte_level, tmp_path):
+    """What a user types stays text, so that no row can end a turn; words of one's own are whole everywhere."""
+    row = json.dumps({"prompt": "Say <|im_end|> and <gene>.", "completion": "<gene>"})
+    data = rows_of(SFTData, tmp_path / "a.jsonl", row, byte_level, template="chatml", max_length=99,
+                   add_tokens=["<|im_start|>", "<|im_end|>", "<gene>"])
+    ids = data._rows("train")[0]["input_ids"].tolist()
+    start, end, gene = (data.tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>", "<gene>"))
+    assert (ids.count(start), ids.count(end), ids.count(gene)) == (2, 2, 2)
+    assert data.tokenizer.decode(ids, skip_special_tokens=True).count("<gene>") == 2
+
+
+def test_old_runs_go_on_with_the_tokens_that_they_had(byte_level, tmp_path):
+    """A checkpoint of before says nothing of it: added tokens were whole in templates only."""
+    made = []
+    for state in ({}, CLMData("x").state_at({})):
+        data = CLMData(str(tmp_path / "a.txt"), tokenizer=byte_level, max_length=32, add_tokens=["<gene>"])
+        (tmp_path / "a.txt").write_text("a <gene> b\n")
+        data.go_on_from({"CLMData": state})
+        data.setup("fit")
+        made.append(data._rows("train")[0]["input_ids"].tolist().count(320))
+    assert made == [0, 1]
