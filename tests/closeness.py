@@ -6,7 +6,7 @@ than another right one does, up to a small factor.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,21 @@ class Float64(TorchFunctionMode):
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model whose parameters are float64; run it within `Float64`."""
     return copy.deepcopy(model).double()
+
+
+def in_both(function: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> tuple[Any, Any]:
+    """What a function makes of a float32 model, and the truth: what it makes of a copy in float64."""
+    found = function(model)
+    with Float64():
+        return found, function(in_float64(model))
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a model's parameters that the loss reaches, by name; the model is left without."""
+    loss.backward()
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 4, terms: int = 256,
