@@ -43,9 +43,10 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 
 def in_both(function: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> tuple[Any, Any]:
     """What a function makes of a float32 model, and the truth: what it makes of a copy in float64."""
+    exact = in_float64(model)  # before a function that trains
     found = function(model)
     with Float64():
-        return found, function(in_float64(model))
+        return found, function(exact)
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
