@@ -62,7 +62,8 @@ def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 
     """Hold a float32 result against the truth: no farther from it than a multiple of the reference's distance.
 
     To this comes rounding of the size of the sum, `EPS * sqrt(terms) * magnitude`, or a reference that happens to be
-    right in every bit would ask the same of us. Distances are the largest of an array.
+    right in every bit would ask the same of us. Distances are the largest of an array. A reference that is off by a
+    hundredth says that the truth is of something else, as of other random numbers, and judges nothing.
 
     Args:
         ours, reference, truth: Arrays of torch, numpy or JAX, or numbers; or dicts and sequences of them, alike in keys
@@ -82,6 +83,7 @@ def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 
         assert found[name].shape == beside[name].shape == exact.shape, (name, found[name].shape, exact.shape)
         mine, theirs = (_largest(array[name] - exact) for array in (found, beside))
         size = max(_largest(exact), largest / 100, magnitude)
+        assert theirs <= size / 100, f"{name}: the reference is {theirs:.3g} from what is no truth of it"
         allowed = multiple * theirs + EPS * terms**0.5 * size
         if not mine <= allowed:  # nor is NaN
             wrong.append(f"{name or 'the result'}: {mine:.3g} from the truth, where the reference is {theirs:.3g} from "
