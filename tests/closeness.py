@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 EPS = 2.0**-23  # of float32
 
@@ -38,7 +39,11 @@ class Float64(TorchFunctionMode):
 
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model whose parameters are float64; run it within `Float64`."""
-    return copy.deepcopy(model).double()
+    found = copy.deepcopy(model).double()
+    for part in found.modules():
+        if isinstance(part, PreTrainedModel) and part.config._experts_implementation is not None:
+            part.set_experts_implementation("eager")  # the kernel for groups takes no float64
+    return found
 
 
 def in_both(function: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from tests.closeness import assert_as_close, in_both
 
 LINEAR = {None: nn.Linear, "nf4": partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4"),
           "int8": partial(Linear8bitLt, has_fp16_weights=False, threshold=6.0)}
+X, WEIGHTS = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(1))
 
 
 class Network(nn.Module):
@@ -43,14 +44,13 @@ def adapted(quantised: str | None = None, **fields) -> nn.Module:
 
 def outcome(model: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
     """The output, the input's gradient and the adapter's."""
-    generator = torch.Generator().manual_seed(1)
-    x, weights = (torch.randn(3, 5, 64, generator=generator) for _ in range(2))
-    x = x.to(next(p.dtype for p in model.parameters() if p.requires_grad)).requires_grad_()
+    dtype = next(param.dtype for name, param in model.named_parameters() if "lora_A" in name)
+    x = X.to(dtype, copy=True).requires_grad_()
     torch.manual_seed(1)  # of dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(x)
     model.zero_grad()
-    (y.float() * weights).sum().backward()
+    (y.float() * WEIGHTS).sum().backward()
     return [y.detach().float(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
