@@ -7,10 +7,14 @@ LOCK := .ci/lock.txt
 # Two workers, each of about 3 GB; who has nothing left to do takes tests from the other.
 PYTEST := python -m pytest -q -n 2 --dist worksteal
 QUICK := $(PYTEST) -m "not slow"
+NUMERICS := $(PYTEST) -m "numerics and not slow"
+# Each changes the order in which float32 sums are taken, and where their terms are rounded.
+ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-newest test-oldest lock bench lint smoke clean plan-tpu plan-cuda \
-	accelerators plans
+.PHONY: help install demo test test-all test-numerics test-newest test-oldest lock bench lint smoke clean plan-tpu \
+	plan-cuda accelerators plans
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
@@ -33,6 +37,11 @@ test: $(READY) ## Run the tests, but for the slow ones
 
 test-all: $(READY) ## Run all tests
 	$(BIN)/$(PYTEST)
+
+test-numerics: $(READY) ## Run the tests of float32 sums as other CPUs and other numbers of threads round them
+	@status=0; for setting in $(ROUNDINGS); do \
+		echo "$$setting"; env $$setting $(BIN)/$(NUMERICS) || status=1; \
+	done; exit $$status
 
 test-newest: ## Run the quick tests with the newest releases that pyproject.toml admits, in .venv-newest
 	rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest

@@ -6,12 +6,13 @@ than another right one does, up to a small factor.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 EPS = 2.0**-23  # of float32
 
@@ -38,7 +39,27 @@ class Float64(TorchFunctionMode):
 
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model whose parameters are float64; run it within `Float64`."""
-    return copy.deepcopy(model).double()
+    found = copy.deepcopy(model).double()
+    for part in found.modules():
+        if isinstance(part, PreTrainedModel) and part.config._experts_implementation is not None:
+            part.set_experts_implementation("eager")  # the kernel for groups takes no float64
+    return found
+
+
+def in_both(function: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> tuple[Any, Any]:
+    """What a function makes of a float32 model, and the truth: what it makes of a copy in float64."""
+    exact = in_float64(model)  # before a function that trains
+    found = function(model)
+    with Float64():
+        return found, function(exact)
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a model's parameters that the loss reaches, by name; the model is left without."""
+    loss.backward()
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 4, terms: int = 256,
@@ -46,7 +67,8 @@ def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 
     """Hold a float32 result against the truth: no farther from it than a multiple of the reference's distance.
 
     To this comes rounding of the size of the sum, `EPS * sqrt(terms) * magnitude`, or a reference that happens to be
-    right in every bit would ask the same of us. Distances are the largest of an array.
+    right in every bit would ask the same of us. Distances are the largest of an array. A reference that is off by a
+    hundredth says that the truth is of something else, as of other random numbers, and judges nothing.
 
     Args:
         ours, reference, truth: Arrays of torch, numpy or JAX, or numbers; or dicts and sequences of them, alike in keys
@@ -66,6 +88,7 @@ def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 
         assert found[name].shape == beside[name].shape == exact.shape, (name, found[name].shape, exact.shape)
         mine, theirs = (_largest(array[name] - exact) for array in (found, beside))
         size = max(_largest(exact), largest / 100, magnitude)
+        assert theirs <= size / 100, f"{name}: the reference is {theirs:.3g} from what is no truth of it"
         allowed = multiple * theirs + EPS * terms**0.5 * size
         if not mine <= allowed:  # nor is NaN
             wrong.append(f"{name or 'the result'}: {mine:.3g} from the truth, where the reference is {theirs:.3g} from "

@@ -52,8 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with cases of ten seconds and more come first: at the end, short ones keep all workers busy."""
+    """Files with cases of ten seconds and more come first: at the end, short ones keep all workers busy.
+
+    Those that judge float32 results by tests/closeness.py are `numerics`.
+    """
     items.sort(key=lambda item: item.nodeid.split("::")[0].removeprefix("tests/") not in LONG)
+    for item in items:
+        if hasattr(getattr(item, "module", None), "assert_as_close"):
+            item.add_marker("numerics")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from functools import cache
 from pathlib import Path
 
@@ -158,3 +159,12 @@ def test_generation_hands_every_option_on():
     config = generation_config(chosen, Tokenizer(), [2, 3])
     assert all(getattr(config, field.name) == getattr(chosen, field.name) for field in dataclasses.fields(Generation))
     assert config.eos_token_id == [2, 3]
+
+
+def test_the_suite_compiles_as_users_do():
+    """It sets no flag of a compiler: how many devices a CPU stands for, and how long they wait, change no program."""
+    texts = [*(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").iterdir(), *(ROOT / ".github" / "workflows").iterdir(),
+             ROOT / "Makefile", ROOT / "pyproject.toml"]
+    flags = re.compile(r"--(xla_\w+)|(LIBTPU_INIT[_]ARGS|TORCHINDUCTOR[_]\w+|jax_disable[_]most_\w+)")
+    found = {first or second for path in texts for first, second in flags.findall(path.read_text())}
+    assert found == {"xla_force_host_platform_device_count", "xla_cpu_collective_call_terminate_timeout_seconds"}

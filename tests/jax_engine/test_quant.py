@@ -123,7 +123,10 @@ def test_parts_are_those_of_the_whole(kind, double, shape, transposed):
 
 
 def test_the_dynamic_type_is_that_of_bitsandbytes():
-    assert np.array_equal(quant.DYNAMIC, F.create_dynamic_map().numpy())
+    """To the bit where the CPU fuses products and sums, as `torch.linspace`, of which it is made, then rounds
+    `first + step * n` once. Elsewhere that is rounded twice, and the mean of two such numbers may differ by two units.
+    """
+    np.testing.assert_array_max_ulp(quant.DYNAMIC, F.create_dynamic_map().numpy(), maxulp=2)
 
 
 # Networks ------------------------------------------------------------------------------------------------------------

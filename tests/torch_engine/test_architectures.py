@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer
 from lmmods.cli import main
 from lmmods.torch_engine.nn.lm_head import keeps_packed_apart
 from lmmods.torch_engine.tasks.base import TaskModule
+from tests.closeness import assert_as_close, in_both
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
@@ -77,24 +79,27 @@ def seen(monkeypatch):
     return found
 
 
-def assert_two_steps_equal_those_of_a_bare_loop(seen: dict, metrics_csv) -> None:
-    network = seen["start"].train()
-    trained = [p for p in network.parameters() if p.requires_grad]
-    optimizer, losses = torch.optim.SGD(trained, LR), []
-    for batch in seen["batches"]:
+def bare_loop(batches: list[dict[str, torch.Tensor]], network: torch.nn.Module) -> tuple[list, dict]:
+    """Losses of the batches, and the parameters behind them."""
+    optimizer, losses = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], LR), []
+    for batch in batches:
         loss = mean_of_rows(network, batch) if "start_positions" in batch else network(**batch).loss
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    return losses, {name: param.detach() for name, param in network.named_parameters()}
+
+
+def assert_two_steps_equal_those_of_a_bare_loop(seen: dict, metrics_csv) -> None:
+    (losses, weights), (exact_losses, exact) = in_both(partial(bare_loop, seen["batches"]), seen["start"].train())
     with open(metrics_csv, newline="") as file:
         told = [float(row["train/loss"]) for row in csv.DictReader(file)]
-    assert len(told) == 2 and told == pytest.approx(losses, rel=1e-5)
-    before = dict(seen["start"].named_parameters())
-    after = seen["module"].model.state_dict()
-    assert any(param.requires_grad for param in before.values())
-    for name, param in before.items():
-        assert torch.allclose(after[name], param, rtol=1e-4, atol=1e-6), name
+    assert len(told) == 2
+    assert_as_close(told, losses, exact_losses)
+    trained = dict(seen["module"].model.named_parameters())
+    assert any(param.requires_grad for param in trained.values())
+    assert_as_close(trained, weights, exact)
 
 
 def mean_of_rows(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

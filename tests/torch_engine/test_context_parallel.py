@@ -14,6 +14,7 @@ from lmmods.torch_engine.nn.cut_rows import FAMILIES, CutRows, check_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss
 from lmmods.torch_engine.nn.loss import LossSums
+from tests.closeness import assert_as_close
 from tests.forks import together
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
@@ -127,23 +128,28 @@ def test_attention_in_blocks_of_queries(monkeypatch, block, window):
     monkeypatch.setattr(cut_rows, "BLOCK", block)
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 24, 4, generator=draw) for heads in (4, 2, 2, 4))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
     segments = torch.tensor([[1] * 5 + [2] * 14 + [3] * 2 + [0] * 3, [0] * 4 + [1] * 20]).int()
     back = torch.arange(24)[:, None] - torch.arange(24)
     seen = (back >= 0) & (back < (window or 24)) & (segments[:, :, None] == segments[:, None])
-    wanted = F.scaled_dot_product_attention(q, k, v, seen[:, None], scale=0.3, enable_gqa=True).transpose(1, 2)
-    of_q, of_k, of_v = torch.autograd.grad(wanted, (q, k, v), grad.transpose(1, 2))
-    sums = 0
+
+    def whole(*qkv: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is mixed and the gradients of queries, keys and values, [B, H, T, D] each."""
+        qkv = [x.detach().requires_grad_() for x in qkv]
+        mixed = F.scaled_dot_product_attention(*qkv, seen[:, None], scale=0.3, enable_gqa=True)
+        return dict(zip(("mixed", "q", "k", "v"), (mixed, *torch.autograd.grad(mixed, qkv, grad.to(mixed.dtype))),
+                        strict=True))
+
+    found, sums = {"mixed": torch.empty_like(q), "q": torch.empty_like(q)}, 0
     for rank in range(3):
         rows = OneOfThree(rank, torch.stack([k, v]).movedim(3, 0).detach())
         own = torch.tensor(sum(map(list, rows._own(24)), []))
         parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
         mixed, _ = rows.attend(None, *parts, segments[:, None, None], scaling=0.3, sliding_window=window)
-        torch.testing.assert_close(mixed, wanted[:, own])
         mixed.backward(grad[:, :, own].transpose(1, 2))
-        torch.testing.assert_close(parts[0].grad, of_q[:, :, own])
+        found["mixed"][:, :, own], found["q"][:, :, own] = mixed.detach().transpose(1, 2), parts[0].grad
         sums = sums + rows.sums
-    torch.testing.assert_close(sums.movedim(0, 3), torch.stack([of_k, of_v]))
+    found["k"], found["v"] = sums.movedim(0, 3)
+    assert_as_close(found, whole(q, k, v), whole(q.double(), k.double(), v.double()))
 
 
 @pytest.mark.parametrize(("changes", "names"), [

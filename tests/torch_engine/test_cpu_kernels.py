@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lmmods.torch_engine.compat.bitsandbytes import matrix_of, mend_cpu_kernels, multiply_by_matrices
+from tests.closeness import assert_as_close
 
 
 def by_hand(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
@@ -33,10 +34,11 @@ def test_dequantised_weights(shape, kind):
     y = bnb.matmul_4bit(x, packed, state)
     y.sum().backward()
     expected = by_hand(packed, state)
-    assert torch.allclose(y, x @ expected.T, atol=1e-5)
-    assert torch.allclose(x.grad, expected.sum(0).expand_as(x), atol=1e-5)
+    product, exact = (nn.functional.linear(a, b) for a, b in ((x, expected), (x.double(), expected.double())))
+    assert_as_close(y, product, exact)
+    assert_as_close(x.grad, *(matrix.sum(0).expand_as(x) for matrix in (expected, expected.double())))
     with torch.no_grad():
-        assert torch.allclose(bnb.matmul_4bit(x, packed, state), x @ expected.T, atol=1e-5)
+        assert_as_close(bnb.matmul_4bit(x, packed, state), product, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,26 +49,27 @@ def test_an_8bit_product_knows_nothing_but_its_row(dtype):
     multiply_by_matrices(layer)
     x = torch.randn(6, 5, 96)
     x[1, 2, 3], x[4, 0, 70] = 9.0, -7.5
-    x, weight, bias = x.to(dtype), layer.weight.data * layer.weight.SCB[:, None] / 127, layer.bias.detach()
-    wanted = (x.double() @ weight.to(dtype).double().t() + bias.to(dtype).double())
+    weight = layer.weight.data * layer.weight.SCB[:, None] / 127
+    x, weight, bias = x.to(dtype), weight.to(dtype), layer.bias.detach().to(dtype)
 
-    def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert found.dtype == dtype
-        roundings = 96**0.5 if dtype == torch.float32 else 2  # of a sum of 96 terms; 16 bits round the result alone
-        torch.testing.assert_close(found.double(), wanted, rtol=0,
-                                   atol=torch.finfo(dtype).eps * roundings * float(wanted.abs().max()))
+    def of_matrix(x: torch.Tensor) -> list[torch.Tensor]:
+        """The product, and the gradient of its sum."""
+        return [nn.functional.linear(x, weight.to(x.dtype), bias.to(x.dtype)),
+                nn.functional.linear(torch.ones(*x.shape[:-1], 40, dtype=x.dtype), weight.to(x.dtype).t())]
 
+    (wanted, gradient), (exact, exact_gradient) = of_matrix(x), of_matrix(x.double())
     for module in (layer.train(), copy.deepcopy(layer).eval()):
         given = x.clone().requires_grad_()
         y = module(given)
         y.sum().backward()
-        near(y.detach(), wanted)
-        near(given.grad, weight.to(dtype).double().sum(0).expand(x.shape))
+        assert y.dtype == given.grad.dtype == dtype
+        assert_as_close(y, wanted, exact)
+        assert_as_close(given.grad, gradient, exact_gradient)
         with torch.no_grad():
             assert torch.equal(module(x), y)
             for size in (1, 2, 3):
-                near(torch.cat([module(rows) for rows in x.split(size)]), wanted)
-            near(module(x[0, 0]), wanted[0, 0])
+                assert_as_close(torch.cat([module(rows) for rows in x.split(size)]), wanted, exact)
+            assert_as_close(module(x[0, 0]), wanted[0, 0], exact[0, 0])
     assert layer.bias.grad is not None
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16

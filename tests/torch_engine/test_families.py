@@ -12,7 +12,7 @@ from lmmods.torch_engine.nn.attention import say_eager
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.lora import add_lora
-from tests.closeness import Float64, assert_as_close, in_float64
+from tests.closeness import assert_as_close, gradients, in_both
 
 V = 61
 SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -86,13 +86,6 @@ def preference(logps: torch.Tensor) -> torch.Tensor:
     return F.softplus(0.3 * (logps[1] - logps[0]))
 
 
-def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    loss.backward()
-    found = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-    model.zero_grad()
-    return found
-
-
 def of_transformers(model: torch.nn.Module) -> tuple[torch.Tensor, dict, dict]:
     """Log-probabilities of both texts, gradients of their sum and of a preference."""
     logps = plain_logps(model)
@@ -104,9 +97,7 @@ def of_transformers(model: torch.nn.Module) -> tuple[torch.Tensor, dict, dict]:
 def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatch, capsys):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", V * 4 * 3)  # three positions a chunk
     model = with_adapters(make(name)) if adapted else make(name)
-    logps, expected, expected_preference = of_transformers(model)
-    with Float64():
-        exact_logps, exact, exact_preference = of_transformers(in_float64(model))
+    (logps, expected, expected_preference), (exact_logps, exact, exact_preference) = in_both(of_transformers, model)
     num_adapted, joined = sum("lora_B" in key for key in expected), []
     apply = fused_lora._AdaptedProduct.apply
     monkeypatch.setattr(fused_lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))

@@ -10,12 +10,15 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, multiply_by_matrices
+from lmmods.torch_engine.compat.bitsandbytes import matrix_of, mend_cpu_kernels, multiply_by_matrices
+from lmmods.torch_engine.compat.peft import lora_layers
 from lmmods.torch_engine.nn import fused_lora
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from tests.closeness import assert_as_close, in_both
 
 LINEAR = {None: nn.Linear, "nf4": partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4"),
           "int8": partial(Linear8bitLt, has_fp16_weights=False, threshold=6.0)}
+X, WEIGHTS = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(1))
 
 
 class Network(nn.Module):
@@ -41,19 +44,27 @@ def adapted(quantised: str | None = None, **fields) -> nn.Module:
 
 def outcome(model: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
     """The output, the input's gradient and the adapter's."""
-    torch.manual_seed(1)
-    x = torch.randn(3, 5, 64, requires_grad=True)
-    weights = torch.randn(3, 5, 64)
+    dtype = next(param.dtype for name, param in model.named_parameters() if "lora_A" in name)
+    x = X.to(dtype, copy=True).requires_grad_()
+    torch.manual_seed(1)  # of dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(x)
     model.zero_grad()
-    (y.float() * weights).sum().backward()
+    (y.float() * WEIGHTS).sum().backward()
     return [y.detach().float(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal up to the order of float32 sums."""
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-6 * theirs.abs().max().item())
+def of_peft(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What PEFT's forward makes of a model and, in float64, of the matrices that its codes stand for."""
+    plain = copy.deepcopy(model)
+    for _, layer in lora_layers(plain):
+        base = layer.base_layer
+        if type(base) is not nn.Linear:
+            layer.base_layer = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None)
+            layer.base_layer.weight.data = matrix_of(base, torch.float32)
+            layer.base_layer.bias = base.bias
+            layer.base_layer.requires_grad_(False)
+    return outcome(copy.deepcopy(model)), in_both(outcome, plain)[1]
 
 
 @pytest.fixture
@@ -69,11 +80,10 @@ def used(monkeypatch):
 @pytest.mark.parametrize("quantised", LINEAR)
 def test_results_and_gradients_are_pefts(used, quantised, dropout):
     model = adapted(quantised, lora_dropout=dropout)
-    plain = outcome(model)
+    plain, exact = of_peft(model)
     assert not used
     fuse_adapters(model)
-    for ours, theirs in zip(outcome(model), plain, strict=True):
-        assert_near(ours, theirs)
+    assert_as_close(outcome(model), plain, exact)
     assert len(used) == 2
 
 
@@ -98,12 +108,11 @@ def test_under_autocast_it_is_as_near_to_float32_as_peft(used, quantised):
 @pytest.mark.parametrize("quantised", LINEAR)
 def test_recomputed_in_the_backward_pass(used, quantised):
     model = adapted(quantised)
-    plain = outcome(model)
+    plain, exact = of_peft(model)
     fuse_adapters(model)
     forward = model.base_model.model.forward
     model.base_model.model.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
-    for ours, theirs in zip(outcome(model), plain, strict=True):
-        assert_near(ours, theirs)
+    assert_as_close(outcome(model), plain, exact)
     assert len(used) == 4
 
 
@@ -131,10 +140,9 @@ def test_what_is_more_goes_pefts_way(used, fields, change, num_fused):
     model = adapted(**fields)
     if change:
         change(model)
-    plain = outcome(copy.deepcopy(model))
+    plain, exact = of_peft(model)
     fuse_adapters(model)
-    for ours, theirs in zip(outcome(model), plain, strict=True):
-        assert_near(ours, theirs)
+    assert_as_close(outcome(model), plain, exact)
     assert len(used) == num_fused
 
 

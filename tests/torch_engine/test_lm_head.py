@@ -1,5 +1,7 @@
 """Chunked loss and gradients against transformers' own loss over full logits, architecture by architecture."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,6 +11,7 @@ from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.lora import add_lora
+from tests.closeness import assert_as_close, gradients, in_both
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -44,18 +47,20 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"], use_cache=False).logits
-    targets = data["labels"][:, 1:]
-    total = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, ignore_index=-100,
-                                              reduction="sum")
-    return total, int((targets != -100).sum())
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), data["labels"][:, 1:],
+                                             ignore_index=-100, reduction="sum")
 
 
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
+def reference_gradients(data: dict[str, torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, dict]:
+    """The total, and the gradients of a quarter of it."""
+    total = reference(model, data)
+    return total.detach(), gradients(model, total / 4)
+
+
+def num_targets(data: dict[str, torch.Tensor]) -> int:
+    return int((data["labels"][:, 1:] != -100).sum())
 
 
 @pytest.fixture(autouse=True)
@@ -87,19 +92,13 @@ def test_rows_of_new_tokens_get_the_gradients_of_full_logits(name):
 def is_that_of_full_logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Loss and gradients, which it returns, by the head taken apart."""
     data = batch()
-    total, weight = reference(model, data)
-    total.backward()
-    expected = gradients(model)
+    (total, expected), (exact_total, exact) = in_both(partial(reference_gradients, data), model)
     head = LMHead.of(model)
     assert head is not None
     sums = causal_loss(model, head, data, count_correct=True)
-    (sums.total / 4).backward()
-    actual = gradients(model)
-    assert sums.weight.item() == weight
-    torch.testing.assert_close(sums.total, total, rtol=1e-5, atol=0)
-    assert actual.keys() == expected.keys()
-    for key, grad in expected.items():
-        torch.testing.assert_close(actual[key] * 4, grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
+    assert sums.weight.item() == num_targets(data)
+    assert_as_close(sums.total, total, exact_total)
+    assert_as_close(gradients(model, sums.total / 4), expected, exact)
     return expected
 
 
@@ -127,32 +126,27 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch, 
     assert LMHead.of(model) is None
     assert "Output head: llama does something to its logits that is not known here" in capsys.readouterr().out
     data = batch()
-    total, weight = reference(model, data)
     sums = causal_loss(model, None, data)
-    assert sums.weight.item() == weight
-    torch.testing.assert_close(sums.total, total, rtol=1e-5, atol=0)
+    assert sums.weight.item() == num_targets(data)
+    assert torch.equal(sums.total, reference(model, data))
 
 
 def test_padding_changes_neither_loss_nor_gradient():
     model, data = make("llama"), batch()
     head = LMHead.of(model)
-    causal_loss(model, head, data).total.backward()
-    expected = gradients(model)
+    (_, expected), (_, exact) = in_both(partial(reference_gradients, data), model)
     longer = {"input_ids": torch.nn.functional.pad(data["input_ids"], (0, 50)),
               "attention_mask": torch.nn.functional.pad(data["attention_mask"], (0, 50)),
               "labels": torch.nn.functional.pad(data["labels"], (0, 50), value=-100)}
-    causal_loss(model, head, longer).total.backward()
-    for key, grad in gradients(model).items():
-        torch.testing.assert_close(grad, expected[key], rtol=1e-4, atol=1e-6)
+    assert_as_close(gradients(model, causal_loss(model, head, longer).total / 4), expected, exact)
 
 
 def test_batch_without_labels_has_no_loss_and_finite_gradients():
     model, data = make("llama"), batch()
     data["labels"].fill_(-100)
     sums = causal_loss(model, LMHead.of(model), data)
-    sums.total.backward()
     assert sums.weight.item() == 0 and sums.total.item() == 0
-    assert all(torch.isfinite(grad).all() for grad in gradients(model).values())
+    assert all(torch.isfinite(grad).all() for grad in gradients(model, sums.total).values())
 
 
 def test_bf16_model_has_a_float32_loss():
@@ -185,4 +179,4 @@ def test_packed_documents_are_kept_apart_or_found_leaking(name, attention):
     head = LMHead.of(model)
     apart, together = causal_loss(model, head, data), causal_loss(model, head, packed)
     assert apart.weight == together.weight
-    torch.testing.assert_close(together.total, apart.total, rtol=1e-5, atol=0)
+    assert_as_close(together.total, *in_both(lambda model: reference(model, data).detach(), model))

@@ -6,6 +6,7 @@ from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.mlm_head import MLMHead, masked_loss
+from tests.closeness import assert_as_close, gradients, in_both
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
@@ -19,12 +20,6 @@ ARCHITECTURES = {
 }
 
 
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 2)  # two positions a chunk
@@ -36,14 +31,14 @@ def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
     labels = torch.full_like(ids, -100)
     labels[0, [1, 5, 7]], labels[1, [0, 2]] = ids[0, [1, 5, 7]], ids[1, [0, 2]]
     labels[0, 1] = 0  # token 0 is a token like any other
-    expected_loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss * 5
-    expected_loss.backward()
-    expected = gradients(model)
-    sums = masked_loss(MLMHead(model), {"input_ids": ids, "attention_mask": mask, "labels": labels}, True)
-    sums.total.backward()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def whole(model):
+        total = model(**batch).loss * 5
+        return total.detach(), gradients(model, total)
+
+    (total, expected), (exact_total, exact) = in_both(whole, model)
+    sums = masked_loss(MLMHead(model), batch, True)
     assert sums.weight.item() == 5 and 0 <= sums.correct.item() <= 5
-    torch.testing.assert_close(sums.total, expected_loss, rtol=1e-5, atol=0)
-    actual = gradients(model)
-    assert actual.keys() == expected.keys()
-    for key, grad in expected.items():
-        torch.testing.assert_close(actual[key], grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
+    assert_as_close(sums.total, total, exact_total)
+    assert_as_close(gradients(model, sums.total), expected, exact)
