@@ -103,17 +103,30 @@ def test_where_the_policy_is_the_reference_the_loss_is_known(name, start):
     loss = PreferenceLoss(loss=name, sft_weight=0.0)
     losses, metrics = loss.of_pairs(TORCH, same, torch.full((1, 2), 5), same if loss.method.has_reference else None)
     assert losses.item() == pytest.approx(start, rel=1e-6)
-    assert metrics["rewards/margin"][0].item() == metrics["rewards/accuracy"][0].item() == 0
+    assert metrics["rewards/margin"][0].item() == 0 and metrics["rewards/accuracy"][0].item() == 0.5
 
 
 def test_metrics_of_pairs():
     _, metrics = of_pairs(made("sigmoid"), torch.tensor(LOGPS))
     assert tuple(metrics) == made("sigmoid").metric_names
     for name, wanted in {"rewards/chosen": B * R_W, "rewards/rejected": B * R_L, "rewards/margin": B * D,
-                         "rewards/accuracy": R_W > R_L, "logps/chosen": L_W, "logps/rejected": L_L}.items():
+                         "rewards/accuracy": [1, 0, 0.5, 1, 0], "logps/chosen": L_W, "logps/rejected": L_L}.items():
         value, count = metrics[name]
         np.testing.assert_allclose(value, wanted, atol=1e-12)
         assert (count == 1).all()
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_a_margin_of_rounding_errors_is_a_tie_which_counts_one_half(name):
+    """Of logarithms that float32 knows to 1e-5; one that is ten times as large is none."""
+    loss, lengths = made(name), torch.tensor([[5, 5]])
+    for size in (1.0, 100.0, 3000.0):
+        same = torch.full((1, 2), -size)
+        reference = same if loss.method.has_reference else None
+        for relative, wanted in ((0, 0.5), (4e-6, 0.5), (-4e-6, 0.5), (4e-5, 1), (-4e-5, 0)):
+            logps = same + torch.tensor([[relative * size, 0]])
+            _, metrics = loss.of_pairs(TORCH, logps, lengths, reference)
+            assert metrics["rewards/accuracy"][0].item() == wanted, (size, relative)
 
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])

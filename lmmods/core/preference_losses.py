@@ -16,6 +16,7 @@ from lmmods.core.settings import require
 Array = Any  # of the engine that calls
 GAMMA = 0.5
 LEAST = 1e-7  # log-probability per token beyond which odds are infinite in float32
+TIE = 2.0**-17  # 64 roundings of float32: how near two scores are, by the size of what they are made of, in a tie
 
 
 class Operations(Protocol):
@@ -196,6 +197,10 @@ class PreferenceLoss:
                  ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
         """Loss [B] of each pair, and metrics by name: value [B], and how often [B] a pair counts for it.
 
+        `rewards/accuracy` is 1 where the chosen answer has the higher score, 0 where it has the lower one, and 1/2 in a
+        tie: a margin no larger than `TIE` of the log-probabilities that it is a difference of. Such a margin has the
+        sign of rounding errors, as has each one as long as the policy is the reference.
+
         Args:
             logps: [B, 2] float32, summed log-probability of the tokens of the chosen and of the rejected answer.
             lengths: [B, 2], the number of those tokens.
@@ -203,16 +208,19 @@ class PreferenceLoss:
         """
         lengths = ops.where(lengths > 0, lengths, 1)
         scores = logps if reference is None else logps - reference
-        scores = scores / lengths if self.method.per_token else scores
+        sizes = abs(logps) if reference is None else abs(logps) + abs(reference)
+        if self.method.per_token:
+            scores, sizes = scores / lengths, sizes / lengths
         chosen, rejected = scores[:, 0], scores[:, 1]
         losses = self.method.formula(ops, self, chosen, rejected)
         sft_weight = self.method.sft_weight if self.sft_weight is None else self.sft_weight
         if sft_weight:
             losses = losses - sft_weight * logps[:, 0] / lengths[:, 0]
         once = chosen * 0 + 1
+        margin, tie = chosen - rejected, TIE * (sizes[:, 0] + sizes[:, 1])
         values = {"rewards/chosen": self.beta * chosen, "rewards/rejected": self.beta * rejected,
-                  "rewards/margin": self.beta * (chosen - rejected),
-                  "rewards/accuracy": ops.where(chosen > rejected, once, 0.0),
+                  "rewards/margin": self.beta * margin,
+                  "rewards/accuracy": ops.where(margin > tie, once, ops.where(margin < -tie, 0 * once, once / 2)),
                   "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1]}
         return losses, {name: (value, once) for name, value in values.items()}
 
