@@ -129,6 +129,7 @@ def test_texts(made, llama_folder, bert_folder, capsys):
     said, recipe = made(bert_folder, [{"text": "a b c " * 9}] * 30, "--overwrite", "true")
     options = recipe["data"]["init_args"]
     assert recipe["model"]["class_path"] == "MLM" and "documents" not in options and options["max_length"] <= 128
+    assert recipe["model"]["init_args"]["optimizer"]["lr"] == 5e-5  # as of encoders of any size
     inspected(capsys)
 
 
@@ -140,6 +141,7 @@ def test_questions(made, bert_folder, capsys):
     options = recipe["data"]["init_args"]
     assert recipe["model"]["class_path"] == "QA" and options["version_2_with_negative"] is True
     assert options["max_length"] == 64 and options["stride"] < 64
+    assert recipe["model"]["init_args"]["optimizer"]["lr"] == 3e-5
     inspected(capsys)
 
 
@@ -193,6 +195,21 @@ def test_how_a_model_is_trained_follows_from_the_memory(shape, memory, lora, qua
     plan = plan_memory(shape, gpu_of(memory), 512, 16, is_quantized=False)
     assert (plan.lora, plan.quantize, plan.fits) == (lora, quantize, fits)
     assert (plan.needed <= 0.8 * memory * 2**30) is fits
+
+
+def test_the_comment_says_why_a_micro_batch_has_so_many_rows(made, llama_folder):
+    """Of a tiny model all rows of a step fit; memory that holds fewer, or none, is said to."""
+    def why(*options):
+        _, recipe = made(llama_folder, ALPACA, *options, "--overwrite", "true")
+        rows = recipe["data"]["init_args"]["batch_size"]
+        [said] = re.findall(r"# (rows of a micro-batch.*)", open("mine.yaml").read())
+        return rows, rows * recipe["trainer"]["accumulate_grad_batches"], said
+
+    rows, of_a_step, said = why()
+    assert rows == of_a_step and said.endswith("all of a step at once")
+    rows, of_a_step, said = why("--memory", "0.002")
+    assert rows < of_a_step and "twice as many would need more than 80% of the memory" in said
+    assert "even so few" in why("--memory", "0.0005")[2]
 
 
 def test_more_memory_never_means_a_smaller_batch():

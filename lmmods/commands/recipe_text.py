@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lmmods.commands.memory_plan import Machine, MemoryPlan, as_options
+from lmmods.commands.memory_plan import ROOM, Machine, MemoryPlan, as_options
 from lmmods.core.recipes import as_yaml
 
-SMALL = 50_000_000  # parameters below which full tuning takes a rate ten times as high
 RATES = {"SFT": 2e-5, "CLM": 2e-5, "MLM": 5e-5, "QA": 3e-5, "Preference": 1e-6}  # of full tuning
+SMALL = 50_000_000  # parameters below which full tuning of a decoder takes a rate ten times as high; encoders of any
+ENCODERS = ("MLM", "QA")  # size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3)
 ADAPTER_RATES = {"Preference": 1e-5}  # others: 2e-4
 WIDTH = 120  # of a line
 EPOCHS = {"SFT": 3, "CLM": 1, "MLM": 3, "QA": 2, "Preference": 1}
@@ -70,7 +71,7 @@ def recipe_text(facts: Facts) -> str:
     plan, steps = facts.plan, math.ceil(max(1, facts.rows - facts.options["val_size"]) / facts.batch)
     epochs = EPOCHS[facts.task]
     counted = f"{'at least ' if facts.is_sample else 'about '}{steps} steps each"
-    full = RATES[facts.task] * (10 if facts.num_params < SMALL else 1)
+    full = RATES[facts.task] * (10 if facts.num_params < SMALL and facts.task not in ENCODERS else 1)
     rate = ADAPTER_RATES.get(facts.task, 2e-4) if plan.lora else full
     data = {"source": facts.data, **facts.options}
     lines = [
@@ -108,7 +109,7 @@ def recipe_text(facts: Facts) -> str:
         *_line("class_path", f"{facts.task}Data", "", 2),
         "  init_args:",
         *[line for key, value in data.items() for line in _line(key, value, facts.notes.get(key, ""), 4)],
-        *_line("batch_size", plan.batch_size, "rows of a micro-batch, as many as memory takes", 4),
+        *_line("batch_size", plan.batch_size, _why_so_many_rows(facts), 4),
         "checkpoint:",
         *_line("every_n_steps", max(1, min(500, steps // 2)), "resume with --ckpt_path last", 2),
         *_line("keep_last", 2, "", 2)]
@@ -116,6 +117,16 @@ def recipe_text(facts: Facts) -> str:
         what = "[Once upon a time]" if facts.task == "CLM" else "[Name three fruits.]"
         lines.append(f"# samples: {{prompts: {what}, every_n_steps: 100}}   # what it writes, during training")
     return "\n".join(lines) + "\n"
+
+
+def _why_so_many_rows(facts: Facts) -> str:
+    plan = facts.plan
+    if not plan.fits:
+        return f"rows of a micro-batch: even so few need more than {ROOM:.0%} of the memory"
+    if plan.batch_size == facts.batch:
+        return "rows of a micro-batch: all of a step at once"
+    return (f"rows of a micro-batch: twice as many would need more than {ROOM:.0%} of the memory"
+            + ("" if plan.checkpointing else " without gradient_checkpointing, which takes longer"))
 
 
 def _model_lines(facts: Facts) -> list[str]:
