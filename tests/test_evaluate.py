@@ -103,6 +103,22 @@ def test_a_task_that_fails_takes_no_other_with_it(finished, task_folder, monkeyp
     assert json.loads(run.metrics_json.read_text())["eval/guess/acc"] == 0.5
 
 
+@pytest.mark.slow
+def test_a_chat_is_rendered_under_our_limits(finished, task_folder, capsys):
+    asked = ["evaluate", "--tasks", "guess", "--task_folder", task_folder, "--limit", "1", "--apply_chat_template",
+             "true", "--run"]
+    run = finished("run")
+    template = run.model / "chat_template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert main([*asked, str(run.root)]) == 0
+    template.write_text("{{ lipsum(n=10**7) }}")
+    assert main([*asked, str(run.root)]) == 2
+    assert "error: the tokenizer's chat template does not come to an end" in capsys.readouterr().err
+    template.unlink()
+    assert main([*asked, str(run.root)]) == 2
+    assert "has no chat template. Leave it out." in capsys.readouterr().err
+
+
 def test_mistakes(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "--run", str(tmp_path / "none"), "--tasks", "guess"]) == 2
     assert "not a run folder" in capsys.readouterr().err

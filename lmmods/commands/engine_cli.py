@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lmmods.commands.allowed_callbacks import check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.lightning_compat import CLI
+from lmmods.commands.output_paths import check_outputs
 from lmmods.commands.trainer_keys import BLOCKS, check_recipe_values
 from lmmods.commands.trust import PACKAGES, check_recipe
 from lmmods.core.engines import import_all
@@ -116,6 +117,7 @@ class EngineCLI(CLI):
         _check_complete(self.recipe.as_dict())
         for logger in wandb_loggers(self.recipe.trainer.logger):
             settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
+        check_outputs(self.recipe.trainer, folder)
 
     def whole_recipe(self) -> dict[str, Any]:
         """The recipe as plain values, defaults filled in, secrets too."""

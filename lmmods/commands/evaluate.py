@@ -41,18 +41,22 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
         raise UserError(f"evaluate needs lm-eval ({error}). Install it: pip install -e '.[eval]'") from error
     import torch
 
+    from lmmods.data.encode.chat_template import bounded_rendering
+
     finished = FinishedRun.read(run, "evaluate")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=task_folder)
     _check_names(names, manager.all_tasks)
+    tokenizer = finished.tokenizer()
+    if apply_chat_template and not tokenizer.chat_template:
+        raise UserError(f"--apply_chat_template: {finished.folder.model} has no chat template. Leave it out.")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     base = finished.load(finished.quantize if finished.has_adapter else None,
                          {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-mixed"}[dtype], device)
-    model = HFLM(pretrained=finished.with_adapter(base), tokenizer=finished.tokenizer(), batch_size=batch_size,
-                 device=device)
+    model = HFLM(pretrained=finished.with_adapter(base), tokenizer=tokenizer, batch_size=batch_size, device=device)
     done: dict[str, Any] = {}
     failed: dict[str, Exception] = {}
-    with finished.folder.taken("evaluate"):
+    with finished.folder.taken("evaluate"), bounded_rendering():
         for name in dict.fromkeys(names):
             try:
                 found = lm_eval.simple_evaluate(model, tasks=[name], limit=limit, num_fewshot=num_fewshot,

@@ -3,9 +3,13 @@
 Each use is held by tests/compat/test_core.py.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 
+@cache
 def chat_template_environment() -> Any:
     """The Jinja environment in which transformers renders chat templates: of `_compile_jinja_template`.
 
@@ -14,6 +18,23 @@ def chat_template_environment() -> Any:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template("").environment
+
+
+@contextmanager
+def rendering_by(compiled: Callable[[str], Any]) -> Iterator[None]:
+    """Within it, `apply_chat_template` renders by `compiled(source).render(messages=…, …)`: `_compile_jinja_template`.
+
+    Read in transformers 5.23, where no argument chooses who renders.
+    """
+    from transformers.utils import chat_template_utils
+
+    chat_template_environment()  # which is theirs, also for `compiled`
+    theirs = chat_template_utils._compile_jinja_template
+    chat_template_utils._compile_jinja_template = compiled
+    try:
+        yield
+    finally:
+        chat_template_utils._compile_jinja_template = theirs
 
 
 def namespace_values(namespace: Any) -> dict[str, Any]:

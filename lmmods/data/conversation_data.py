@@ -9,7 +9,7 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, is_template_file, read_template_file
-from lmmods.data.encode.chat_template import REFUSALS
+from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.chat_text import as_given
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder
@@ -88,7 +88,7 @@ class ConversationData(ConversationFields, DataModule):
         found = []
         for place, message in enumerate(messages):
             if place and message["role"] == "assistant":
-                with suppress(*REFUSALS):
+                with suppress(*REFUSALS), bounded_rendering():
                     found.append(list(self.tokenizer.apply_chat_template(
                         messages[:place], chat_template=template, add_generation_prompt=True, tokenize=True,
                         return_dict=False, **given)))

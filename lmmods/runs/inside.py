@@ -62,6 +62,26 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def way_out(root: Path, place: str | os.PathLike) -> Path | None:
+    """What leads out of a run folder where a library writes below `place`: that itself, or a link in it; None if none.
+
+    Links among the names that runs write are those of `check_links`, and what W&B keeps of earlier starts is not
+    written again.
+    """
+    top, start = root.resolve(), Path(place).resolve()
+    if not start.is_relative_to(top):
+        return Path(place)
+    for folder, folders, files in os.walk(start):
+        here = Path(folder)
+        for name in (*folders, *files):
+            path = here / name
+            if path.is_symlink() and not (here == top and name in MAY_BE_LINKS) and not path.resolve().is_relative_to(
+                    top):
+                return path
+        folders[:] = [name for name in folders if here.name != "wandb" and not (here == top and name in MAY_BE_LINKS)]
+    return None
+
+
 def delete(path: Path) -> None:
     """Delete a file, a folder with all that is in it, or a link; what a link leads to stays."""
     if path.is_dir() and not path.is_symlink():

@@ -1,10 +1,13 @@
 """What lmmods/core/compat.py needs of transformers, jinja2, datasets and Lightning."""
 
+import functools
+
 import datasets
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from transformers.utils import chat_template_utils
 
 from lmmods.core import compat
 from tests.compat.contract import mend
@@ -15,6 +18,22 @@ def test_the_environment_of_chat_templates():
     assert isinstance(found, ImmutableSandboxedEnvironment) and {"raise_exception", "strftime_now"} <= set(
         found.globals) and found.filters["tojson"]({"ä": 1}) == '{"ä": 1}', mend(
         "transformers", compat.chat_template_environment)
+
+
+def test_chat_templates_are_rendered_by_another():
+    class Compiled:
+        def __init__(self, source):
+            self.source = source
+
+        def render(self, messages, add_generation_prompt, **given):
+            return f"{self.source}:{messages[0]['content']}:{add_generation_prompt}"
+
+    ask = functools.partial(chat_template_utils.render_jinja_template, [[{"role": "user", "content": "a"}]],
+                            chat_template="{{ messages[0].content }}", add_generation_prompt=True)
+    with compat.rendering_by(Compiled):
+        found, _ = ask()
+    assert found == ["{{ messages[0].content }}:a:True"], mend("transformers", compat.rendering_by)
+    assert ask()[0] == ["a"]
 
 
 def test_the_values_of_a_namespace():

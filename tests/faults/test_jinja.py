@@ -1,18 +1,20 @@
 """Chat templates of strangers: what does not end is stopped after the same number of steps everywhere, what does is
 rendered as transformers renders it."""
 
+import functools
 import resource
 import sys
 import threading
 
 import pytest
+from jinja2 import TemplateError
 from jinja2.utils import Namespace
 from transformers import AutoTokenizer
 
 from lmmods.cli import main
 from lmmods.core.compat import chat_template_environment
 from lmmods.core.errors import UserError
-from lmmods.data.encode.chat_template import ChatTemplate
+from lmmods.data.encode.chat_template import ChatTemplate, bounded_rendering
 from lmmods.data.sources.conversation import RowProblem
 
 CHAT = [{"role": "user", "content": "Hi <b>&amp;"}, {"role": "assistant", "content": " Ho\n\n  there "},
@@ -160,6 +162,25 @@ def test_what_ends_is_rendered_as_transformers_renders_it(source, open_response,
     monkeypatch.setattr(tokenizer, "chat_template", source)
     wanted = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response)
     assert ChatTemplate(source, tokenizer.special_tokens_map).render(CHAT, open_response) == wanted
+    with bounded_rendering():
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response) == wanted
+
+
+def test_transformers_renders_under_the_limits(tokenizer, monkeypatch):
+    """What lm-eval and `inspect` ask of it: an answer that goes on, refusals as they are, an end to what has none."""
+    ask = functools.partial(tokenizer.apply_chat_template, CHAT, tokenize=False)
+    monkeypatch.setattr(tokenizer, "chat_template", SAME["roles"])
+    wanted = ask(continue_final_message=True)
+    assert wanted.endswith("é")
+    with bounded_rendering():
+        assert ask(continue_final_message=True) == wanted
+        monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
+        with pytest.raises(TemplateError, match="no"):
+            ask()
+        for name in ("lipsum", "nested loops with output"):
+            monkeypatch.setattr(tokenizer, "chat_template", ENDLESS[name])
+            with pytest.raises(UserError, match="does not come to an end"):
+                ask()
 
 
 def test_long_conversations_have_room():

@@ -6,9 +6,13 @@ import sys
 import pytest
 import torch.utils.cpp_extension  # noqa: F401 - its import may say that there is no CUDA, which is no part of a message
 import yaml
+from jsonargparse import Namespace
 
 from lmmods.cli import main
+from lmmods.commands.output_paths import check_outputs
 from lmmods.commands.trust import taken_flag, trusting
+from lmmods.core.errors import UserError
+from lmmods.runs.folder import RunFolder
 
 EVIL = '''
 """Code that came with a recipe; importing it leaves a mark."""
@@ -207,6 +211,109 @@ def test_a_run_folder_does_not_trust_remote_code(recipe, capsys, tmp_path):
                                      {"model__init_args__config_overrides": {"_attn_implementation": "a/b"}}])
 def test_kernels_of_the_hub_are_code(recipe, capsys, changes):
     refused(capsys, ["inspect", *recipe(**changes)], "kernel from the hub")
+
+
+# Where classes of libraries write -----------------------------------------------------------------------------------
+
+
+def of_library(name, /, **init_args):
+    kinds = "profilers" if name.endswith("Profiler") else "loggers"
+    return Namespace(class_path=f"lightning.pytorch.{kinds}.{name}", init_args=Namespace(**init_args))
+
+
+def outputs(run, name, /, **init_args):
+    """What is said of a recipe with a logger or profiler of Lightning."""
+    key = "profiler" if name.endswith("Profiler") else "logger"
+    try:
+        check_outputs(Namespace(**{key: of_library(name, **init_args)}), RunFolder(run))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+PLACES = [("CSVLogger", "save_dir"), ("TensorBoardLogger", "save_dir"), ("WandbLogger", "save_dir"),
+          ("WandbLogger", "dir"), ("MLFlowLogger", "save_dir"), ("MLFlowLogger", "tracking_uri"),
+          ("MLFlowLogger", "artifact_location"), ("SimpleProfiler", "dirpath"), ("AdvancedProfiler", "dirpath"),
+          ("PyTorchProfiler", "dirpath")]
+
+
+@pytest.mark.parametrize(("name", "key"), PLACES)
+def test_libraries_write_into_the_run_folder(tmp_path, monkeypatch, name, key):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    inside = {"save_dir": "run/logs"} if name == "MLFlowLogger" else {}
+    for place in ("run", "run/logs", str(tmp_path / "run" / "new" / "er"), "run/x/../logs"):
+        assert outputs("run", name, **{**inside, key: place}) == "", place
+    elsewhere = ("elsewhere", "run/../elsewhere", str(tmp_path), ".", "run2", "/", "~/run", "file:///run/x",
+                 "local:run/x", "s3://bucket/run", "simplecache::run/x")
+    for place in elsewhere:
+        said = outputs("run", name, **{**inside, key: place})
+        assert f"{name} would write to" in said and "--trust_recipe_code true" in said, place
+    assert f"{name} would write to" in outputs("~", name, **{**inside, key: "~/run"})
+    with trusting(True):
+        assert outputs("run", name, **{key: "elsewhere"}) == ""
+
+
+@pytest.mark.parametrize(("name", "init_args"), [
+    ("CSVLogger", {"save_dir": "run", "name": "../elsewhere"}), ("CSVLogger", {"save_dir": "run", "name": "/tmp"}),
+    ("CSVLogger", {"save_dir": "run", "version": "../../x"}),
+    ("TensorBoardLogger", {"save_dir": "run", "sub_dir": "../../../.."}),
+    ("TensorBoardLogger", {"save_dir": "run", "name": "$HOME"}), ("MLFlowLogger", {"save_dir": "./mlruns"}),
+    ("MLFlowLogger", {"tracking_uri": "sqlite:///mlflow.db"}), ("MLFlowLogger", {"tracking_uri": "sqlite:////x.db"}),
+    ("WandbLogger", {"save_dir": "run", "settings": {"root_dir": "elsewhere"}}), ("CometLogger", {}),
+    ("LitLogger", {"root_dir": "run"}), ("XLAProfiler", {}), ("DummyLogger", {})])
+def test_no_other_setting_leads_out(tmp_path, monkeypatch, name, init_args):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "run" / "lightning_logs").mkdir(parents=True)
+    assert "--trust_recipe_code true" in outputs("run", name, **init_args)
+
+
+def test_servers_and_what_the_environment_names_are_no_files(monkeypatch):
+    assert outputs("run", "MLFlowLogger", tracking_uri="https://example.org") == ""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
+    assert outputs("run", "MLFlowLogger", tracking_uri="sqlite:///mine.db") == ""
+    assert outputs("run", "PassThroughProfiler") == ""
+
+
+def test_links_in_the_run_folder_lead_no_library_out(tmp_path):
+    run, victim = tmp_path / "run", tmp_path / "thesis"
+    (run / "csv" / "version_0").mkdir(parents=True)
+    victim.write_text("years of work")
+    given = {"save_dir": str(run / "csv"), "name": "", "version": 0}
+    (run / "csv" / "inner").symlink_to(run)
+    assert outputs(run, "CSVLogger", **given) == ""
+    for link, name, init_args in ((run / "csv" / "version_0" / "metrics.csv", "CSVLogger", given),
+                                  (run / "fit-mine.txt", "SimpleProfiler", {"dirpath": str(run)}),
+                                  (run / ".wandb", "WandbLogger", {"save_dir": str(run)})):
+        link.symlink_to(victim)
+        assert f"{name} would write to {link}" in outputs(run, name, **init_args)
+        link.unlink()
+    (run / "model").symlink_to(tmp_path)  # of which check_links judges
+    assert outputs(run, "SimpleProfiler", dirpath=str(run)) == ""
+
+
+def test_a_folder_that_is_no_run_s_is_not_written_over(tmp_path):
+    """The recipe names the run folder too."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "metrics.csv").write_text("years of work")
+    given = {"save_dir": str(tmp_path), "name": "results", "version": ""}
+    assert "would write over" in outputs(tmp_path, "CSVLogger", **given)
+    (tmp_path / "config.yaml").write_text("{}")  # which fit itself refuses where no run wrote it
+    assert outputs(tmp_path, "CSVLogger", **given) == ""
+
+
+@pytest.mark.parametrize(("engine", "key", "value"), [
+    ("torch", "trainer__profiler", {"class_path": "SimpleProfiler", "init_args": {"dirpath": "x", "filename": "y"}}),
+    ("jax", "trainer__logger", [{"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}]),
+    ("jax", "trainer__logger", {"class_path": "lmmods.runs.csv_logger.MetricsCSV", "init_args": {"path": "x"}})])
+def test_a_run_that_would_write_elsewhere_does_not_start(recipe, capsys, tmp_path, monkeypatch, engine, key, value):
+    arguments = recipe(**{key: value})
+    monkeypatch.chdir(tmp_path)
+    name = value[0]["class_path"] if isinstance(value, list) else value["class_path"]
+    refused(capsys, ["fit", "--engine", engine, *arguments], name.rpartition(".")[2])
+    assert not (tmp_path / "x").exists()
 
 
 # The types that keep it so --------------------------------------------------------------------------------------------

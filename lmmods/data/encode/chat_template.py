@@ -11,6 +11,7 @@ thread.
 import re
 import threading
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from lmmods.core.compat import chat_template_environment, namespace_values
+from lmmods.core.compat import chat_template_environment, namespace_values, rendering_by
 from lmmods.core.errors import UserError
 from lmmods.data.sources.conversation import RowProblem
 
@@ -128,6 +129,29 @@ class ChatTemplate:
             raise RowProblem(f"the chat template refuses the conversation: {str(error)[:100]}") from error
         finally:
             _left.steps = _left.characters = 0
+
+
+@contextmanager
+def bounded_rendering() -> Iterator[None]:
+    """Within it, `apply_chat_template` of every tokenizer renders under the limits of ChatTemplate.
+
+    It raises its UserError where one is reached, and else what transformers raises.
+    """
+    with rendering_by(_Compiled):
+        yield
+
+
+class _Compiled:
+    """A ChatTemplate as transformers takes it."""
+
+    def __init__(self, source: str) -> None:
+        self._template = ChatTemplate(source, {})
+
+    def render(self, **given: Any) -> str:
+        try:
+            return self._template.render(**given)
+        except RowProblem as problem:
+            raise problem.__cause__ or problem from None
 
 
 def without_marks(text: str) -> str:
