@@ -47,6 +47,7 @@ class Planner:
         self.devices, simulated = devices_of(on)
         self.on = replace(on, is_simulated=simulated)
         trainer.state.fn = SimpleNamespace(value="fit")
+        trainer.parallel = machines.spread(trainer.strategy, self.devices)  # rows of a step are those of the target
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")

@@ -44,7 +44,7 @@ def add_model(run: RunFolder, *names: str) -> None:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)): path.read_text("latin-1") for path in folder.rglob("*") if path.is_file()}
 
 
 # Fresh runs ------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_a_run_on_a_big_disk(recipe, run, tmp_path, engine, capfd):
     assert main(["fit", *longer, "--ckpt_path", "last"]) == 0
     assert run.checkpoints.is_symlink() and run.names() == ["step=2", "step=3"]
     assert (tmp_path / "disk" / "model" / "README.md").exists()
-    assert main(["verify", "--run", str(run.root)]) == 0
+    assert main(["verify", str(run.root)]) == 0
     copy = shutil.copytree(run.root, tmp_path / "copy", symlinks=True)
     before = tree(tmp_path / "disk")
     capfd.readouterr()
