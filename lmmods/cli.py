@@ -69,7 +69,7 @@ def run_interruptible(arguments: list[str]) -> int:
     Raises:
         UserError: There is no such command, or what the command raises.
     """
-    from lmmods.commands.registry import ENGINE_COMMANDS, check_command, program_help, run_command
+    from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, check_command, program_help, run_command
     from lmmods.core.console import quiet_libraries, tell
     from lmmods.core.signals import Interrupted, Stopped
     from lmmods.core.terminal import keep_last_line
@@ -86,7 +86,7 @@ def run_interruptible(arguments: list[str]) -> int:
     try:
         if arguments[:1] in (["--help"], ["-h"], ["help"]):
             print(program_help())
-        elif not arguments:
+        elif not arguments or arguments[0].startswith("-") and not COMMANDS.keys() & set(arguments):
             raise UserError(f"A command is missing.\n\n{program_help()}")
         elif arguments[0].startswith("-") or arguments[0] in ENGINE_COMMANDS:  # or options that stand before it
             run_engine(arguments)

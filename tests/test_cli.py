@@ -16,7 +16,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
-from lmmods.commands.registry import COMMANDS, GROUPS
+from lmmods.commands.early_check import check_early
+from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, GROUPS, parse_command
 from lmmods.core.recipes import as_yaml
 from lmmods.runs.folder import RunFolder
 
@@ -336,9 +337,57 @@ def test_help_lists_every_command_with_its_group(capsys):
     assert COMMANDS["fit"].line in capsys.readouterr().err
 
 
+def told(capsys, arguments: list[str], pattern: str) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and re.search(pattern, said), said
+
+
 def test_a_command_that_is_none(capsys):
-    assert main(["fitt"]) == 2
-    assert "There is no command 'fitt'. Did you mean fit?" in capsys.readouterr().err
+    told(capsys, ["fitt"], r"There is no command 'fitt'\. Did you mean fit\?")
+    for words in (["--"], ["-c"], ["--config", "configs/clm.yaml"], ["--engine", "jax"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("error: A command is missing.\n\nusage: ")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"recipes", "doctor"}))  # which need nothing
+def test_a_command_without_options(name, capsys, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    example = re.escape(f"For example: python train.py {name} {COMMANDS[name].example}\n")
+    told(capsys, [name], {"chat": "chat needs --run RUN", "dashboard": "dashboard needs a W&B account",
+                          "sweep": "sweep: nothing varies"}.get(name, f"^error: {name} needs .*{example}"))
+
+
+@pytest.mark.parametrize("name", sorted(name for name in COMMANDS if COMMANDS[name].example))
+def test_examples_of_commands_have_all_that_is_needed(name, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    words = COMMANDS[name].example.split()
+    if name in ENGINE_COMMANDS:
+        check_early([name, *words], "torch")
+    else:
+        parse_command(name, words)
+
+
+@pytest.mark.parametrize(("words", "pattern"), [
+    ("fit --engine jax", r"fit needs a recipe with data and model\. For example: python train\.py fit --config "),
+    ("plan --config configs/clm.yaml", r"plan needs --on\. For example: .* --on 8xH100"),
+    ("new mine --model x", r"new needs --data\."),
+    ("fit --config", r"--config has no value\. .*configs/sft_qlora\.yaml"),
+    ("inspect --config=", r"--config has no value"),
+    ("fit --config --engine jax", r"--config has no value"),
+    ("fit configs/clm.yaml", r"takes options alone, and 'configs/clm\.yaml' is none\. .* fit --config "),
+    ("validate -- --config configs/clm.yaml", r"-- ends the options"),
+    ("fit --config configs/clm.yaml -- --trainer.max_steps 3", r"-- ends the options"),
+    ("sweep model.optimizer.lr=1,2", r"fit needs a recipe with data"),
+])
+def test_what_is_left_out_or_misplaced(words, pattern, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    told(capsys, words.split(), pattern)
+
+
+def test_of_an_option_given_twice_the_last_counts(recipe, capsys):
+    assert main(["fit", *recipe(), "--trainer.max_steps", "3", "--trainer.max_steps=7", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 7
 
 
 def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folder, tmp_path, llama_folder):

@@ -31,6 +31,7 @@ class Parser(ArgumentParser):
     """A parser whose errors are one line with a suggestion."""
 
     commands: Mapping[str, argparse.ArgumentParser] = {}  # their parsers, by name
+    example = ""  # a command line that has all that is required; of the parser of a command
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         """Print what is wrong and leave with status 2."""
@@ -43,9 +44,20 @@ class Parser(ArgumentParser):
         tidy = _tidy(message)
         known = known_names(self)
         told = advice(tidy, list(_arguments.get()), lambda name: suggestion(name, known))
-        told = told or f"{tidy}{_suggestion(message, known)}"
+        told = told or self._lacks(message) or f"{tidy}{_suggestion(message, known)}"
         sys.stderr.write(redact(readable(f"error: {told}\n")))
         sys.exit(2)
+
+    def _lacks(self, message: str) -> str | None:
+        """What is said of a command without what it requires; None of anything else."""
+        missing = re.fullmatch("the following arguments are required: (.+)", message)
+        if not missing or not self.example:
+            return None
+        lacking, named = missing[1].split(", "), {option.dest for option in options_of(self) if option.option_strings}
+        blocks = [name for name in lacking if name in ("data", "model") and "config" in named]
+        names = [f"--{name}" if name in named else name.upper() for name in lacking if name not in blocks]
+        wanted = [*([f"a recipe with {' and '.join(blocks)}"] if blocks else []), *names]
+        return f"{self.example.split()[0]} needs {' and '.join(wanted)}. For example: python train.py {self.example}"
 
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
         """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens.

@@ -32,6 +32,7 @@ class Command:
         function: Its function, as module:name below lmmods.commands; None for a method of the engine's trainer.
         positional: Arguments of the function that are given without their names.
         takes_recipe: Whether all other options are those of fit; the function gets them as its first argument.
+        example: Arguments that have all it needs; empty where it needs none, or says itself what.
     """
 
     group: str
@@ -39,32 +40,39 @@ class Command:
     function: str | None = None
     positional: tuple[str, ...] = ()
     takes_recipe: bool = False
+    example: str = ""
 
 
+RECIPE = "--config configs/sft_qlora.yaml"
 COMMANDS = {
-    "fit": Command("train", "Train."),
-    "validate": Command("train", "Evaluate on the validation set."),
-    "test": Command("train", "Evaluate on the test set."),
-    "predict": Command("train", "Write predictions.jsonl."),
+    "fit": Command("train", "Train.", example=RECIPE),
+    "validate": Command("train", "Evaluate on the validation set.", example=RECIPE),
+    "test": Command("train", "Evaluate on the test set.", example=RECIPE),
+    "predict": Command("train", "Write predictions.jsonl.", example=RECIPE),
     "recipes": Command("help", "List the recipes that come with the project: task, model, hardware, time.",
                        "recipes:recipes"),
-    "new": Command("data", "Write a recipe for your own model and data.", "new:new", ("name",)),
-    "inspect": Command("data", "Show what would be trained on, and train nothing."),
-    "plan": Command("data", "Say whether a recipe fits on devices that are not here, and how long it runs."),
-    "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe."),
+    "new": Command("data", "Write a recipe for your own model and data.", "new:new", ("name",),
+                   example="mine --model demo/llama --data demo/instructions.jsonl"),
+    "inspect": Command("data", "Show what would be trained on, and train nothing.", example=RECIPE),
+    "plan": Command("data", "Say whether a recipe fits on devices that are not here, and how long it runs.",
+                    example=f"{RECIPE} --on 8xH100"),
+    "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe.", example=RECIPE),
     "sweep": Command("tune", "Train a recipe with many settings, on this machine (Optuna) or by W&B's agents.",
                      "sweep.command:sweep", ("parameters",), takes_recipe=True),
     "chat": Command("results", "Talk to a run, a checkpoint, a model folder or a hub model.", "chat:chat"),
-    "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.", "merge:merge"),
-    "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "evaluate:evaluate"),
+    "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.", "merge:merge",
+                     example="--run runs/sft_qlora --out merged"),
+    "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "evaluate:evaluate",
+                        example="--run runs/sft_qlora --tasks hellaswag"),
     "verify": Command("results", "Check a run against its manifest.json; train its first steps again.", "verify:verify",
-                      ("run",)),
-    "report": Command("results", "Lay runs side by side on one HTML page.", "report.command:report", ("runs",)),
+                      ("run",), example="runs/sft_qlora"),
+    "report": Command("results", "Lay runs side by side on one HTML page.", "report.command:report", ("runs",),
+                      example="runs/sft_qlora"),
     "doctor": Command("help", "Say what works on this machine: versions, devices, kernels, disk, accounts.",
                       "doctor:doctor"),
     "dashboard": Command("results", "Lay out the W&B workspace of a project.", "dashboard:dashboard"),
     "migrate": Command("help", "Make a recipe of a YAML of axolotl, LLaMA-Factory or TRL.", "migration.command:migrate",
-                       ("file",)),
+                       ("file",), example="theirs.yaml --out mine.yaml"),
 }
 ENGINE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.function is None)
 
@@ -96,6 +104,7 @@ def command_parser(name: str) -> Parser:
     function, positional = _function(name), COMMANDS[name].positional
     others = " All other options are those of fit." if COMMANDS[name].takes_recipe else ""
     parser = Parser(prog=f"train.py {name}", description=COMMANDS[name].line + others)
+    parser.example = f"{name} {COMMANDS[name].example}"
     texts = {each.arg_name: each.description for each in docstring_parser.parse(function.__doc__).params}
     for argument, parameter in inspect.signature(function).parameters.items():
         if argument in positional:

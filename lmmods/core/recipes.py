@@ -8,6 +8,7 @@ checked event by event, without building anything.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def as_yaml(content: Any, **style: Any) -> str:
 
 
 def config_argument(value: str) -> dict[str, Any]:
-    """What `--config` is given: the path of a recipe file, or a recipe written out."""
+    """What `--config` is given: the path of a recipe file, or a recipe written out. Raises UserError: neither."""
+    if not value.strip() or value.startswith("--"):  # nothing, or what follows is the next option
+        raise UserError("--config has no value. Give it a recipe, as in --config configs/sft_qlora.yaml; "
+                        "python train.py recipes lists those that come with the project.")
     if re.search(r"[{\n]|:\s", value) and not _exists(value):
         return _mapping(value, "--config")
     return read_recipe(value)
@@ -71,7 +75,7 @@ def config_argument(value: str) -> dict[str, Any]:
 def option_values(arguments: list[str], *names: str) -> list[str]:
     """What a command line gives to an option, which may have several names; "" where the value is missing."""
     found = []
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name in names:
             found.append(value if equals else following)
