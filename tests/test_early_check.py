@@ -247,9 +247,10 @@ def test_names_that_only_the_engine_can_judge_are_left_to_it(recipe, engine, key
 
 
 def test_words_that_only_the_engine_understands_are_left_to_it(recipe, capsys):
-    for words in (["--trainer.logger.help", "evil.Mine"], ["--model.help", "Mine"], ["--print_config"],
-                  ["--model.help=Mine"], ["--trainer", "s3://bucket/trainer.yaml"]):
+    for words in (["--trainer.logger.help", "evil.Mine"], ["--model.help", "Mine"], ["--model.help=Mine"]):
         check_early(["fit", *recipe(trainer__max_stepz=1), *words], "torch")
+    for words in (["--print_config"], ["--trainer", "s3://bucket/trainer.yaml"]):
+        check_early(["fit", *recipe(), *words], "torch")
     assert capsys.readouterr() == ("", "")
 
 
