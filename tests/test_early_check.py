@@ -10,6 +10,7 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
+from lmmods.cli import main
 from lmmods.commands import declarations, engine_cli
 from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import CommandLine
@@ -246,10 +247,20 @@ def test_names_that_only_the_engine_can_judge_are_left_to_it(recipe, engine, key
 
 
 def test_words_that_only_the_engine_understands_are_left_to_it(recipe, capsys):
-    for words in (["--trainer.logger.help", "evil.Mine"], ["--model.help", "Mine"], ["--print_config"],
-                  ["--model.help=Mine"], ["--trainer", "s3://bucket/trainer.yaml"]):
+    for words in (["--trainer.logger.help", "evil.Mine"], ["--model.help", "Mine"], ["--model.help=Mine"]):
         check_early(["fit", *recipe(trainer__max_stepz=1), *words], "torch")
+    for words in (["--print_config"], ["--trainer", "s3://bucket/trainer.yaml"]):
+        check_early(["fit", *recipe(), *words], "torch")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("words", [
+    ["fit", "--trainer.max_step", "3"], ["inspect", "--stop", "3"], ["find", "--step", "3"], ["plan", "--o", "cpu"],
+    ["fit", "--checkpoint.keep=1"], ["merge", "--ru", "x"], ["new", "x", "--mod", "gpt2"], ["chat", "--gen.top_k", "3"],
+    ["sweep", "data.seed=1,2", "--trial", "3"], ["report", "x", "--ou", "y"], ["verify", "x", "--fir", "2"]])
+def test_a_beginning_of_a_name_is_not_the_name(words, capsys):
+    assert main(words) == 2
+    assert words[-2 if "=" not in words[-1] else -1].partition("=")[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -110,19 +110,24 @@ def test_nothing_is_said_of_a_key_that_no_program_has():
 
 
 @pytest.mark.parametrize(("changes", "extra", "message"), [
-    ({}, ["--learning_rate=1e-3"], "error: learning_rate is no key. Here: model.optimizer.lr"),
-    ({}, ["--model.lora.r", "8"], "error: model.lora.r is no key. Here: model.lora.rank."),
-    ({}, ["--bf16", "--trainer.max_stepz", "3"], "error: bf16 is no key. Here: trainer.precision: bf16-mixed. "
-                                                 "trainer.max_stepz is no key. Did you mean max_steps?"),
-    ({}, ["--trainer.precision", "bf16"], 'error: Parser key "trainer.precision": Expected a typing.Literal[\'auto\', '
-     "'32-true', 'bf16-true', 'bf16-mixed', '16-mixed']. Got value: bf16. Other programs' bf16 is bf16-mixed here."),
-    ({"model__init_args__optimizer": {"learning_rate": 1}}, [], "error: model.optimizer.learning_rate is no key."),
-    ({"data__init_args__sequence_len": 512}, [], "error: data.sequence_len is no key. Here: data.max_length."),
-    ({"per_device_train_batch_size": 4}, [], "error: per_device_train_batch_size is no key. Here: data.batch_size"),
+    ({}, ["--learning_rate=1e-3"], "error: --learning_rate is no key. Here: model.optimizer.lr"),
+    ({}, ["--model.lora.r", "8"], "error: --model.lora.r is no key. Here: model.lora.rank."),
+    ({}, ["--bf16", "--trainer.max_stepz", "3"],
+     "error: 2 mistakes:\n  --bf16 is no key. Here: trainer.precision: bf16-mixed.\n"
+     "  --trainer.max_stepz is no key. Did you mean trainer.max_steps?"),
+    ({}, ["--trainer.precision", "bf16"], "error: --trainer.precision is bf16, but must be one of auto, 32-true, "
+     "bf16-true, bf16-mixed, 16-mixed. Other programs' bf16 is bf16-mixed here."),
+    ({"model__init_args__optimizer": {"learning_rate": 1}}, [],
+     "error: recipe.yaml: model.optimizer.learning_rate is no key. Here: model.optimizer.lr"),
+    ({"data__init_args__sequence_len": 512}, [],
+     "error: recipe.yaml: data.sequence_len is no key. Here: data.max_length."),
+    ({"per_device_train_batch_size": 4}, [],
+     "error: recipe.yaml: per_device_train_batch_size is no key. Here: data.batch_size"),
 ])
-def test_a_foreign_key_is_an_error_that_names_ours(recipe, capsys, changes, extra, message):
+def test_a_foreign_key_is_an_error_that_names_ours(recipe, tmp_path, capsys, changes, extra, message):
     assert main(["fit", *recipe(**changes), *extra]) == 2
-    assert capsys.readouterr().err.startswith(message)
+    said = re.sub(rf"{tmp_path}/(recipe.yaml):\d+: ", r"\1: ", capsys.readouterr().err)
+    assert said.startswith(message)
 
 
 # migrate ----------------------------------------------------------------------------------------------------------

@@ -506,7 +506,7 @@ def test_tasks_that_predict_no_next_token(recipe, folder, tmp_path, bert_folder,
 
 def test_a_misspelt_key_is_refused(recipe, capsys):
     assert main(["fit", *recipe(mmlu__every_n_step=3)]) == 2
-    assert "Did you mean every_n_steps?" in capsys.readouterr().err
+    assert "Did you mean mmlu.every_n_steps?" in capsys.readouterr().err
 
 
 def test_the_demo_file_is_what_its_generator_writes(monkeypatch):

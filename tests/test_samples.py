@@ -371,4 +371,4 @@ def test_tasks_that_generate_nothing(recipe, folder, tmp_path, bert_folder, engi
 
 def test_a_misspelt_key_is_refused(recipe, capsys):
     assert main(["fit", *recipe(**block(), samples__every_n_step=3)]) == 2
-    assert "Did you mean every_n_steps?" in capsys.readouterr().err
+    assert "Did you mean samples.every_n_steps?" in capsys.readouterr().err

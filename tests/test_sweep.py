@@ -64,7 +64,8 @@ def test_its_own_options_and_those_of_fit_may_stand_in_any_order():
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["model.optimizer.lrr=1,2"], "Did you mean lr?"), (["data.batch_size=4,0"], "data.batch_size is 0"),
+    (["model.optimizer.lrr=1,2"], "Did you mean model.optimizer.lr?"),
+    (["data.batch_size=4,0"], "data.batch_size is 0"),
     ([f"{LR}=1e-3,fast"], "fast"), ([f"{LR}=1,2", "--model.optimizer.lr", "3"], "is set by the sweep"),
     ([f"{LR}=1,2", "--trainer.default_root_dir", "x"], "is set by the sweep"),
     (["trainer.default_root_dir=a,b"], "cannot vary"), ([f"{LR}=1,2", "--trials", "0"], "--trials is 0"),

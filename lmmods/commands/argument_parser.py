@@ -33,6 +33,9 @@ class Parser(ArgumentParser):
     commands: Mapping[str, argparse.ArgumentParser] = {}  # their parsers, by name
     example = ""  # a command line that has all that is required; of the parser of a command
 
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs, allow_abbrev=False)  # a beginning of an option's name is a misspelt name, as in YAML
+
     def error(self, message: str, ex: Exception | None = None) -> None:
         """Print what is wrong and leave with status 2."""
         denied = re.search(r"Importing '([^']+)' is not allowed", message)

@@ -9,6 +9,7 @@ from jsonargparse import ActionConfigFile, Namespace
 from lmmods.commands.argument_parser import OnlyHelp, Parser, parsing
 from lmmods.commands.declarations import EngineCommands
 from lmmods.commands.jsonargparse_compat import parse_alone
+from lmmods.commands.mistakes import with_texts_as_meant
 from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS
 from lmmods.commands.trust import FLAG
 from lmmods.core.engines import ENGINES
@@ -70,6 +71,8 @@ class CommandLine:
         if command in self.commands and rest and not rest[0].startswith("-"):
             raise UserError(f"{command} takes options alone, and {rest[0]!r} is none. A recipe is given as in: "
                             f"python train.py {command} {COMMANDS[command].example}")
+        if command in self.commands:
+            rest = with_texts_as_meant(command, rest, self.engine)
         for value in option_values(rest, *CONFIG_OPTIONS):
             if value and "config" in config_argument(value):
                 raise UserError(f"--config {shortened(value)}: config is no key of a recipe, which names no other. "

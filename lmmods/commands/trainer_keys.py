@@ -7,9 +7,10 @@ from typing import Any, get_args
 from jsonargparse import Namespace
 
 from lmmods.commands.jsonargparse_compat import options_of, type_of
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.recipes import shortened
 from lmmods.core.run_length import check_length
+from lmmods.core.settings import as_yaml_word
 from lmmods.core.shipped_recipes import DEMO
 
 MAX_SEED = 2**32 - 1
@@ -80,8 +81,8 @@ def check_values(recipe: Any, engine: str) -> None:
     if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
         _refuse("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm or value")
     if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
-        raise UserError(f"trainer.val_check_interval is {interval}, but must be a share of an epoch up to 1.0, or a "
-                        "whole number of micro-batches from 1.")
+        _refuse("trainer.val_check_interval", interval, "a share of an epoch up to 1.0, or a whole number of "
+                "micro-batches from 1")
     if not trainer.default_root_dir:
         _refuse("trainer.default_root_dir", trainer.default_root_dir, "the path of a folder")
 
@@ -141,4 +142,5 @@ def check_share(key: str, value: int | float | None) -> None:
 
 
 def _refuse(key: str, value: Any, wanted: str) -> None:
-    raise UserError(f"{key} is {shortened(repr(value))}, but must be {wanted}.")
+    is_word = value is None or isinstance(value, bool)
+    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shortened(repr(value))}, but must be {wanted}.")

@@ -1,6 +1,9 @@
 """User-facing errors. The CLI prints a UserError as one message without a traceback and exits with status 2."""
 
+import contextlib
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 from lmmods.core.redaction import redact
 
@@ -14,6 +17,28 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(readable(redact(message)))
+
+
+_gathered: ContextVar[list[str] | None] = ContextVar("gathered", default=None)
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[list[str]]:
+    """Within it, what is told of values that are wrong by themselves is kept in a list, so that all of it is told."""
+    found: list[str] = []
+    token = _gathered.set(found)
+    try:
+        yield found
+    finally:
+        _gathered.reset(token)
+
+
+def refuse_value(message: str) -> None:
+    """Raise a UserError about one value, or keep its message where all are `gathering`."""
+    found = _gathered.get()
+    if found is None:
+        raise UserError(message)
+    found.append(message)
 
 
 def readable(message: str) -> str:

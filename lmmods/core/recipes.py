@@ -36,6 +36,45 @@ class RecipeLoader(Loader):
                                for first, resolvers in Loader.yaml_implicit_resolvers.items()}
 
 
+class Written(str):
+    """The text of a value or key as it stands in a recipe.
+
+    `reads_as` is what YAML makes of it, `line` where it stands. `is_meant` says that the text itself is the value, as
+    in `revision: 1234567`.
+    """
+
+    reads_as: Any
+    line: int
+    is_meant = False
+
+    @classmethod
+    def of(cls, text: str, reads_as: Any, line: int = 1) -> "Written":
+        made = cls(text)
+        made.reads_as, made.line = reads_as, line
+        return made
+
+
+class WrittenLoader(RecipeLoader):
+    """The same loader, whose keys and values are `Written`; `1e-4` reads as a number, as in YAML 1.2."""
+
+    yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in resolvers
+                                       if tag != "tag:yaml.org,2002:float"]
+                               for first, resolvers in RecipeLoader.yaml_implicit_resolvers.items()}
+
+
+def _constructor(kind: str) -> Callable[[Any, yaml.ScalarNode], Written]:
+    plain = yaml.constructor.SafeConstructor.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
+    return lambda loader, node: Written.of(node.value, plain(loader, node), node.start_mark.line + 1)
+
+
+for _kind in ("null", "bool", "int", "float", "str"):
+    WrittenLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor(_kind))
+WrittenLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
+    r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+][0-9]+)?
+    |[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""", re.X),
+    list("-+0123456789."))
+
+
 class RecipeDumper(yaml.SafeDumper):
     """YAML's safe dumper, which quotes a text that others take for a number: `1e5`, 12345e67 of an id or a commit."""
 
@@ -70,6 +109,30 @@ def config_argument(value: str) -> dict[str, Any]:
     if re.search(r"[{\n]|:\s", value) and not _exists(value):
         return _mapping(value, "--config")
     return read_recipe(value)
+
+
+def read_written(value: str) -> dict[Written, Any]:
+    """As `config_argument`, of `Written` keys and values."""
+    is_text = re.search(r"[{\n]|:\s", value) and not _exists(value)
+    return _mapping(value if is_text else read_text(value), "--config" if is_text else value, WrittenLoader)
+
+
+def read_value(text: str) -> Any:
+    """What a text is as the value of a key, of `Written`; a text that is no YAML is itself."""
+    try:
+        value = guarded(lambda checked: yaml.load(checked, Loader=WrittenLoader))(str(text))
+    except yaml.YAMLError:
+        return Written.of(text, text)
+    return value if isinstance(value, dict | list) else Written.of(text, text if value is None else value.reads_as)
+
+
+def plain(written: Any) -> Any:
+    """What a recipe of `Written` keys and values means."""
+    if isinstance(written, Written):
+        return str(written) if written.is_meant else written.reads_as
+    if isinstance(written, dict):
+        return {plain(key): plain(value) for key, value in written.items()}
+    return [plain(each) for each in written] if isinstance(written, list) else written
 
 
 def option_values(arguments: list[str], *names: str) -> list[str]:
@@ -156,15 +219,15 @@ def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
     return load_checked
 
 
-def _mapping(text: str, name: str) -> dict[str, Any]:
+def _mapping(text: str, name: str, loader: type = RecipeLoader) -> dict[str, Any]:
     try:
-        content = guarded(lambda checked: yaml.load(checked, Loader=RecipeLoader))(text)
+        content = guarded(lambda checked: yaml.load(checked, Loader=loader))(text)
     except BrokenRecipe as error:
         raise UserError(f"{name}: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{name}: broken YAML: {_reason(error)}") from error
     if not isinstance(content, dict):
-        kind = {list: "a list", type(None): "nothing"}.get(type(content), "a single value")
+        kind = {list: "a list", type(None): "nothing"}.get(type(plain(content)), "a single value")
         raise UserError(f"{name}: a recipe must be a mapping of keys to values, but this holds {kind}.")
     return content
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, refuse_value
 
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "adamw_8bit", "lion_8bit", "sgd_8bit", "paged_adamw_32bit",
                         "paged_adamw_8bit", "paged_lion_8bit"]
@@ -190,9 +190,14 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
 
 
 def require(holds: bool, key: str, value: object, wanted: str) -> None:
-    """Raise a UserError that names key, value and remedy, unless the condition holds."""
+    """Raise a UserError that names key, value and remedy, unless the condition holds (or keep it: `gathering`)."""
     if not holds:
-        raise UserError(f"{key} is {value}, but must be {wanted}.")
+        refuse_value(f"{key} is {as_yaml_word(value)}, but must be {wanted}.")
+
+
+def as_yaml_word(value: object) -> object:
+    """null, true or false for what YAML calls so; any other value as it is."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 
 def check_set(settings: Any, block: str) -> None:

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.settings import check_set
 from lmmods.data.sources.source import SourceLike
 
@@ -24,9 +24,9 @@ def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | N
     """
     for key, (value, least, *most) in limits.items():
         if value is not None and not value >= least:
-            raise UserError(f"data.{key} is {value}, but must be {least} or more")
+            refuse_value(f"data.{key} is {value}, but must be {least} or more.")
         if value is not None and value > (most[0] if most else MOST):
-            raise UserError(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less")
+            refuse_value(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -170,7 +170,7 @@ class MLMDataFields(TextDataFields):
         if self.packing:
             raise UserError("data.packing is not for masked language modelling; data.join fills rows")
         if not 0 < self.mlm_probability < 1:
-            raise UserError(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1")
+            refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -115,7 +115,7 @@ def test_the_walk_takes_what_the_loader_takes():
 VALUES = [
     ("seed_everything", 2**32, r"seed_everything is 4294967296, but must be a whole number from 0 to 4294967295"),
     ("seed_everything", -1, r"seed_everything is -1"),
-    ("seed_everything", False, r"seed_everything is False"),
+    ("seed_everything", False, r"seed_everything is false"),
     ("seed_everything", float("inf"), r"seed_everything"),
     ("seed_everything", None, r"seed_everything"),
     ("seed_everything", "2024-13-45", r"seed_everything.*2024-13-45"),
@@ -167,7 +167,7 @@ VALUES = [
     ("data__init_args__cache_dir", "a\0b", r"cache"),
     ("data__init_args__batch_size", None, r"data\.batch_size is null, but must be set; without the key it is 1"),
     ("model__init_args__fast_kernels", None, r"model\.fast_kernels is null"),
-    ("model__init_args__optimizer", None, r"model\.optimizer is None, but must be a mapping"),
+    ("model__init_args__optimizer", None, r"model\.optimizer is null, but must be a mapping"),
     ("data__init_args__tokenizer", "x" * 5000, r"tokenizer"),
 ]
 

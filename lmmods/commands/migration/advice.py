@@ -66,6 +66,12 @@ def told(key: str, value: Any = None) -> str | None:
     return f"{key} is no key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
 
 
+def foreign_value(key: str, value: str) -> str:
+    """A sentence that says what a wrong value is here, where another program has it; else nothing."""
+    ours = OURS.get(key.rpartition(".")[2], {}).get(value.lower())
+    return f" Other programs' {value} is {ours} here." if ours else ""
+
+
 def _foreign_value(message: str) -> str | None:
     """The message about a wrong value with what it is here, where another program has it."""
     found = re.search(r'^Parser key "(?:[\w.]+\.)?(\w+)".* value: (\w+)$', message)

@@ -1,0 +1,206 @@
+"""What a command line and its recipes may hold: every key with its type, its default and its sentence.
+
+All of it comes from the declarations, which import no library, and from the functions that commands are.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Union, get_args, get_origin
+
+import docstring_parser
+
+from lmmods.commands import declarations
+from lmmods.core.engines import ENGINES
+from lmmods.core.settings import Generation, LoRA, Optimizer
+from lmmods.core.trainer_fields import JaxTrainerFields
+from lmmods.data.sources.source import Source
+from lmmods.evaluation.mmlu import MMLUEvaluator
+from lmmods.evaluation.samples import SampleWriter
+from lmmods.runs.checkpoint_policy import CheckpointPolicy
+from lmmods.runs.hub_upload import Publisher
+
+REQUIRED = inspect.Parameter.empty
+TRAINERS = {"torch": declarations.TorchTrainerFields, "jax": JaxTrainerFields}
+TASKS = {"model": declarations.TaskModule, "data": declarations.DataModule}
+BLOCKS = (LoRA, Optimizer, Generation, Source, CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher,
+          *TRAINERS.values(), *TASKS.values())
+DEFAULT_SEED = 42
+PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # texts that are nothing but paths
+WORDS = {str: ("a text", "texts"), int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
+         bool: ("true or false", "true or false"), type(None): ("null", "null"), Any: ("any value", "any values")}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a recipe, or an option of a command.
+
+    Args:
+        name: From the top of the recipe, without `init_args`: `model.lora.rank`.
+        type: Its type hint.
+        default: `REQUIRED` where there is none.
+        text: What it is for.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    text: str
+
+
+def keys_of(kind: Callable[..., Any], prefix: str = "") -> dict[str, Key]:
+    """The arguments of a function or of a class's constructor, as keys that stand under `prefix`, by own names."""
+    return {name: Key(f"{prefix}.{name}".removeprefix("."), hint, default, text)
+            for name, (hint, default, text) in _arguments(kind).items()}
+
+
+@functools.cache
+def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
+    made = {each.name: each.default_factory() for each in dataclasses.fields(kind)
+            if each.default_factory is not dataclasses.MISSING} if dataclasses.is_dataclass(kind) else {}
+    texts = _texts(kind)
+    return {name: (each.annotation, made.get(name, each.default), texts.get(name, ""))
+            for name, each in inspect.signature(kind).parameters.items() if name != "self"}
+
+
+def _texts(kind: Callable[..., Any]) -> dict[str, str]:
+    """What the docstrings of a function, or of a class and its bases, say of arguments."""
+    return {each.arg_name: " ".join((each.description or "").split())
+            for base in reversed(kind.__mro__ if inspect.isclass(kind) else [kind])
+            for each in docstring_parser.parse(base.__doc__ or "").params}
+
+
+def recipe_keys(command: str, engine: str) -> dict[str, Key]:
+    """What stands at the top of a recipe and on the command line of a command that an engine performs."""
+    own = keys_of(getattr(declarations.EngineCommands, command))
+    blocks = {"trainer": TRAINERS[engine], "model": TASKS["model"], "data": TASKS["data"],
+              "checkpoint": CheckpointPolicy, "samples": SampleWriter, "mmlu": MMLUEvaluator, "publish": Publisher}
+    return {
+        **own,
+        "seed_everything": Key("seed_everything", bool | int, DEFAULT_SEED,
+                               "Seed of everything that is drawn; true draws the seed itself."),
+        "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
+        # A recipe that says it to fit serves the other commands too.
+        **({} if "overwrite" in own else {"overwrite": Key("overwrite", bool, False, "")}),
+        **{name: Key(name, kind, REQUIRED, _summary(kind)) for name, kind in blocks.items()}}
+
+
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").split("\n\n")[0].strip()
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types that a union is of; of any other type that one."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def block_in(hint: Any) -> type | None:
+    """The class of ours whose fields a mapping may set, where a type has one."""
+    return next((each for each in members(hint) if inspect.isclass(each) and each in BLOCKS), None)
+
+
+def is_left(hint: Any) -> bool:
+    """Whether a type names classes of libraries, whose values only the engine can judge."""
+    return any(is_left(inner) if get_origin(each) is list else inspect.isclass(each) and get_origin(each) is None
+               and each not in BLOCKS and each not in WORDS and each not in (dict, list, timedelta)
+               for each in members(hint) for inner in (get_args(each) or (None,)))
+
+
+def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator[Key]:
+    """All keys, those of blocks behind the block.
+
+    Args:
+        classes: Of model and data: the classes that may be meant.
+    """
+    for key in keys.values():
+        yield key
+        seen: dict[str, Key] = {}
+        kind = block_in(key.type)
+        for each in classes.get(key.name, (kind,) if kind else ()):
+            seen |= {name: inner for name, inner in keys_of(each, key.name).items() if name not in seen}
+        yield from walk(seen, {})
+
+
+def task_classes(block: str) -> tuple[type, ...]:
+    """The declared classes of `model` or `data`."""
+    return tuple(getattr(declarations, name) for name in declarations.TASKS[block])
+
+
+def nearest(name: str, names: list[str]) -> str | None:
+    """The key that someone meant who wrote one that is none; None where none is near."""
+    parent, _, leaf = name.rpartition(".")
+    siblings = {each.rpartition(".")[2]: each for each in names if each.rpartition(".")[0] == parent}
+    begun = sorted((each for each in siblings if len(leaf) > 1 and each.startswith(leaf)), key=len)
+    if near := begun[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):
+        return siblings[near[0]]
+    block = name.partition(".")[0]
+    for candidates in ([each for each in names if each.partition(".")[0] == block], names):
+        elsewhere = {}
+        for each in candidates:
+            elsewhere.setdefault(each.rpartition(".")[2], each)
+        if leaf in elsewhere:
+            return elsewhere[leaf]
+        if near := difflib.get_close_matches(name, candidates, 1, 0.8):
+            return near[0]
+        if near := difflib.get_close_matches(leaf, elsewhere, 1, 0.75):
+            return elsewhere[near[0]]
+    return None
+
+
+def in_words(hint: Any, name: str = "") -> str:
+    """A type as one says it: `a whole number or null`, `one of nf4, fp4, int8, or null`.
+
+    Args:
+        name: Of the key whose type it is.
+    """
+    listed, parts, has_null = [], [], False
+    for each in members(hint):
+        if get_origin(each) is Literal:
+            listed += map(str, get_args(each))
+        elif each is type(None):
+            has_null = True
+        elif each is bool:
+            listed += ["true", "false"]
+        elif not (each is int and float in members(hint) or each is timedelta and str in members(hint)):
+            parts.append(_phrase(each, name))
+    parts = list(dict.fromkeys(parts))
+    if len(listed) > 2 and not parts:
+        return f"one of {', '.join(listed)}" + (", or null" if has_null else "")
+    if has_null and any(" or " in each for each in parts):
+        return f"{_joined([*listed, *parts])}, or null"
+    return _joined([*listed, *parts, *(["null"] if has_null else [])])
+
+
+def listed_in(hint: Any) -> list[str]:
+    """The values that a type lists one by one."""
+    return [str(value) for each in members(hint) if get_origin(each) is Literal for value in get_args(each)]
+
+
+def _joined(parts: list[str]) -> str:
+    return f"{', '.join(parts[:-1])} or {parts[-1]}" if len(parts) > 1 else parts[0]
+
+
+def _phrase(hint: Any, name: str) -> str:
+    if get_origin(hint) is list:
+        return f"a list of {_plural(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        inner = get_args(hint)[1]
+        return "a mapping" if inner is Any else f"a mapping of names to {_plural(inner)}"
+    if block_in(hint):
+        return "a mapping of its keys"
+    if hint is str and name.rpartition(".")[2] in PATHS:
+        return "a path"
+    return WORDS[hint][0] if hint in WORDS else "a duration" if hint is timedelta else "a class"
+
+
+def _plural(hint: Any) -> str:
+    if len(members(hint)) > 1:
+        parts = [_plural(each) for each in members(hint)
+                 if each is not type(None) and (each is not int or float not in members(hint))]
+        return _joined(list(dict.fromkeys(parts)))
+    return WORDS[hint][1] if hint in WORDS else "mappings" if block_in(hint) else "classes"

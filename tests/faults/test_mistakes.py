@@ -1,0 +1,318 @@
+"""What is wrong with a recipe and a command line is told at once: where, which key, what it must be, what was meant."""
+
+import contextlib
+import io
+import random
+
+import pytest
+import yaml
+
+from lmmods.cli import main
+from lmmods.commands.early_check import EarlyCommandLine
+from lmmods.commands.keys import recipe_keys, task_classes, walk
+from lmmods.commands.mistakes import find_mistakes
+from lmmods.core.errors import UserError
+from tests.faults.test_mutations import OFFLINE, STRANGE, mutate
+
+BASE = """
+trainer: {max_steps: 3, default_root_dir: run}
+model:
+  class_path: SFT
+  init_args:
+    pretrained: gpt2
+    lora: {rank: 8}
+data:
+  class_path: SFTData
+  init_args: {source: rows.jsonl}
+"""
+# What a recipe of one line, laid over BASE, is told behind its name and line.
+IN_FILES = {
+    "trainer: {max_step: 3}":
+        "trainer.max_step is no key. Did you mean trainer.max_steps?",
+    "trainer: {max_steps: many}":
+        "trainer.max_steps is many, but must be a whole number.",
+    "trainer.max_stepz: 3":
+        "trainer.max_stepz is no key. Did you mean trainer.max_steps?",
+    "trainr: {max_steps: 3}":
+        "trainr is no key. Did you mean trainer?",
+    "max_steps: 3":
+        "max_steps is no key. Here: trainer.max_steps (a fraction of epochs too).",
+    "trainer: {max_steps: 3.5}":
+        "trainer.max_steps is 3.5, but must be a whole number.",
+    "trainer: {max_epochs: ten}":
+        "trainer.max_epochs is ten, but must be a number or null.",
+    "trainer: {enable_checkpointing: 1}":
+        "trainer.enable_checkpointing is 1, but must be true or false.",
+    "trainer: {precision: half}":
+        "trainer.precision is half, but must be one of auto, 32-true, bf16-true, bf16-mixed, 16-mixed.",
+    "trainer: {precision: fp16}":
+        "trainer.precision is fp16, but must be one of auto, 32-true, bf16-true, bf16-mixed, 16-mixed. Other "
+        "programs' fp16 is 16-mixed here.",
+    "trainer: {accumulate_grad_batches: 0}":
+        "trainer.accumulate_grad_batches is 0, but must be 1 or more.",
+    "trainer: {devices: 0}":
+        "trainer.devices is 0, but must be auto or a number from 1, or on GPUs a list of their indices.",
+    "trainer: {val_check_interval: 1.5}":
+        "trainer.val_check_interval is 1.5, but must be a share of an epoch up to 1.0, or a whole number of "
+        "micro-batches from 1.",
+    "trainer: {max_time: [8]}":
+        "trainer.max_time is [8], but must be a text, a mapping of names to whole numbers or null.",
+    "trainer: {callbacks: [{class_path: EarlyStoping}]}":
+        "trainer.callbacks is EarlyStoping, but must be EarlyStopping, LearningRateMonitor, ModelSummary, "
+        "RichModelSummary or the import path of a class. Did you mean EarlyStopping?",
+    "trainer: [1, 2]":
+        "trainer is [1, 2], but must be a mapping of its keys.",
+    "seed_everything: soon":
+        "seed_everything is soon, but must be true, false or a whole number.",
+    "seed_everything: no":
+        "seed_everything is false, but must be a whole number from 0 to 4294967295, or true to draw one.",
+    "engin: jax":
+        "engin is no key. Did you mean engine?",
+    "model: {init_args: {lora: {rnk: 8}}}":
+        "model.lora.rnk is no key. Did you mean model.lora.rank?",
+    "model: {lora: {rank: many}}":
+        "model.lora.rank is many, but must be a whole number.",
+    "model.lora.rank: 0":
+        "model.lora.rank is 0, but must be 1 or more.",
+    "model: {init_args: {lora: 8}}":
+        "model.lora is 8, but must be a mapping of its keys or null.",
+    "model: {init_args: {optimizer: {lr: fast}}}":
+        "model.optimizer.lr is fast, but must be a number.",
+    "model: {init_args: {optimizer: {lr: -1}}}":
+        "model.optimizer.lr is -1, but must be zero or more.",
+    "model: {init_args: {optimizer: {name: adamm}}}":
+        "model.optimizer.name is adamm, but must be one of adamw, adafactor, sgd, lion, adamw_8bit, "
+        "lion_8bit, sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw?",
+    "model: {init_args: {optimizer: {betas: [0.9, high]}}}":
+        "model.optimizer.betas is [0.9, high], but must be a list of numbers.",
+    "model: {init_args: {optimizer: null}}":
+        "model.optimizer is null, but must be a mapping of its keys.",
+    "model: {init_args: {optimizer: {schedule: null}}}":
+        "model.optimizer.schedule is null, but must be set; without the key it is constant.",
+    "model: {init_args: {quantize: 4bit}}":
+        "model.quantize is 4bit, but must be one of nf4, fp4, int8, or null. Other programs' 4bit is nf4 "
+        "here.",
+    "model: {init_args: {beta: 0.1}}":
+        "model.beta is no key of SFT: Preference has it.",
+    "model: {init_args: {rank: 8}}":
+        "model.rank is no key. Here: model.lora.rank (PEFT's LoraConfig).",
+    "model: {init_args: {pretrained: [gpt2]}}":
+        "model.pretrained is [gpt2], but must be a text or null.",
+    "model: {init_args: {gradient_checkpointing: some}}":
+        "model.gradient_checkpointing is some, but must be one of true, false, minimal.",
+    "model: {init_args: {generation: {top_k: x}}}":
+        "model.generation.top_k is x, but must be a whole number.",
+    "model: {init_args: {fast_kernels: null}}":
+        "model.fast_kernels is null, but must be set; without the key it is true.",
+    "model: {class_path: STF}":
+        "model is STF, but must be CLM, MLM, Preference, QA, SFT or the import path of a class. Did you mean "
+        "SFT?",
+    "data: {init_args: {batch_size: many}}":
+        "data.batch_size is many, but must be a whole number.",
+    "data: {init_args: {batch_size: 0}}":
+        "data.batch_size is 0, but must be 1 or more.",
+    "data: {init_args: {sorce: x}}":
+        "data.sorce is no key. Did you mean data.source?",
+    "data: {init_args: {source: {path: x, limit: many}}}":
+        "data.source.limit is many, but must be a whole number or null.",
+    "data: {init_args: {source: {pth: x}}}":
+        "data.source.pth is no key. Did you mean data.source.path?",
+    "data: {init_args: {source: [{path: x, weigt: 2}]}}":
+        "data.source.weigt is no key. Did you mean data.source.weight?",
+    "data: {init_args: {columns: [a]}}":
+        "data.columns is [a], but must be a mapping of names to texts or null.",
+    "data: {init_args: {reasoning: no}}":
+        "data.reasoning is no, but must be keep or drop.",
+    "data: {init_args: {add_tokens: <x>}}":
+        "data.add_tokens is <x>, but must be a list of texts or null.",
+    "data: {init_args: {tokenizer_options: {do_lower_case: perhaps}}}":
+        "data.tokenizer_options is {do_lower_case: perhaps}, but must be a mapping of names to true or false,"
+        " or null.",
+    "data: {init_args: {chat_template_kwargs: {a: [1]}}}":
+        "data.chat_template_kwargs is {a: [1]}, but must be a mapping of names to true or false, numbers or "
+        "texts, or null.",
+    "checkpoint: {keep: 3}":
+        "checkpoint.keep is no key. Did you mean checkpoint.keep_last?",
+    "checkpoint: {mode: less}":
+        "checkpoint.mode is less, but must be min or max.",
+    "checkpoint: {every_n_steps: 0}":
+        "checkpoint.every_n_steps is 0, but must be 1 or more.",
+    "samples: {prompts: Hello}":
+        "samples.prompts is Hello, but must be a list of texts or null.",
+    "mmlu: {limit: few}":
+        "mmlu.limit is few, but must be a whole number or null.",
+    "publish: {when: never}":
+        "publish.when is never, but must be end or save.",
+    "publish: text":
+        "publish is text, but must be a mapping of its keys.",
+}
+# The same of options, which stand for themselves where the mistake is about their own key.
+ON_THE_COMMAND_LINE = {
+    "--trainer.max_step 3": "--trainer.max_step is no key. Did you mean trainer.max_steps?",
+    "--trainer.max_steps many": "--trainer.max_steps is many, but must be a whole number.",
+    "--trainer.max_steps=": "--trainer.max_steps is empty, but must be a whole number.",
+    "--trainer.max_steps": "--trainer.max_steps has no value: --trainer.max_steps VALUE.",
+    "--trainer.max_steps -5": "--trainer.max_steps is -5, but must be -1 or more.",
+    "--model.lora.rnk 8": "--model.lora.rnk is no key. Did you mean model.lora.rank?",
+    "--model.init_args.lora.rank 0": "--model.lora.rank is 0, but must be 1 or more.",
+    "--model.lora {rnk:\t8}": "--model.lora: model.lora.rnk is no key. Did you mean model.lora.rank?",
+    "--model.lo.rank 8": "--model.lo.rank: model.lo is no key. Did you mean model.lora?",
+    "--model.optimizer.name adamm_8bit":
+        "--model.optimizer.name is adamm_8bit, but must be one of adamw, adafactor, sgd, lion, adamw_8bit, lion_8bit, "
+        "sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw_8bit?",
+    "--model.revision [a]": "--model.revision is [a], but must be a text or null.",
+    "--data.add_tokens a": "--data.add_tokens is a, but must be a list of texts or null.",
+    "--mod CLM": "--mod is no key. Did you mean model?",
+    "--stop 3": "--stop is no key. Did you mean stop_at?",
+    "--stop_at soon": "--stop_at is soon, but must be a whole number or null.",
+    "--overwrite maybe": "--overwrite is maybe, but must be true or false.",
+    "--learning_rate 3": "--learning_rate is no key. Here: model.optimizer.lr (biases and norms do not decay).",
+    "--nonsense 3": "--nonsense is no key.",
+    "stray": "stray is no option: options begin with --, as in --trainer.max_steps 3.",
+}
+PARSER = ("Parser key", "Option '", "typing", "Literal", "Union", "subclass", "NoneType", "Namespace", "Expected")
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch, capsys):
+    """A function that gives what `fit` says of BASE with further recipes and options, which must be status 2."""
+    def told(*recipes: str, options: tuple[str, ...] = (), base: str = BASE, command: str = "fit") -> str:
+        words = []
+        for name, text in (("base.yaml", base), *((f"mine{n or ''}.yaml", text) for n, text in enumerate(recipes))):
+            (tmp_path / name).write_text(text)
+            words += ["--config", name]
+        assert main([command, *words, *options]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and not any(word in said for word in PARSER)
+        return said.removeprefix("error: ").rstrip("\n")
+
+    monkeypatch.chdir(tmp_path)
+    return told
+
+
+@pytest.mark.parametrize("recipe", IN_FILES)
+def test_a_mistake_in_a_recipe(told, recipe):
+    assert told(recipe + "\n") == f"mine.yaml:1: {IN_FILES[recipe]}"
+
+
+@pytest.mark.parametrize("words", ON_THE_COMMAND_LINE)
+def test_a_mistake_on_the_command_line(told, words):
+    assert told(options=tuple(words.split(" "))) == ON_THE_COMMAND_LINE[words]
+
+
+def test_all_are_told_at_once(told):
+    """Unknown, of the wrong type and out of range, in every block, over two files and three options."""
+    assert told("""
+trainer:
+  max_stepz: 9
+  accumulate_grad_batches: 0
+  precision: half
+model:
+  init_args:
+    lora: {rnk: 8, dropout: 2}
+    optimizer:
+      lr: fast
+      eps: 0
+""", "data: {init_args: {batch_size: 0, packin: true}}\nsamples: {every_n_steps: 0}\n", options=(
+        "--trainer.max_step", "3", "--checkpoint.keep_last=0", "--data.max_length", "long")) == """13 mistakes:
+  mine.yaml:3: trainer.max_stepz is no key. Did you mean trainer.max_steps?
+  mine.yaml:5: trainer.precision is half, but must be one of auto, 32-true, bf16-true, bf16-mixed, 16-mixed.
+  mine.yaml:8: model.lora.rnk is no key. Did you mean model.lora.rank?
+  mine.yaml:10: model.optimizer.lr is fast, but must be a number.
+  mine1.yaml:1: data.packin is no key. Did you mean data.packing?
+  --trainer.max_step is no key. Did you mean trainer.max_steps?
+  --data.max_length is long, but must be a whole number or null.
+  mine.yaml:8: model.lora.dropout is 2, but must be from 0 up to but not including 1.
+  mine.yaml:11: model.optimizer.eps is 0, but must be more than 0.
+  mine1.yaml:1: data.batch_size is 0, but must be 1 or more.
+  --checkpoint.keep_last is 0, but must be 1 or more.
+  mine1.yaml:2: samples.every_n_steps is 0, but must be 1 or more.
+  mine.yaml:4: trainer.accumulate_grad_batches is 0, but must be 1 or more."""
+
+
+def test_what_is_missing(told):
+    assert told(base="trainer: {max_epochs: 1}\n") == """2 mistakes:
+  model is missing: name its class, as in --model SFT (CLM, MLM, Preference, QA, SFT).
+  data is missing: name its class, as in --data SFTData (CLMData, MLMData, PreferenceData, QAData, SFTData)."""
+    assert told(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
+  model.pretrained and model.config: set one of them, a model to start from or a configuration to start from random \
+weights.
+  data.source is missing: it must be a text, a mapping of its keys or a list of texts or mappings.
+  trainer.max_steps or trainer.max_epochs is missing: say how long to train."""
+    assert told(command="plan") == "on is missing: it must be a text."
+
+
+def test_what_a_mistake_entails_is_not_told(told):
+    """A key that is misspelt is not missing, and what goes by a value that is wrong is not judged."""
+    base = BASE.replace("pretrained", "pretrianed").replace("source", "sorce").replace("max_steps", "max_stepz")
+    assert [line.split(" is ")[0].split(": ")[-1] for line in told(base=base).splitlines()[1:]] == [
+        "trainer.max_stepz", "model.pretrianed", "data.sorce"]
+    assert told("model: {init_args: {generation: {do_sample: yep, temperature: 0.5}}}") == (
+        "mine.yaml:1: model.generation.do_sample is yep, but must be true or false.")
+
+
+def test_each_layer_is_held_to_the_class_that_counts_in_the_end(told):
+    assert told(options=("--model.beta", "2", "--model", "Preference")) == (
+        "model.class_path is Preference, which trains on PreferenceData, but data.class_path is SFTData: set it to "
+        "PreferenceData, or model.class_path to SFT.")
+    assert told(options=("--model.beta", "2")) == "--model.beta is no key of SFT: Preference has it."
+
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_text_is_what_is_written(recipe, tmp_path, capsys, engine):
+    """Whatever YAML would make of it: numbers, truth values, times of day."""
+    (tmp_path / "mine.yaml").write_text(f"""
+model: {{init_args: {{revision: 12345e67, attention: no, pretrained: 007}}}}
+data: {{template: off, add_tokens: [yes, 1_000, 1e5], columns: {{1: 2}}, source: {{path: 1.50, split: 1:30}}}}
+checkpoint: {{monitor: 3}}
+trainer: {{default_root_dir: {tmp_path}/run}}
+""")
+    words = ["fit", "--engine", engine, *recipe(), "--config", str(tmp_path / "mine.yaml"),
+             "--samples.prompts", "[no, 12]", "--data.system_prompt", "on"]
+    assert main([*words, "--print_config"]) == 0
+    read = yaml.safe_load(capsys.readouterr().out)
+    model, data = read["model"]["init_args"], read["data"]["init_args"]
+    assert (model["revision"], model["attention"], model["pretrained"]) == ("12345e67", "no", "007")
+    assert (data["template"], data["add_tokens"], data["columns"]) == ("off", ["yes", "1_000", "1e5"], {"1": "2"})
+    source = data["source"].get("init_args", data["source"])
+    assert (source["path"], source["split"], data["system_prompt"]) == ("1.50", "1:30", "on")
+    assert (read["checkpoint"]["monitor"], read["samples"]["prompts"]) == ("3", ["no", "12"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_what_the_parser_refuses_is_refused_first_and_nothing_else(engine, tmp_path):
+    """Shipped recipes with a key changed, added, moved or missing, and an option: both verdicts are the same."""
+    chance, parser = random.Random(engine), EarlyCommandLine(engine, ["fit"])
+    classes = {block: task_classes(block) for block in ("model", "data")}
+    names = [key.name for key in walk(recipe_keys("fit", engine), classes)]
+    refused = 0
+    for _ in range(40):
+        tree = yaml.safe_load(chance.choice(OFFLINE).read_text()) | {"engine": engine}
+        paths = [(name.split(".")[0], *["init_args"] * name.startswith(("model.", "data.")), *name.split(".")[1:])
+                 for name in names]
+        tree, what = mutate(tree, paths, chance)
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree, allow_unicode=True))
+        words = ["fit", "--config", str(tmp_path / "recipe.yaml")]
+        if chance.random() < 0.3:
+            value = yaml.safe_dump(chance.choice(STRANGE), default_flow_style=True, width=10**6)
+            words.append(f"--{chance.choice(names)}={value.strip().removesuffix('...').strip()}")
+        mine, theirs = verdict(find_mistakes, words, engine), verdict(parser.judge, words)
+        assert mine or not theirs, (what, words[3:], theirs)
+        # An empty mapping under a key that is none, and a block without its class, are left to the engine by the other.
+        assert theirs or not mine or " is no key" in mine or " is missing" in mine, (what, words[3:], mine)
+        refused += bool(mine)
+    assert 10 < refused < 40
+
+
+def verdict(judge, *args) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            judge(*args)
+        except UserError as error:
+            return str(error)
+        except SystemExit:
+            return said.getvalue()
+    return ""
