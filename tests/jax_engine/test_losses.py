@@ -16,6 +16,7 @@ from jax_engine.distributed.loss import IGNORED, span_loss, token_log_probs, tok
 from jax_engine.distributed.mesh import ShardedMesh
 from lmmods.torch_engine.nn import loss as torch_loss
 from lmmods.torch_engine.tasks import qa
+from tests.closeness import Float64, assert_as_close
 
 B, T, D, V = 8, 9, 12, 50
 
@@ -34,14 +35,17 @@ def ours(hidden, targets, params, count=True, vocab_size=V, plain=False, weights
 
 
 def theirs(hidden, targets, params):
-    hidden, weight, bias = (torch.tensor(x, requires_grad=True) for x in (hidden, params["weight"], params["bias"]))
+    hidden, weight, bias = (torch.tensor(x, dtype=torch.float32, requires_grad=True)
+                            for x in (hidden, params["weight"], params["bias"]))
     sums = torch_loss.token_loss(hidden, torch.tensor(targets), lambda h: h @ weight.T + bias, [weight, bias], V, True)
     sums.total.backward()
-    return sums, hidden.grad.numpy(), {"weight": weight.grad.numpy(), "bias": bias.grad.numpy()}
+    return sums, (hidden.grad, {"weight": weight.grad, "bias": bias.grad})
 
 
-def close(actual, wanted, tolerance=1e-6):
-    return np.abs(np.asarray(actual) - np.asarray(wanted)).max() <= tolerance * max(np.abs(wanted).max(), 1)
+def as_close(found, wanted):
+    """Sums of the same numbers in another order, of which neither is nearer to the truth."""
+    for pair in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert_as_close(*pair, pair[1], magnitude=1)
 
 
 @pytest.fixture
@@ -55,15 +59,18 @@ def test_token_loss_equals_torchs(labelled, form, monkeypatch):
     if form == "chunks":
         monkeypatch.setattr(lines, "CHUNK_BYTES", 4 * V * 5)
     hidden, targets, params = draw(labelled)
-    wanted, wanted_hidden, wanted_params = theirs(hidden, targets, params)
+    wanted, wanted_gradients = theirs(hidden, targets, params)
+    with Float64():
+        exact, exact_gradients = theirs(hidden, targets, params)
     mine = partial(ours, plain=form == "plain")
     differentiate = jax.jit(jax.value_and_grad(mine, argnums=(0, 2), has_aux=True))
-    (total, sums), (by_hidden, by_params) = differentiate(hidden, targets, params)
-    assert close(total, wanted.total.item()) and close(by_hidden, wanted_hidden)
-    assert all(close(by_params[name], wanted_params[name]) for name in by_params)
+    (total, sums), gradients = differentiate(hidden, targets, params)
+    assert_as_close(total, wanted.total, exact.total)
+    assert_as_close(gradients, wanted_gradients, exact_gradients)
     assert (sums.weight, sums.correct) == (wanted.weight.item(), wanted.correct.item())
     without_gradient = jax.jit(mine)(hidden, targets, params)[1]
-    assert close(without_gradient.total, wanted.total.item()) and without_gradient.correct == sums.correct
+    assert_as_close(without_gradient.total, wanted.total, exact.total)
+    assert without_gradient.correct == sums.correct
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -79,17 +86,15 @@ def test_positions_count_by_their_weight(plain, small_chunks):
     mine = jax.value_and_grad(partial(ours, plain=plain, weights=weights), argnums=(0, 2), has_aux=True)
     (total, sums), gradients = mine(hidden, targets, params)
     wanted, wanted_gradients = jax.value_and_grad(full, argnums=(0, 1))(hidden, params)
-    assert close(total, wanted) and close(sums.weight, weights[targets != IGNORED].sum())
     hits = (hidden @ params["weight"].T + params["bias"]).argmax(-1) == targets
-    assert close(sums.correct, weights[hits].sum())
-    for found, expected in zip(*(jax.tree.leaves(tree) for tree in (gradients, wanted_gradients)), strict=True):
-        assert close(found, expected, 3e-6)
+    as_close((total, sums.weight, sums.correct), (wanted, weights[targets != IGNORED].sum(), weights[hits].sum()))
+    as_close(gradients, wanted_gradients)
 
 
 def test_cotangent_scales_the_gradient(small_chunks):
     hidden, targets, params = draw(0.4)
     once = jax.grad(lambda h: ours(h, targets, params)[0])(hidden)
-    assert close(jax.grad(lambda h: -3 * ours(h, targets, params)[0])(hidden), -3 * once)
+    as_close(jax.grad(lambda h: -3 * ours(h, targets, params)[0])(hidden), -3 * once)
 
 
 def test_any_head_is_differentiated(small_chunks):
@@ -108,8 +113,7 @@ def test_any_head_is_differentiated(small_chunks):
         picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         return -jnp.where(targets == IGNORED, 0, picked).sum()
 
-    for actual, wanted in zip(*(jax.tree.leaves(jax.grad(f)(params)) for f in (chunked, full)), strict=True):
-        assert close(actual, wanted, 3e-6)
+    as_close(*(jax.grad(f)(params) for f in (chunked, full)))
 
 
 def test_one_compile_for_any_number_of_labels(small_chunks):
@@ -161,8 +165,8 @@ def test_same_on_a_mesh(small_chunks):
              "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))})
     with jax.set_mesh(mesh):
         (total, sums), found = jax.jit(jax.value_and_grad(ours, argnums=(0, 2), has_aux=True))(*args)
-    assert close(total, wanted_total) and sums.weight == (targets != IGNORED).sum()
-    assert all(close(*pair, 3e-6) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+    as_close((total, found), (wanted_total, wanted))
+    assert sums.weight == (targets != IGNORED).sum()
 
 
 def squashed(targets, plain=False, dense=False):
@@ -188,7 +192,7 @@ def test_log_probs_of_tokens_equal_those_of_all_logits(labelled, plain, small_ch
     hidden, targets, params = draw(labelled)
     both = [jax.jit(jax.value_and_grad(squashed(targets, plain, dense), argnums=(0, 1), has_aux=True))(hidden, params)
             for dense in (False, True)]
-    assert all(close(*pair) for pair in zip(*map(jax.tree.leaves, both), strict=True))
+    as_close(*both)
 
 
 def test_log_probs_on_a_mesh(small_chunks):
@@ -201,7 +205,7 @@ def test_log_probs_on_a_mesh(small_chunks):
     with jax.set_mesh(mesh):
         found = jax.jit(jax.value_and_grad(squashed(jax.device_put(targets, rows)), argnums=(0, 1), has_aux=True))(
             jax.device_put(hidden, rows), placed)
-    assert all(close(*pair) for pair in zip(*map(jax.tree.leaves, (found, wanted)), strict=True))
+    as_close(found, wanted)
 
 
 def test_log_probs_under_a_frozen_head_cost_no_gradient_of_it():
@@ -223,9 +227,16 @@ def test_span_loss_equals_torchs(added):
     batch = {"start_positions": np.array([0, 3, IGNORED, 6, 2]), "end_positions": np.array([1, 3, IGNORED, 6, 5]),
              "attention_mask": np.ones((5, 7), np.int64)}
     batch["attention_mask"][4, 6:] = 0
-    tensor = torch.tensor(logits, requires_grad=True)
-    wanted = qa.span_loss(tensor[..., 0], tensor[..., 1], {name: torch.tensor(x) for name, x in batch.items()})
-    wanted.total.backward()
+
+    def of_torch():
+        tensor = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
+        sums = qa.span_loss(tensor[..., 0], tensor[..., 1], {name: torch.tensor(x) for name, x in batch.items()})
+        sums.total.backward()
+        return sums, tensor.grad
+
+    wanted, wanted_gradient = of_torch()
+    with Float64():
+        exact, exact_gradient = of_torch()
     padded = np.pad(logits, ((0, 0), (0, added), (0, 0)), constant_values=9.0)
     batch["attention_mask"] = np.pad(batch["attention_mask"], ((0, 0), (0, added)))
 
@@ -234,5 +245,6 @@ def test_span_loss_equals_torchs(added):
         return sums.total, sums.weight
 
     (value, weight), gradient = jax.value_and_grad(total, has_aux=True)(padded)
-    assert close(value, wanted.total.item()) and weight == wanted.weight.item() == 4
-    assert close(gradient[:, :7], tensor.grad.numpy()) and not gradient[:, 7:].any()
+    assert_as_close(value, wanted.total, exact.total)
+    assert_as_close(gradient[:, :7], wanted_gradient, exact_gradient)
+    assert weight == wanted.weight.item() == 4 and not gradient[:, 7:].any()

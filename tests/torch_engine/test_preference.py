@@ -23,6 +23,7 @@ from lmmods.torch_engine.nn.loss import token_logps
 from lmmods.torch_engine.nn.micro_batching import split_rows
 from lmmods.torch_engine.nn.reference import Reference
 from lmmods.torch_engine.tasks.preference import Preference
+from tests.closeness import Float64, assert_as_close, in_both
 from tests.runs import assert_same_run, rows
 
 ALONE = SimpleNamespace(  # what a step asks of a trainer
@@ -102,13 +103,17 @@ def test_chunked_log_probabilities_and_their_gradients(kind, monkeypatch):
         def __call__(self, x):
             return 3 * torch.tanh(layer(x) / 3) if kind != "matrix" else layer(x)
 
-    wanted = F.log_softmax(Head()(hidden), -1)[torch.arange(23), targets]
-    wanted_grads = torch.autograd.grad((wanted * coefficients).sum(), [hidden, layer.weight])
+    def whole(layer):
+        x = hidden.detach().to(layer.weight.dtype).requires_grad_()
+        logits = layer(x) if kind == "matrix" else 3 * torch.tanh(layer(x) / 3)
+        logps = F.log_softmax(logits, -1)[torch.arange(23), targets]
+        return logps, torch.autograd.grad((logps * coefficients).sum(), [x, layer.weight])
+
+    (wanted, wanted_grads), (exact, exact_grads) = in_both(whole, layer)
     found = token_logps(hidden, targets, Head(), [layer.weight], 40, kind == "plain")
-    torch.testing.assert_close(found, wanted)
-    for grad, other in zip(torch.autograd.grad((found * coefficients).sum(), [hidden, layer.weight]), wanted_grads,
-                           strict=True):
-        torch.testing.assert_close(grad, other)
+    assert_as_close(found, wanted, exact)
+    assert_as_close(torch.autograd.grad((found * coefficients).sum(), [hidden, layer.weight]), wanted_grads,
+                    exact_grads)
 
 
 def test_rows_get_the_sum_of_their_labelled_tokens(llama_folder, pairs):
@@ -116,10 +121,14 @@ def test_rows_get_the_sum_of_their_labelled_tokens(llama_folder, pairs):
     task.eval()
     flat = {name: values.flatten(0, 1) for name, values in batch.items()}
     logps, lengths = causal_logps(task.model, task.head, flat)
-    logits = task.model(input_ids=flat["input_ids"], attention_mask=flat["attention_mask"]).logits[:, :-1]
     labels = flat["labels"][:, 1:]
-    each = F.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * (labels >= 0)
-    torch.testing.assert_close(logps, each.sum(1))
+
+    def whole(model):
+        logits = model(input_ids=flat["input_ids"], attention_mask=flat["attention_mask"]).logits[:, :-1]
+        each = F.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * (labels >= 0)
+        return each.sum(1)
+
+    assert_as_close(logps, *in_both(whole, task.model))
     assert lengths.tolist() == (labels >= 0).sum(1).tolist()
 
 
@@ -222,31 +231,36 @@ def batch_of(answers) -> dict[str, torch.Tensor]:
     return batch
 
 
-def trl_gradient(trainer_class, config_class, folder, task, rows, tmp_path, **options) -> dict[str, torch.Tensor]:
-    """TRL's gradient over rows, one a micro-batch, from the weights of a task."""
+def trl_gradient(trainer_class, config_class, folder, task, rows, tmp_path, **options) -> list[dict]:
+    """TRL's gradient over rows, one a micro-batch, from the weights of a task; and the same in float64."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
-    found = {}
+    found = []
 
     class Probe(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            found.update({f"model.{name}": param.grad.clone() for name, param in model.named_parameters()
+            found.append({f"model.{name}": param.grad.clone() for name, param in model.named_parameters()
                           if param.grad is not None})
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.load_state_dict(task.model.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = config_class(**{
         "output_dir": str(tmp_path / "trl"), "per_device_train_batch_size": 1, "report_to": [], "max_steps": 1,
         "gradient_accumulation_steps": len(rows), "max_grad_norm": 0.0, "use_cpu": True, "bf16": False,
         "gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", **options})
-    reference = {"ref_model": AutoModelForCausalLM.from_pretrained(folder)} if task.reference_kind else {}
     # Their rows are tokens already, the same as ours.
     tokenised = type("Tokenised", (trainer_class,), {"_prepare_dataset": lambda self, dataset, *_: dataset})
-    tokenised(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-                  callbacks=[Probe()], **reference).train()
+
+    def train(dtype: torch.dtype) -> None:
+        model, reference = (AutoModelForCausalLM.from_pretrained(folder).to(dtype) for _ in range(2))
+        model.load_state_dict(task.model.state_dict())
+        tokenised(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+                  callbacks=[Probe()], **({"ref_model": reference} if task.reference_kind else {})).train()
+
+    train(torch.float32)
+    with Float64():
+        train(torch.float64)
     return found
 
 
@@ -268,9 +282,9 @@ def test_dpo_is_that_of_trl(loss, oracle, plain_llama, tmp_path):
 
     smoothing = 0.1 if loss in ("robust", "exo_pair") else 0.0  # for others TRL has none
     task, rows = oracle(loss=loss, label_smoothing=smoothing)
-    wanted = trl_gradient(DPOTrainer, DPOConfig, plain_llama, task, rows, tmp_path, loss_type=loss,
+    of_trl = trl_gradient(DPOTrainer, DPOConfig, plain_llama, task, rows, tmp_path, loss_type=loss,
                           label_smoothing=smoothing, max_length=None)
-    assert relative_error(gradients(task, [batch_of(rows)])[1], wanted) < 1e-5
+    assert_as_close(gradients(task, [batch_of(rows)])[1], *of_trl)
 
 
 @pytest.mark.parametrize("loss", ["simpo", "cpo", "orpo"])
@@ -302,8 +316,8 @@ def test_losses_without_a_reference_are_those_of_trl(loss, oracle, plain_llama, 
             return made
 
     named = [{"prompt": "a", "chosen": "b", "rejected": "c", **row} for row in rows]
-    wanted = trl_gradient(Tokenised, Config, plain_llama, task, named, tmp_path, **options)
-    assert relative_error(gradients(task, [batch_of(rows)])[1], wanted) < 1e-5
+    of_trl = trl_gradient(Tokenised, Config, plain_llama, task, named, tmp_path, **options)
+    assert_as_close(gradients(task, [batch_of(rows)])[1], *of_trl)
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -316,7 +330,7 @@ def test_single_answers_are_those_of_trl(loss, oracle, plain_llama, tmp_path):
             for row in pairs for name in ("chosen_ids", "rejected_ids")]
     lent = [{**row, "KL_completion_ids": other["completion_ids"]} for row, other in zip(rows, rows[2:] + rows[:2],
                                                                                         strict=True)]
-    wanted = trl_gradient(KTOTrainer, KTOConfig, plain_llama, task, lent, tmp_path, loss_type=loss,
+    of_trl = trl_gradient(KTOTrainer, KTOConfig, plain_llama, task, lent, tmp_path, loss_type=loss,
                           desirable_weight=1.5, max_length=None, per_device_train_batch_size=len(rows),
                           gradient_accumulation_steps=1)
     batch = batch_of([{"prompt_ids": row["prompt_ids"], "chosen_ids": row["completion_ids"],
@@ -324,7 +338,7 @@ def test_single_answers_are_those_of_trl(loss, oracle, plain_llama, tmp_path):
     batch["desirable"] = torch.tensor([1, 0] * len(pairs))
     if loss != "kto":
         batch = {name: values[:, :1] if values.ndim > 1 else values for name, values in batch.items()}
-    assert relative_error(gradients(task, [batch])[1], wanted) < 1e-5
+    assert_as_close(gradients(task, [batch])[1], *of_trl)
     assert loss != "kto" or task._baseline > 0
 
 
