@@ -17,15 +17,20 @@ from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.progress import read_progress
+from lmmods.runs.progress import Cut, read_progress
 from lmmods.runs.wandb import log_checkpoint
 
 
 class Checkpointer:
-    """Restores and saves all that a run needs to go on exactly."""
+    """Restores and saves all that a run needs to go on exactly.
 
-    def __init__(self, run: Training, policy: CheckpointPolicy, callbacks: list[EarlyStopping], identity: RunIdentity):
-        self._run, self._policy = run, policy
+    Args:
+        cut: How its steps are cut.
+    """
+
+    def __init__(self, run: Training, cut: Cut, policy: CheckpointPolicy, callbacks: list[EarlyStopping],
+                 identity: RunIdentity):
+        self._run, self._cut, self._policy = run, cut, policy
         self._callbacks, self._identity = callbacks, identity
         self._latest: Path | None = None  # restored or saved
         self._writer = BackgroundWriter()
@@ -39,11 +44,11 @@ class Checkpointer:
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
         content = _opened(checkpoint)
         key = type(run.data).__qualname__
-        run.progress = read_progress(content, key, parallel.data_parallel_size, "devices")
+        run.progress = read_progress(content, key, self._cut)
         host = unpack(content, parallel.shapes(run.state), network.to_torch, network.from_torch)
         run.replace_state(parallel.put_state(host))
         if content["window"]:
-            run.num_accumulated = content["window"]["num_batches"]
+            run.num_accumulated = run.progress.accumulated
             accumulation = unpack_accumulation(content["window"], network.from_torch, run.task.metric_names)
             run.metrics.laps.leave_out(int(accumulation["sums"]["num_tokens"]))
             run.accumulation = parallel.put_sums(accumulation)

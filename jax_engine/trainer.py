@@ -49,6 +49,7 @@ from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
+from lmmods.runs.progress import Cut
 from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import Outlook, RunStart, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
@@ -101,7 +102,7 @@ class Trainer(JaxTrainerFields):
         run, loader = self._training_run(model, datamodule, resumed)
         model.begin(run)
         evaluation = Evaluation(run, self.samples, self.mmlu)
-        checkpointer = Checkpointer(run, self.checkpoint, self.callbacks, self.identity)
+        checkpointer = Checkpointer(run, self._cut(datamodule), self.checkpoint, self.callbacks, self.identity)
         events = Events(self.checkpoint if self.enable_checkpointing else None, self.samples, self.mmlu, self.publish,
                         may_stop_early=bool(self.callbacks))
         loop = Loop(run, self.accumulate_grad_batches, events, evaluation, checkpointer, Exporter(run, self.publish),
@@ -212,6 +213,10 @@ class Trainer(JaxTrainerFields):
         """Micro-batches of an optimiser step, of all data-parallel ranks together."""
         return self.accumulate_grad_batches * self.parallel.data_parallel_size
 
+    def _cut(self, data: Any) -> Cut:
+        """How steps are cut; `data` is the DataModule."""
+        return Cut(data.batch_size, self.accumulate_grad_batches, self.parallel.data_parallel_size)
+
     @property
     def is_global_zero(self) -> bool:
         """Whether this process speaks and writes."""
@@ -302,7 +307,9 @@ class Trainer(JaxTrainerFields):
     def _prepare_data(self, data: Any, checkpoint: Path | None) -> dict[str, Any]:
         """Compare with the checkpoint, then build what the cache lacks; returns what the sources hold."""
         fits = self.state.fn.value == "fit"
-        for line in self.identity.settle(data, checkpoint) if fits else self.identity.check_evaluation(checkpoint):
+        identity = self.identity
+        for line in (identity.settle(data, checkpoint, self._cut(data)) if fits
+                     else identity.check_evaluation(checkpoint)):
             say(line)
         data.prepare_data()
         return data.contents

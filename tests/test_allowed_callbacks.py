@@ -79,10 +79,14 @@ def test_what_is_allowed_resumes_exactly(recipe, tmp_path, name, stop_at):
     json.loads((run.resolve("last") / "state.json").read_text())
 
 
-def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch, accumulate):
+    """With a whole step."""
     clock = iter([0.0] * 3 + [3600.0] * 1000)
     monkeypatch.setattr(theirs.Timer, "time_elapsed", lambda *_: next(clock))
-    assert main(["fit", *recipe(trainer__max_time={"minutes": 30}, trainer__max_steps=100)]) == 0
+    assert main(["fit", *recipe(trainer__max_time={"minutes": 30}, trainer__max_steps=100,
+                                trainer__accumulate_grad_batches=accumulate)]) == 0
+    assert "+" not in RunFolder(tmp_path / "run").find("last").name
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert 0 < metrics["trainer/global_step"] < 5 and (tmp_path / "run" / "completed").exists()
 

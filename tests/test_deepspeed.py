@@ -139,10 +139,3 @@ def test_a_run_goes_on_with_another_strategy(task, name, first, then):  # noqa: 
     with_two(arguments) if then[0] == 2 else main(["fit", *arguments])
     same_figures(run, straight, rel=1e-4)
     assert json.loads(run.metrics_json.read_text())["trainer/global_step"] == 8
-
-
-@installed
-@pytest.mark.slow
-def test_saving_inside_a_window_is_refused(task):  # noqa: F811
-    _, arguments = task("clm", "run", 2, zero(2), trainer__accumulate_grad_batches=3, trainer__val_check_interval=4)
-    assert "multiple of trainer.accumulate_grad_batches" in with_two(arguments, status=2)

@@ -85,7 +85,7 @@ def task(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
         run = RunFolder(tmp_path / folder)
         return run, recipe(f"{folder}.yaml", **{
             **tasks[name], "data__init_args__batch_size": 3, "trainer__max_steps": 6,
-            "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": 6 * window // processes,
+            "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": 6,
             "trainer__accumulate_grad_batches": window // processes, "trainer__devices": processes,
             "trainer__default_root_dir": str(run.root), **({"trainer__strategy": strategy} if processes > 1 else {}),
             **changes})
@@ -112,7 +112,7 @@ def test_two_processes_take_the_steps_of_one(task, name, strategy):
 
 
 TENSOR = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"tensor_parallel_size": 2}}
-SHARING = {"model__init_args__optimizer": {"lr": 0.003}, "trainer__val_check_interval": 8, "trainer__max_steps": 4,
+SHARING = {"model__init_args__optimizer": {"lr": 0.003}, "trainer__val_check_interval": 4, "trainer__max_steps": 4,
            "model__init_args__config_overrides": {"attention_dropout": 0.0}, "model__init_args__quantize": None,
            "checkpoint": {"every_n_steps": 2, "keep_last": 9}}
 ADAPTED = {"model__init_args__lora": {"rank": 4, "targets": "all-linear"}, "data__init_args__packing": True,
@@ -124,7 +124,7 @@ def test_processes_that_share_matrices_take_the_steps_of_one_and_pass_the_run_on
     """Four, of which two compute each micro-batch."""
     one, arguments = task("full", "one", **SHARING)
     assert main(["fit", *arguments]) == 0
-    four, arguments = task("full", "four", 2, TENSOR, **{**SHARING, "trainer__val_check_interval": 4},
+    four, arguments = task("full", "four", 2, TENSOR, **SHARING,
                            trainer__accumulate_grad_batches=1, trainer__devices=4)
     said, = together(["fit", *arguments])
     assert said.count("Parameters:") == 1
@@ -153,19 +153,23 @@ CONTEXT = {"class_path": "lmmods.strategies.FSDP2",
 
 
 @pytest.mark.slow
-def test_processes_that_cut_rows_take_the_steps_of_one_which_ends_one_of_them(task):
-    """A step is under way when the run passes on."""
-    changes = {**SHARING, **ADAPTED, "model__init_args__quantize": "nf4", "trainer__val_check_interval": 3,
-               "checkpoint": {"every_n_steps": None, "keep_last": 9}}
+def test_processes_that_cut_rows_take_the_steps_of_one_and_pass_the_run_on(task, stop_at):
+    """Also from inside a step, where one of them has stopped."""
+    changes = {**SHARING, **ADAPTED, "model__init_args__quantize": "nf4",
+               "checkpoint": {"every_n_steps": 2, "keep_last": 9}}
     changes["model__init_args__lora"] = {**ADAPTED["model__init_args__lora"], "dropout": 0.1}
-    one, arguments = task("qlora", "one", **changes)
-    assert main(["fit", *arguments]) == 0
-    two, arguments = task("qlora", "two", 2, CONTEXT, **changes, trainer__accumulate_grad_batches=2)
-    assert with_two(arguments).count("Parameters:") == 1
+    one, for_one = task("qlora", "one", **changes)
+    assert main(["fit", *for_one]) == 0
+    two, for_two = task("qlora", "two", 2, CONTEXT, **changes, trainer__accumulate_grad_batches=2)
+    assert with_two(for_two).count("Parameters:") == 1
     same_figures(two, one, rel=1e-5)
     same_weights(two.model / "adapter_model.safetensors", one.model / "adapter_model.safetensors")
-    _, arguments = task("qlora", "two", **changes)
-    assert main(["fit", *arguments, "--ckpt_path", str(two.checkpoint("step=1+1")), "--overwrite", "true"]) == 0
+    _, for_one = task("qlora", "two", **changes)
+    assert main(["fit", *for_one, "--ckpt_path", "2", "--overwrite", "true"]) == 0
+    same_figures(two, one, rel=1e-5)
+    stop_at(3)
+    assert main(["fit", *for_one, "--overwrite", "true"]) == 130 and two.find("last").name == "step=1+1"
+    with_two([*for_two, "--ckpt_path", "last"])
     same_figures(two, one, rel=1e-5)
 
 
@@ -257,19 +261,18 @@ def test_layers_that_share_weights_are_sharded_exactly(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_resume_inside_a_window(task, tmp_path, strategy):
-    """A validation falls inside a window of three micro-batches; its checkpoint holds what both had summed."""
-    run, arguments = task("qlora", "run", 2, strategy, data__init_args__batch_size=2, trainer__max_steps=4,
-                          trainer__accumulate_grad_batches=3, trainer__val_check_interval=4,
-                          checkpoint={"every_n_steps": None, "keep_last": 9})
-    with_two(arguments)
-    assert "step=1+1" in run.names()
-    kept = tmp_path / "kept.safetensors"
-    shutil.copy(run.resolve("last") / "model.safetensors", kept)
-    before = figures(run)
-    with_two([*arguments, "--ckpt_path", str(run.checkpoint("step=1+1")), "--overwrite", "true"])
-    assert figures(run) == [pytest.approx(row, rel=1e-5) for row in before]
-    same_weights(run.resolve("last") / "model.safetensors", kept)
+def test_two_processes_take_up_a_step_that_one_has_begun(task, strategy, stop_at):
+    """Behind two of its four micro-batches."""
+    changes = {"data__init_args__batch_size": 2, "trainer__max_steps": 4, "trainer__val_check_interval": 2}
+    straight, arguments = task("qlora", "straight", window=4, **changes)
+    assert main(["fit", *arguments]) == 0
+    run, arguments = task("qlora", "run", window=4, **changes)
+    stop_at(6)
+    assert main(["fit", *arguments]) == 130 and run.find("last").name == "step=1+2"
+    _, arguments = task("qlora", "run", 2, strategy, window=4, **changes)
+    with_two([*arguments, "--ckpt_path", "last"])
+    same_figures(run, straight, rel=1e-5)
+    same_weights(run.resolve("last") / "model.safetensors", straight.resolve("last") / "model.safetensors")
 
 
 SHARDED = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"sharded_checkpoints": True}}

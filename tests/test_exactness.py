@@ -50,6 +50,21 @@ def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path, engine, sizes
             torch.testing.assert_close(weight, results[0][1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("interval", [2, 0.4])
+def test_a_run_validates_after_the_same_steps_under_any_cut(recipe, tmp_path, engine, interval):
+    """32 rows in steps of 6, the last of an epoch of 2; six steps an epoch, two of which are 0.4 of it."""
+    found = []
+    for size in (6, 2):
+        root = tmp_path / f"cut{size}"
+        run(recipe, root, engine=engine, data__init_args__batch_size=size, data__init_args__val_size=4,
+            data__init_args__eval_batch_size=4, trainer__accumulate_grad_batches=6 // size,
+            trainer__limit_val_batches=1.0, trainer__val_check_interval=interval, trainer__max_steps=9)
+        with open(RunFolder(root).metrics_csv, newline="") as file:
+            found.append({int(row["step"]): float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]})
+    assert list(found[0]) == [2, 4, 6, 8, 9] and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, accumulate):

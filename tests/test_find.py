@@ -130,12 +130,12 @@ def sizes(trainer: dict, **data) -> Sizes:
                                     "data": {"init_args": {"batch_size": 4, "eval_batch_size": None, **data}}}))
 
 
-def test_sizes_keep_rows_and_validations_where_they_are():
+def test_sizes_keep_rows_and_limits_where_they_are():
     assert sizes({"accumulate_grad_batches": 3}).all() == [1, 2, 3, 4, 6, 12]
-    found = sizes({"accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 3})
-    assert found.all() == [1, 2, 4, 8]  # 16 rows would validate in the middle of a micro-batch
+    found = sizes({"accumulate_grad_batches": 4, "limit_train_batches": 6, "limit_val_batches": 3})
+    assert found.all() == [1, 2, 4, 8]  # 16 rows would end the epoch in the middle of a micro-batch
     assert found.changes(4) == {} and found.changes(8) == {
-        "data.init_args.batch_size": 8, "trainer.accumulate_grad_batches": 2, "trainer.val_check_interval": 3,
+        "data.init_args.batch_size": 8, "trainer.accumulate_grad_batches": 2, "trainer.limit_train_batches": 3,
         "data.init_args.eval_batch_size": 4}
     assert "data.init_args.eval_batch_size" not in sizes({"accumulate_grad_batches": 4}).changes(8)
 
@@ -280,7 +280,7 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_written(recipe
         return status, gib
 
     monkeypatch.setattr(find_command, "_watched", watched)
-    arguments = recipe(trainer__accumulate_grad_batches=4, trainer__val_check_interval=8)
+    arguments = recipe(trainer__accumulate_grad_batches=4, trainer__limit_train_batches=8)
     assert main(["find", *arguments, "--what", "batch_size", "--write", "true"]) == 0, capsys.readouterr().err
     assert asked == [(4, "2", "step"), (8, "2", "step"), (16, "1", "step")][: len(asked)]
     assert f"Batch size {chosen}: " in capsys.readouterr().out
@@ -288,7 +288,7 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_written(recipe
     assert content["data"]["init_args"]["batch_size"] == chosen and not (tmp_path / "run").exists()
     if chosen > 4:
         assert content["trainer"]["accumulate_grad_batches"] == 16 // chosen
-        assert content["trainer"]["val_check_interval"] == 8 * 4 // chosen
+        assert content["trainer"]["limit_train_batches"] == 8 * 4 // chosen
 
 
 def test_a_step_that_fails_for_another_reason_ends_the_search(recipe, monkeypatch, capsys):

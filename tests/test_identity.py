@@ -16,9 +16,10 @@ from lmmods.data.base import DataModule
 from lmmods.data.sft import SFTData
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json
-from lmmods.runs.identity import Comparison, identity_tree
-from lmmods.runs.identity_keys import NOT_COMPARED, REFUSED, REPORTED, is_among
+from lmmods.runs.identity import Comparison, Cuts, fitting, identity_tree
+from lmmods.runs.identity_keys import CUT, NOT_COMPARED, REFUSED, REPORTED, is_among
 from lmmods.runs.model_facts import model_facts
+from lmmods.runs.progress import Cut
 from tests.test_docs import by_task  # noqa: F401 - a fixture
 
 ENGINES = ["torch", "jax"]
@@ -68,8 +69,8 @@ def test_every_key_is_in_one_list(by_task):  # noqa: F811
     keys |= {f"trainer.{name}" for name in inspect.signature(Trainer).parameters}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     for key in leaves:
-        assert [is_among(key, keys) for keys in (REFUSED, REPORTED, NOT_COMPARED)].count(True) == 1, key
-    unused = {key for key in REFUSED | REPORTED if not any(is_among(each, {key}) for each in keys)}
+        assert [is_among(key, keys) for keys in (REFUSED, REPORTED, CUT, NOT_COMPARED)].count(True) == 1, key
+    unused = {key for key in REFUSED | REPORTED | CUT if not any(is_among(each, {key}) for each in keys)}
     assert unused == {"model.class_path", "data.class_path"}  # which every recipe has
 
 
@@ -221,10 +222,10 @@ def resume(trained, recipe, monkeypatch, capfd):
 
     monkeypatch.setattr(DataModule, "prepare_data", stop)
 
-    def resumed(command: str = "fit", **changes) -> tuple[str, str]:
+    def resumed(command: str = "fit", ckpt: Path | None = None, **changes) -> tuple[str, str]:
         capfd.readouterr()
         assert main([command, *recipe(**{**common(engine), "trainer__max_steps": 4, **changes}),
-                     "--ckpt_path", str(run.resolve("last"))]) == 2
+                     "--ckpt_path", str(ckpt or run.resolve("last"))]) == 2
         said = capfd.readouterr()
         assert "Traceback" not in said.err
         return said.out, said.err
@@ -262,7 +263,9 @@ TELLINGS = [
     (optimizer(lr=0.02, schedule="cosine", weight_decay=0.1), "model.optimizer.lr 0.01 0.02"),
     ({}, "model.optimizer.schedule linear cosine"),
     ({}, "model.optimizer.weight_decay 0.0 0.1"),
-    ({"trainer__accumulate_grad_batches": 1}, "trainer.accumulate_grad_batches 2 1"),
+    ({"trainer__accumulate_grad_batches": 4, "data__init_args__batch_size": 2},
+     "trainer.accumulate_grad_batches 2 4"),
+    ({}, "data.batch_size 4 2"),
     ({"trainer__precision": "bf16-mixed"}, "trainer.precision 32-true bf16-mixed"),
     ({"trainer__gradient_clip_val": 1.0}, "trainer.gradient_clip_val null 1.0"),
     ({"trainer__strategy": "ddp"}, "trainer.strategy auto ddp"),
@@ -294,6 +297,78 @@ def test_what_may_change_on_resume_stands_in_one_table(resume):
     said, error = resume(**changes)
     assert error == "error: far enough\n"
     assert lines(said)[0] == "key was now" and set(lines(said)) == {"key was now", *expected}
+
+
+@pytest.mark.parametrize(("was", "now", "fits"), [
+    ((2, 4, 1), (2, 4, 4), (2, 1, 4)), ((2, 4, 1), (2, 4, 2), (2, 2, 2)), ((2, 4, 1), (8, 4, 2), (4, 1, 2)),
+    ((4, 3, 1), (5, 1, 1), (4, 3, 1)), ((3, 2, 1), (3, 2, 4), (2, 1, 3)), ((1, 1, 1), (9, 9, 9), (1, 1, 1)),
+    ((6, 2, 2), (4, 5, 3), (4, 2, 3)),
+])
+def test_settings_that_keep_the_rows_of_a_step(was, now, fits):
+    size, accumulated, ranks = fits
+    assert Cut(*fits).step == Cut(*was).step
+    assert fitting(Cut(*was).step, Cut(*now)) == (
+        f"with {ranks} device{'s' if ranks > 1 else ''}, data.batch_size {size} and trainer.accumulate_grad_batches "
+        f"{accumulated} make {Cut(*was).step}")
+
+
+def cuts(was: tuple[int, int, int], now: tuple[int, int, int], limits: tuple = (None, None), num_rows: int | None = 64,
+         key: str = "limit_train_batches") -> str:
+    """What is wrong with another cut; `limits` on an epoch then and now."""
+    sides = [{"trainer": {"accumulate_grad_batches": cut[1], key: limit},
+              "data": {"class_path": "lmmods.data.sft.SFTData", "batch_size": cut[0]}}
+             for cut, limit in zip((was, now), limits, strict=True)]
+    state = {"world_size": was[2], "SFTData": {} if num_rows is None else {"num_rows": num_rows}}
+    return Cuts(state, *sides, {}, Cut(*now)).problem()
+
+
+def test_what_another_cut_must_keep():
+    assert cuts((2, 4, 1), (8, 1, 1)) == cuts((2, 4, 1), (1, 2, 4)) == cuts((2, 4, 1), (1, 2, 4), num_rows=None) == ""
+    assert cuts((2, 4, 1), (2, 4, 2)) == (
+        "Its steps have 8 rows (data.batch_size 2 x trainer.accumulate_grad_batches 4 x 1 device), those of this "
+        "recipe 16 rows (data.batch_size 2 x trainer.accumulate_grad_batches 4 x 2 devices): with 2 devices, "
+        "data.batch_size 2 and trainer.accumulate_grad_batches 2 make 8.")
+
+
+@pytest.mark.parametrize("key", ["limit_train_batches", "overfit_batches"])
+def test_another_cut_of_a_limited_epoch(key):
+    """A limit counts micro-batches: an epoch keeps its rows where the limit is scaled with them."""
+    assert cuts((2, 4, 1), (1, 2, 4), (10, 5), key=key) == cuts((2, 4, 1), (8, 1, 1), (99, 99), key=key) == ""
+    assert cuts((2, 4, 1), (1, 2, 4), (10, 5), None, key=key) == ""
+    assert cuts((2, 4, 1), (1, 2, 4), (10, 10), key=key) == (
+        f"trainer.{key} counts micro-batches, of 2 rows then and of 4 now: an epoch had 20 rows and would have 40. Set "
+        f"trainer.{key} 5, or keep data.batch_size 2 with 1 device.")
+    assert "Keep data.batch_size 2 with 1 device" in cuts((2, 4, 1), (8, 1, 1), (10, 10), key=key)
+    assert cuts((2, 4, 1), (8, 1, 1), (0.5, 0.5), key=key) == ""
+    assert "had 30 rows and would have 24" in cuts((2, 4, 1), (8, 1, 1), (0.48, 0.48), key=key)
+
+
+def test_the_same_micro_batches_have_the_same_epochs():
+    """Whether a limit may change then is asked of the key alone."""
+    assert cuts((2, 4, 1), (1, 4, 2), (10, 5)) == ""
+
+
+def test_a_step_of_other_rows_is_refused_in_one_message(resume):
+    _, error = resume(trainer__accumulate_grad_batches=1)
+    assert lines(error) == ["key was now", "trainer.accumulate_grad_batches 2 1"]
+    assert "steps have 8 rows (data.batch_size 4 x trainer.accumulate_grad_batches 2 x 1 device)" in error
+    assert "data.batch_size 4 and trainer.accumulate_grad_batches 2 make 8." in error
+
+
+def test_validations_counted_in_micro_batches_are_told(trained, resume, tmp_path):
+    """As earlier versions did: where that is another number of steps."""
+    checkpoint = Path(shutil.copytree(trained[1].resolve("last"), tmp_path / "checkpoints" / "step=2"))
+
+    def told(interval: int) -> list[str]:
+        state = json.loads((checkpoint / "state.json").read_text())
+        state["identity"]["trainer"]["val_check_interval"] = interval
+        write_json(checkpoint / "state.json", state)
+        (checkpoint / "manifest.json").unlink()
+        write_manifest(checkpoint)
+        return [line for line in lines(resume(ckpt=checkpoint)[0]) if "val_check" in line]
+
+    assert told(8) == [] and told(4) == ["trainer.val_check_interval 2 steps 4 steps"]
+    assert told(3) == ["trainer.val_check_interval 3 micro-batches 4 steps"]
 
 
 def test_rows_that_moved_and_rows_that_changed(resume, instructions, tmp_path):
@@ -423,10 +498,11 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
         fourth.setup("fit")
 
 
-def test_the_page_has_both_lists():
+def test_the_page_has_all_lists():
     page = (Path(__file__).parent.parent / "docs" / "fields.md").read_text()
     section = page.split("## What may change when a run goes on")[1].split("\n## ")[0]
-    refused, reported = section.split("**Reported**")
-    for keys, text in ((REFUSED, refused), (REPORTED, reported)):
+    refused, others = section.split("**Reported**")
+    reported, cut = others.split("**Cut otherwise**")
+    for keys, text in ((REFUSED, refused), (REPORTED, reported), (CUT, cut)):
         for key in keys:
             assert f"`{key}`" in text or f"`{key.rpartition('.')[2]}`" in text, key

@@ -273,7 +273,7 @@ def test_llamafactory(migrated, tmp_path):
         "quantize": "nf4", "double_quant": True, "gradient_checkpointing": True,
         "optimizer": {"name": "adamw", "lr": 5e-5, "schedule": "cosine", "warmup": 20}}
     trainer = recipe["trainer"]
-    assert trainer["val_check_interval"] == 400 and trainer["precision"] == "bf16-true"
+    assert trainer["val_check_interval"] == 50 and trainer["precision"] == "bf16-true"
     assert trainer["strategy"] == {"class_path": "lmmods.strategies.DeepSpeed",
                                    "init_args": {"stage": 2, "offload_optimizer": True}}
     assert "there is no cosine_with_restarts; cosine stands in its place" in said

@@ -3,44 +3,49 @@
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.runs.progress import Progress, correct_epochs, read_progress, recount, recount_loops
+from lmmods.runs.progress import Cut, Progress, correct_epochs, read_progress, recount, recount_loops
 from tests.runs import paths
 
 DATA = {"num_rows": 38, "batch_size": 3}  # 13 micro-batches an epoch
 
 
-@pytest.mark.parametrize(("ready", "epoch", "batches", "before", "now", "expected"), [
-    (8, 0, 8, 1, 2, (4, 4)),  # the middle of the first epoch
-    (4, 0, 8, 2, 1, (8, 8)),
-    (7, 0, 13, 2, 1, (13, 13)),  # its end, where two workers had a round half empty
-    (13, 1, 13, 1, 2, (7, 14)),  # the end of the second
-    (2, 2, 4, 2, 4, (1, 9)),
+@pytest.mark.parametrize(("ready", "epoch", "before", "now", "expected"), [
+    (8, 0, (3, 1), (3, 2), (4, 4)),  # the middle of the first epoch
+    (4, 0, (3, 2), (3, 1), (8, 8)),
+    (7, 0, (3, 2), (3, 1), (13, 13)),  # its end, where two workers had a round half empty
+    (13, 1, (3, 1), (3, 2), (7, 14)),  # the end of the second
+    (2, 2, (3, 2), (3, 4), (1, 9)),
+    (4, 0, (3, 2), (1, 1), (24, 24)), (4, 0, (3, 2), (4, 3), (2, 2)),  # another batch size
+    (10, 1, (4, 1), (2, 4), (5, 10)),
 ])
-def test_recount(ready, epoch, batches, before, now, expected):
-    assert recount(ready, {**DATA, "epoch": epoch, "batches": batches}, before, now, "processes") == expected
+def test_recount(ready, epoch, before, now, expected):
+    assert recount(ready, {**DATA, "epoch": epoch}, before[0] * before[1], Cut(now[0], 1, now[1])) == expected
 
 
 def test_a_stream_is_one_epoch():
-    assert recount(6, {"epoch": 3, "window": 1, "batches": 2}, 2, 4, "devices") == (3, 3)
+    assert recount(6, {"epoch": 3, "window": 1, "rows": 2}, 2, Cut(1, 1, 4)) == (3, 3)
 
 
-def test_inside_a_round_is_refused():
-    with pytest.raises(UserError, match="it stands at micro-batch 7, which 2 processes do not share evenly"):
-        recount(7, {**DATA, "epoch": 0, "batches": 7}, 1, 2, "processes")
+@pytest.mark.parametrize("now", [(3, 2), (2, 1), (1, 4)])
+def test_inside_a_round_is_refused(now):
+    with pytest.raises(UserError, match="inside a step, behind 21 rows of an epoch.*do not come to"):
+        recount(7, {**DATA, "epoch": 0}, 3, Cut(now[0], 1, now[1]))
 
 
 def content(progress: Progress, **data: int) -> dict:
     return {"loops": progress.loops(is_last_of_epoch=False), "global_step": progress.step, "world_size": 1,
-            "Data": {**DATA, **data}}
+            "window": {"num_batches": progress.accumulated} if progress.accumulated else {}, "Data": {**DATA, **data}}
 
 
 def test_a_checkpoint_says_where_the_run_is():
-    progress = Progress(epoch=1, batches=8, total_batches=21, step=7)
+    """Inside a step of eight micro-batches of three rows, and the same in fewer and larger ones."""
+    progress = Progress(epoch=1, batches=8, total_batches=21, step=7, accumulated=4)
     saved = content(progress, epoch=1, batches=8)
-    assert read_progress(saved, "Data", 1, "devices") == progress
-    assert read_progress(saved, "Data", 2, "devices") == Progress(epoch=1, batches=4, total_batches=11, step=7)
-    recount_loops(saved, "Data", 2, "processes")
-    assert read_progress({**saved, "world_size": 2}, "Data", 2, "processes").batches == 4
+    assert read_progress(saved, "Data", Cut(3, 8, 1)) == progress
+    assert read_progress(saved, "Data", Cut(3, 4, 2)) == Progress(1, 4, 11, step=7, accumulated=2)
+    assert read_progress(saved, "Data", Cut(12, 2, 1)) == Progress(1, 2, 6, step=7, accumulated=1)
+    assert recount_loops(saved, "Data", Cut(1, 12, 2)) == Progress(1, 12, 31, step=7, accumulated=6)
+    assert read_progress({**saved, "Data": {**saved["Data"], "batch_size": 2}}, "Data", Cut(1, 12, 2)).batches == 12
 
 
 def test_a_checkpoint_of_the_end_of_an_epoch_stands_before_the_next():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import time
 
@@ -10,8 +11,8 @@ from safetensors.torch import load_file
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
-from tests.forks import Fork, train
-from tests.runs import assert_same_run
+from tests.forks import Fork, together, train
+from tests.runs import assert_same_run, rows
 
 # 32 training rows: 8 micro-batches an epoch, windows of 3, 3 and 2; validation every 4 micro-batches, so also inside
 # windows; 6 steps are two epochs.
@@ -63,6 +64,100 @@ def test_resumed_twice(recipe, finished, tmp_path, stop_at, stops):
     stop_at(0)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     assert_same_run(straight, broken)
+
+
+# Another cut ---------------------------------------------------------------------------------------------------------
+
+# 33 rows: 5 steps an epoch, the last of one row; full tuning whose steps are no longer than their gradients.
+RECUT = {"trainer__max_steps": 8, "trainer__val_check_interval": 3, "data__init_args__val_size": 3,
+         "data__init_args__eval_batch_size": 3, "model__init_args__quantize": None, "model__init_args__lora": None,
+         "model__init_args__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
+STREAM = {"data__init_args__streaming": True, "data__init_args__stream_window": 13, "data__init_args__val_size": 0}
+UNCUT = {"train/tokens_per_second", "train/epoch"}  # within an epoch, this counts micro-batches
+
+
+def cut(rows_at_once: int, accumulated: int, **changes) -> dict:
+    return {**RECUT, **changes, "data__init_args__batch_size": rows_at_once,
+            "trainer__accumulate_grad_batches": accumulated}
+
+
+def assert_same_steps(run: RunFolder, other: RunFolder) -> None:
+    """Rows logged after the same steps, validations too, and their numbers to rounding."""
+    found, wanted = rows(run, UNCUT), rows(other, UNCUT)
+    assert [(row["step"], *row) for row in found] == [(row["step"], *row) for row in wanted]
+    for row, expected in zip(found, wanted, strict=True):
+        assert row["train/tokens"] == expected["train/tokens"]
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [
+    {},
+    pytest.param({"data__init_args__group_by_length": True, "trainer__val_check_interval": 0.4},
+                 marks=pytest.mark.slow),
+    pytest.param({"data__init_args__packing": True}, marks=pytest.mark.slow),
+    pytest.param(STREAM, marks=pytest.mark.slow),
+    pytest.param({**STREAM, "data__init_args__group_by_length": True}, marks=pytest.mark.slow),
+], ids=["plain", "grouped", "packing", "streaming", "streaming-grouped"])
+def test_a_run_goes_on_in_another_cut(recipe, tmp_path, instructions, engine, changes, capfd):
+    """Inside an epoch, then over its end: 8 rows at once, 2 × 4, and 4 × 2 with the other engine."""
+    changes = {"engine": engine, **changes}
+    if "data__init_args__streaming" in changes:
+        changes["data__init_args__val_source"] = str(instructions)
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    root = {"trainer__default_root_dir": str(run.root)}
+    assert main(["fit", *recipe(**cut(8, 1, **changes), trainer__default_root_dir=str(straight.root))]) == 0
+    assert main(["fit", *recipe(**cut(8, 1, **changes), **root), "--stop_at", "2"]) == 0
+    capfd.readouterr()
+    assert main(["fit", *recipe(**cut(2, 4, **changes), **root), "--ckpt_path", "last", "--stop_at", "6"]) == 0
+    said = capfd.readouterr().out
+    for line in (r"data\.batch_size +8 +2", r"trainer\.accumulate_grad_batches +1 +4"):
+        assert re.search(line, said.split("Changed since that checkpoint")[1])
+    changes["engine"] = "jax" if engine == "torch" and changes.keys() != {"engine"} else "torch"
+    assert main(["fit", *recipe(**cut(4, 2, **changes), **root), "--ckpt_path", "last"]) == 0
+    assert_same_steps(run, straight)
+    changed = [json.loads(line)["changed"] for line in run.resumes.read_text().splitlines()]
+    assert [each["data.batch_size"] for each in changed] == [[8, 2], [2, 4]]
+
+
+@pytest.mark.parametrize(("size", "batches", "first", "second"), [
+    (1, 2, "step=0+2", "step=0+3"), pytest.param(4, 10, "step=5+1", "step=6", marks=pytest.mark.slow)])
+def test_a_step_is_completed_in_another_cut(recipe, tmp_path, stop_at, size, batches, first, second, capfd):
+    """Begun behind the start, and in the second epoch."""
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    root = {"trainer__default_root_dir": str(run.root)}
+    assert main(["fit", *recipe(**cut(8, 1), trainer__default_root_dir=str(straight.root))]) == 0
+    stop_at(batches)
+    assert main(["fit", *recipe(**cut(size, 8 // size), **root)]) == 130 and run.find("last").name == first
+    stop_at(0)
+    capfd.readouterr()
+    assert main(["fit", *recipe(**cut(8, 1), **root), "--ckpt_path", "last"]) == 2
+    assert "stands inside a step, behind" in capfd.readouterr().err
+    stop_at(2)
+    assert main(["fit", *recipe(**cut(2, 4), **root), "--ckpt_path", "last"]) == 130
+    assert run.find("last").name == second
+    stop_at(0)
+    assert main(["fit", *recipe(**cut(1, 8), **root), "--ckpt_path", "last"]) == 0
+    assert_same_steps(run, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("changes", [{}, {"data__init_args__group_by_length": True}, STREAM],
+                         ids=["plain", "grouped", "streaming"])
+def test_two_processes_go_on_in_another_cut(recipe, tmp_path, instructions, engine, changes):
+    """8 rows at once, 2 processes × 2 × 2, and again one alone."""
+    changes = {"engine": engine, **changes, "data__init_args__val_source": str(instructions),
+               "data__init_args__val_size": 0}
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    root = {"trainer__default_root_dir": str(run.root)}
+    assert main(["fit", *recipe(**cut(8, 1, **changes), trainer__default_root_dir=str(straight.root))]) == 0
+    assert main(["fit", *recipe(**cut(8, 1, **changes), **root), "--stop_at", "2"]) == 0
+    two = recipe("two.yaml", **cut(2, 2, **changes), **root, trainer__strategy="ddp",
+                 trainer__devices=2 if engine == "torch" else 1)
+    together(["fit", *two, "--ckpt_path", "last", "--stop_at", "7"], 1 if engine == "torch" else 2)
+    assert main(["fit", *recipe(**cut(1, 8, **changes), **root), "--ckpt_path", "last"]) == 0
+    assert_same_steps(run, straight)
 
 
 @pytest.mark.slow

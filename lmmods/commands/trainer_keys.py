@@ -82,7 +82,7 @@ def check_values(recipe: Any, engine: str) -> None:
         _refuse("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm or value")
     if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
         _refuse("trainer.val_check_interval", interval, "a share of an epoch up to 1.0, or a whole number of "
-                "micro-batches from 1")
+                "optimiser steps from 1")
     if not trainer.default_root_dir:
         _refuse("trainer.default_root_dir", trainer.default_root_dir, "the path of a folder")
 

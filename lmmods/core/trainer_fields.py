@@ -39,7 +39,7 @@ class TrainerFields:
         accumulate_grad_batches: Micro-batches of each device that make an optimiser step.
         gradient_clip_val: Largest norm (or value) of the averaged gradient; null does not clip.
         gradient_clip_algorithm: What gradient_clip_val bounds: norm or value; null is norm.
-        val_check_interval: Micro-batches of each device (an integer, over the whole run) or share of an epoch between
+        val_check_interval: Optimiser steps (an integer, over the whole run) or share of an epoch's steps between
             validations; null is once an epoch.
         check_val_every_n_epoch: Epochs between validations where val_check_interval is no integer.
         limit_train_batches: How much of an epoch: micro-batches of each device, or a share.

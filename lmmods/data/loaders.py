@@ -59,7 +59,8 @@ class Loaders:
             return order.shifted(epoch * len(lengths))
 
         return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,
-                              Widths(lengths, self._padded()))
+                              Widths(lengths, self._padded()),
+                              grouped=task.group_by_length and task.shuffle and not overfit)
 
     def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
         """Training batches of streams, those of this rank."""

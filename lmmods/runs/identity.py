@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import read_recipe
+from lmmods.data.batches.stream import ENDLESS
 from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.identity_keys import FRACTIONS, NOT_COMPARED, REPORTED, WEIGHTS_DEFINING, is_among
+from lmmods.runs.identity_keys import CUT, FRACTIONS, NOT_COMPARED, REPORTED, WEIGHTS_DEFINING, is_among
 from lmmods.runs.model_facts import model_facts
+from lmmods.runs.progress import Cut
+from lmmods.runs.schedule import limited
 
 FACTS = ("content", "weights", "commit")  # fingerprints of what a path leads to
 PLACES = ("path", "revision")  # where it lies
@@ -42,6 +45,7 @@ class Comparison:
     def __init__(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], trust_places: bool = False):
         self.refused: list[Change] = []
         self.reported: list[Change] = []
+        self.recut: list[Change] = []  # of keys in `CUT`
         self.unknown: list[str] = []  # facts that only one of them has
         self._trusts = trust_places
         self._walk(was, now, defaults, "")
@@ -53,8 +57,9 @@ class Comparison:
             for number, (old, new) in enumerate(zip(was, now, strict=True)):
                 self._walk(old, new, None, f"{key}[{number}]" if len(was) > 1 else key)
         elif not (_same(key, _plain(was), _plain(now)) or is_among(key, NOT_COMPARED)):
-            is_reported = moved or is_among(key, REPORTED)
-            (self.reported if is_reported else self.refused).append(Change(key, was, now))
+            kind = (self.recut if is_among(key, CUT) else self.reported if moved or is_among(key, REPORTED)
+                    else self.refused)
+            kind.append(Change(key, was, now))
 
     def _walk_block(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], key: str) -> None:
         facts = {*FACTS, *(["config"] if "path" in now else [])}
@@ -82,12 +87,13 @@ class RunIdentity:
         self._reported: list[Change] = []
         self.tree: dict[str, Any] = {}
 
-    def settle(self, data: Any, checkpoint: Path | None) -> list[str]:
+    def settle(self, data: Any, checkpoint: Path | None, cut: Cut) -> list[str]:
         """Compute this run's identity, and check that it continues the run that wrote `checkpoint`.
 
         Args:
             data: DataModule; None on a process that leaves reading to the first one.
             checkpoint: From which the run goes on; None starts one.
+            cut: How this run cuts its steps.
 
         Returns:
             What to say: what has changed, and what could not be compared.
@@ -106,8 +112,9 @@ class RunIdentity:
             lines.append(f"{checkpoint} does not tell which recipe wrote it, so nothing could be compared.")
         else:
             found = Comparison(was, self.tree, self._defaults, trust_places=data is None)
+            problem = _judge_cut(found, Cuts(state, was, self.tree, self._defaults, cut))
             self._reported = found.reported
-            lines.append(self._judged(checkpoint, found.refused, found.reported))
+            lines.append(self._judged(checkpoint, found.refused, found.reported, problem))
             lines.append(_uncompared(found.unknown if data else []))
         return [line for line in lines if line]
 
@@ -139,13 +146,16 @@ class RunIdentity:
             "changed": {_spelt(change.key): [change.was, change.now] for change in self._reported}})
 
     @staticmethod
-    def _judged(checkpoint: Path, refused: list[Change], reported: list[Change]) -> str:
-        """A table of what is reported. Raises UserError if something is refused."""
+    def _judged(checkpoint: Path, refused: list[Change], reported: list[Change], problem: str = "") -> str:
+        """A table of what is reported. Raises UserError if something is refused, or there is a `problem`."""
+        new = "start a new run in another trainer.default_root_dir."
         if refused:
             raise UserError(
                 f"{checkpoint} is of another run. These keys are not as they were, and with them the rest would be "
-                "something else:\n" + _table(refused) + "\nPut them back (config.yaml in the folder of that run has "
-                "them), or start a new run in another trainer.default_root_dir.")
+                "something else:\n" + _table(refused) + (f"\n{problem}" if problem else "") + "\nPut them back "
+                f"(config.yaml in the folder of that run has them), or {new}")
+        if problem:
+            raise UserError(f"{checkpoint} is of another run. {problem} Or {new}")
         return "Changed since that checkpoint:\n" + _table(reported) if reported else ""
 
 
@@ -160,6 +170,8 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
         UserError: A source, the tokenizer or a model cannot be read.
     """
     tree, facts = copy.deepcopy(recipe), data.identity() if data is not None else {}
+    if _is_count(interval := tree["trainer"].get("val_check_interval")):
+        tree["trainer"]["val_check_interval"] = f"{interval} steps"  # those of earlier versions were micro-batches
     tree["trainer"].pop("default_root_dir", None)
     for block in ("model", "data"):
         tree[block] = {"class_path": tree[block]["class_path"], **tree[block].get("init_args", {})}
@@ -209,12 +221,87 @@ def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | N
     state = read_plain(checkpoint)
     config = checkpoint.parent.parent / "config.yaml"
     if state.get("identity") or not config.is_file():
-        return state, state.get("identity") or None
+        return state, _with_unit(state["identity"]) if state.get("identity") else None
     try:
         return state, identity_tree(read_recipe(config), None)
     except (UserError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{config} cannot be read: {error}. It tells what run the checkpoint is of: put it back, or "
                         "move it away to go on without a comparison.") from error
+
+
+class Cuts:
+    """How the run of a checkpoint has cut its steps, and how this one does.
+
+    Args:
+        state: The checkpoint's, beside arrays.
+        was: Its identity, and `tree` this run's.
+        defaults: What a key that they lack stands for.
+        now: How this run cuts its steps.
+    """
+
+    def __init__(self, state: dict[str, Any], was: dict[str, Any], tree: dict[str, Any], defaults: dict[str, Any],
+                 now: Cut):
+        self._trainers = tuple({**defaults.get("trainer", {}), **side["trainer"]} for side in (was, tree))
+        data = {**defaults.get("data", {}), **was["data"]}
+        self.was = Cut(int(data.get("batch_size") or 1), int(self._trainers[0].get("accumulate_grad_batches") or 1),
+                       state.get("world_size", 1))
+        self.now = now
+        self._num_rows = state.get(data["class_path"].rpartition(".")[2], {}).get("num_rows")  # None of a stream
+
+    @property
+    def micro_batches_differ(self) -> bool:
+        """Whether limits in micro-batches are of other numbers of rows."""
+        return self.was.at_once != self.now.at_once
+
+    def problem(self) -> str:
+        """Why the rest of the run would have other rows in its steps or epochs, and what keeps them; empty if not."""
+        was, now = self.was, self.now
+        if was.step != now.step:
+            return f"Its steps have {was}, those of this recipe {now}: {fitting(was.step, now)}."
+        then, here = (self._epoch(trainer, cut) for trainer, cut in zip(self._trainers, (was, now), strict=True))
+        if self.micro_batches_differ and then != here:
+            key = "overfit_batches" if self._trainers[0].get("overfit_batches") else "limit_train_batches"
+            whole, rest = divmod(then, now.at_once)
+            return (f"trainer.{key} counts micro-batches, of {was.at_once} rows then and of {now.at_once} now: an "
+                    f"epoch had {then} rows and would have {here}. "
+                    + (f"Set trainer.{key} {whole}, or keep" if not rest else "Keep")
+                    + f" data.batch_size {was.rows} with {was.devices}.")
+        return ""
+
+    def _epoch(self, trainer: dict[str, Any], cut: Cut) -> int:
+        """Rows of an epoch, as far as limits leave them."""
+        rows, overfit = self._num_rows, trainer.get("overfit_batches") or 0
+        if rows is not None and overfit and isinstance(overfit, float):
+            return min(max(int(overfit * -(-rows // cut.rows)), 1) * cut.rows, rows)
+        whole = ENDLESS if rows is None else -(-rows // cut.at_once)
+        limit = overfit or trainer.get("limit_train_batches")
+        if limit is None or isinstance(limit, float) and rows is None:
+            return ENDLESS if rows is None else rows
+        found = limited(whole, limit, "train") * cut.at_once
+        return found if rows is None else min(found, rows)
+
+
+def fitting(rows: int, now: Cut) -> str:
+    """Settings that make steps of so many rows, on as many devices as now or the next smaller number that can."""
+    def largest(least: int, of: int) -> int:
+        return next(size for size in range(min(least, of), 0, -1) if of % size == 0)
+
+    ranks = largest(now.ranks, rows)
+    size = largest(now.rows, rows // ranks)
+    cut = Cut(size, rows // ranks // size, ranks)
+    return (f"with {cut.devices}, data.batch_size {cut.rows} and trainer.accumulate_grad_batches {cut.accumulated} "
+            f"make {rows}")
+
+
+def _judge_cut(found: Comparison, cuts: Cuts) -> str:
+    """Put what has been cut otherwise among what is reported or refused; returns `Cuts.problem`."""
+    problem = cuts.problem()
+    (found.refused if problem else found.reported).extend(found.recut)
+    scaled = [change for change in found.refused
+              if not problem and cuts.micro_batches_differ and change.key == "trainer.limit_train_batches"]
+    found.reported += scaled
+    found.refused = [change for change in found.refused if change not in scaled]
+    return problem
 
 
 def check_parameters(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
@@ -233,6 +320,20 @@ def check_parameters(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[
                         + "; ".join(f"{len(names)} parameters {what}, e.g. {names[0]}"
                                     for names, what in differences if names)
                         + ". Resume with the recipe the run was started with (config.yaml in its folder).")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _with_unit(tree: dict[str, Any]) -> dict[str, Any]:
+    """An identity that says of what `val_check_interval` is a number, which earlier versions had in micro-batches."""
+    trainer = tree["trainer"]
+    interval, accumulated = trainer.get("val_check_interval"), trainer.get("accumulate_grad_batches") or 1
+    if not _is_count(interval):
+        return tree
+    said = f"{interval} micro-batches" if interval % accumulated else f"{interval // accumulated} steps"
+    return {**tree, "trainer": {**trainer, "val_check_interval": said}}
 
 
 def _are_blocks(value: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Which keys of a recipe may change when a run is resumed: `REPORTED` and `NOT_COMPARED`; all others are refused.
+"""Which keys of a recipe may change when a run is resumed: `REPORTED`, `NOT_COMPARED` and, where a step keeps its rows,
+`CUT`; all others are refused.
 
 tests/test_identity.py holds the lists in the documentation against these, and that each key is in exactly one.
 """
@@ -6,8 +7,8 @@ tests/test_identity.py holds the lists in the documentation against these, and t
 import re
 
 _TRAINER = """accelerator devices num_nodes strategy precision plugins deterministic benchmark inference_mode profiler
-    max_epochs min_epochs max_steps min_steps max_time fast_dev_run barebones accumulate_grad_batches gradient_clip_val
-    gradient_clip_algorithm val_check_interval check_val_every_n_epoch limit_val_batches limit_test_batches
+    max_epochs min_epochs max_steps min_steps max_time fast_dev_run barebones gradient_clip_val gradient_clip_algorithm
+    val_check_interval check_val_every_n_epoch limit_val_batches limit_test_batches
     limit_predict_batches num_sanity_val_steps log_every_n_steps logger callbacks enable_checkpointing
     enable_progress_bar detect_anomaly heartbeat_timeout model_registry"""
 _MODEL = """generation top_k gradient_checkpointing attention save_dtype piece_tokens fast_kernels compile quant_storage
@@ -24,7 +25,7 @@ REPORTED = {
 }
 
 _ROWS = """class_path source columns val_size tokenizer pad_token bos_token eos_token add_tokens tokenizer_options
-    max_length batch_size packing streaming stream_window group_by_length shuffle seed template dataset_format roles
+    max_length packing streaming stream_window group_by_length shuffle seed template dataset_format roles
     turn_fields train_on_prompt train_on_last train_on turns reasoning system_prompt replace_system_prompt
     chat_template_kwargs source_max_length target_max_length on_overflow text_column documents join mlm_probability
     whole_word_masking stride question_max_length"""
@@ -39,6 +40,9 @@ REFUSED = {
     *(f"model.{name}" for name in _NETWORK.split()),
     *(f"data.{name}" for name in _ROWS.split()),
 }
+
+# How the rows of an optimiser step are cut, together with the devices. Reported where their product stays the same.
+CUT = {"data.batch_size", "trainer.accumulate_grad_batches"}
 
 # Where a run is stored and what its loggers call it, which may differ at each start.
 NOT_COMPARED = {"trainer.default_root_dir", "trainer.logger.init_args.id", "trainer.logger.init_args.version",

@@ -9,6 +9,40 @@ from lmmods.runs.checkpoint_content import CheckpointContent
 _NO_BATCHES = {"ready": 0, "completed": 0, "started": 0, "processed": 0}
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How the rows of an optimiser step are cut into micro-batches.
+
+    Args:
+        rows: Of a micro-batch, `data.batch_size`.
+        accumulated: Micro-batches of each data-parallel rank, `trainer.accumulate_grad_batches`.
+        ranks: Data-parallel ranks: each has micro-batches of its own.
+    """
+
+    rows: int
+    accumulated: int
+    ranks: int
+
+    @property
+    def at_once(self) -> int:
+        """Rows of a global micro-batch."""
+        return self.rows * self.ranks
+
+    @property
+    def step(self) -> int:
+        """Rows of an optimiser step."""
+        return self.at_once * self.accumulated
+
+    @property
+    def devices(self) -> str:
+        """The ranks in words."""
+        return f"{self.ranks} device{'s' if self.ranks > 1 else ''}"
+
+    def __str__(self) -> str:
+        return (f"{self.step} rows (data.batch_size {self.rows} x trainer.accumulate_grad_batches {self.accumulated} x "
+                f"{self.devices})")
+
+
 @dataclass
 class Progress:
     """Counts since the start of the run. A batch is a global micro-batch: one micro-batch on each data-parallel rank.
@@ -18,12 +52,14 @@ class Progress:
         batches: Batches of the current epoch done.
         total_batches: Batches of all epochs done.
         step: Optimiser steps done.
+        accumulated: Batches done of the step under way.
     """
 
     epoch: int = 0
     batches: int = 0
     total_batches: int = 0
     step: int = 0
+    accumulated: int = 0
 
     def loops(self, is_last_of_epoch: bool) -> dict[str, Any]:
         """The state of Lightning's loops at this moment."""
@@ -55,56 +91,59 @@ class Progress:
         }
 
 
-def read_progress(content: CheckpointContent, data_key: str, num_ranks: int, kind: str) -> Progress:
-    """Where a checkpoint of either engine stands, counted in batches of `num_ranks` data-parallel ranks.
+def read_progress(content: CheckpointContent, data_key: str, now: Cut) -> Progress:
+    """Where a checkpoint of either engine stands, in batches as the run goes on with.
 
     Args:
         data_key: Under which the state of the training data lies.
-        kind: What a rank is called.
 
     Raises:
-        UserError: It stands inside a batch of this many ranks.
+        UserError: It stands inside one of these.
     """
-    fit = content["loops"]["fit_loop"]
-    before, counts = content.get("world_size", 1), fit["epoch_loop.batch_progress"]
+    fit, data = content["loops"]["fit_loop"], content[data_key]
+    counts, accumulated = fit["epoch_loop.batch_progress"], content["window"].get("num_batches", 0)
     batches, total = counts["current"]["ready"], counts["total"]["ready"]
-    if before != num_ranks:
-        batches, total = recount(batches, content[data_key], before, num_ranks, kind)
-    return Progress(fit["epoch_progress"]["current"]["completed"], batches, total, content["global_step"])
+    before = data["batch_size"] * content.get("world_size", 1)
+    if before != now.at_once:
+        batches, total = recount(batches, data, before, now)
+        accumulated = accumulated * before // now.at_once
+    return Progress(fit["epoch_progress"]["current"]["completed"], batches, total, content["global_step"], accumulated)
 
 
-def recount(ready: int, data: dict[str, Any], before: int, now: int, kind: str) -> tuple[int, int]:
-    """Batches of the current epoch and of all epochs done, where the number of ranks changes.
+def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[int, int]:
+    """Batches of the current epoch and of all epochs done, where they are of another number of rows.
 
     Args:
-        ready: Batches of `before` ranks in the current epoch.
-        before: Ranks that wrote the checkpoint.
-        now: Ranks that go on.
-        kind: What a rank is called.
+        ready: Batches done of the current epoch.
+        data: State of the training data.
+        before: Rows of each.
 
     Raises:
-        UserError: The run stands inside a batch of `now` ranks.
+        UserError: The run stands inside a batch of now.
     """
-    everywhere, earlier, in_epoch = ready * before, 0, None
+    rows, earlier, ends = ready * before, 0, False
     if "num_rows" in data:  # a stream is one endless epoch
-        in_epoch = -(-data["num_rows"] // data["batch_size"])
-        everywhere, earlier = data["batches"], data["epoch"] * -(-in_epoch // now)
-    if everywhere % now and everywhere != in_epoch:
-        raise UserError(f"This checkpoint of {before} {kind} cannot go on with {now}: it stands at micro-batch "
-                        f"{everywhere}, which {now} {kind} do not share evenly. Resume from one at another step, or "
-                        f"with as many {kind} as before.")
-    current = -(-everywhere // now)
+        earlier, ends = data["epoch"] * -(-data["num_rows"] // now.at_once), rows >= data["num_rows"]
+        rows = min(rows, data["num_rows"])
+    if rows % now.at_once and not ends:
+        raise UserError(
+            f"This checkpoint stands inside a step, behind {rows} rows of an epoch, which {now.devices} with "
+            f"data.batch_size {now.rows} do not come to in whole micro-batches. Resume from a checkpoint between two "
+            "steps, whose name has no +, or with the batch size and devices that wrote it.")
+    current = -(-rows // now.at_once)
     return current, earlier + current
 
 
-def recount_loops(content: CheckpointContent, data_key: str, num_ranks: int, kind: str) -> None:
-    """Let the loops of a checkpoint count batches of `num_ranks`; arguments and errors as of `read_progress`."""
-    progress = read_progress(content, data_key, num_ranks, kind)
+def recount_loops(content: CheckpointContent, data_key: str, now: Cut) -> Progress:
+    """Let the loops of a checkpoint count batches as the run goes on with; what they say, and errors, as of
+    `read_progress`."""
+    progress = read_progress(content, data_key, now)
     counts = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for part, ready in ((counts["current"], progress.batches), (counts["total"], progress.total_batches)):
         shift = ready - part["ready"]
         for name in part:  # the batch under way may not be completed yet
             part[name] += shift
+    return progress
 
 
 def correct_epochs(content: CheckpointContent) -> None:

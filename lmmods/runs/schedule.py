@@ -6,7 +6,7 @@ The loop of the JAX engine goes by it; of both engines' runs it says what is to 
 from dataclasses import dataclass, replace
 
 from lmmods.core.errors import UserError
-from lmmods.core.run_length import num_steps
+from lmmods.core.run_length import num_steps, steps_per_epoch
 from lmmods.data.batches.stream import ENDLESS
 from lmmods.runs.progress import Progress
 
@@ -19,8 +19,8 @@ class Schedule:
         batches_per_epoch: Global micro-batches of an epoch of training.
         batches_per_step: Global micro-batches of an optimiser step; the last of an epoch may have fewer.
         num_val_batches: Global micro-batches of a validation; 0 where there is nothing to validate on.
-        batches_per_validation: Global micro-batches from one validation to the next, counted anew in each epoch or
-            over the run.
+        steps_per_validation: Optimiser steps from one validation to the next, counted anew in each epoch or over the
+            run: so validations follow the same steps however these are cut into micro-batches.
         counts_over_run: Which of the two.
         val_epochs: Every so many epochs validate; None: none does. Where the interval is counted in each epoch.
     """
@@ -29,7 +29,7 @@ class Schedule:
     batches_per_step: int
     num_steps: int
     num_val_batches: int
-    batches_per_validation: int
+    steps_per_validation: int
     counts_over_run: bool
     val_epochs: int | None
 
@@ -42,12 +42,13 @@ class Schedule:
         Args:
             max_epochs: Epochs, a fraction allowed; None or -1 leave it to `max_steps`.
             max_steps: Optimiser steps; -1 leaves it to `max_epochs`.
-            val_check_interval: Global micro-batches over the whole run, or share of an epoch; None is a whole epoch.
+            val_check_interval: Optimiser steps over the whole run, or share of an epoch; None is a whole epoch.
         """
+        epoch = steps_per_epoch(batches_per_epoch, batches_per_step)
         by_share = isinstance(val_check_interval, float)
-        interval = max(int(batches_per_epoch * val_check_interval), 1) if by_share else val_check_interval
+        interval = max(int(epoch * val_check_interval), 1) if by_share else val_check_interval
         steps = num_steps(batches_per_epoch, batches_per_step, max_epochs, max_steps)
-        return cls(batches_per_epoch, batches_per_step, steps, num_val_batches, interval or batches_per_epoch,
+        return cls(batches_per_epoch, batches_per_step, steps, num_val_batches, interval or epoch,
                    isinstance(val_check_interval, int), val_epochs)
 
     def without_validation(self) -> "Schedule":
@@ -62,7 +63,7 @@ class Schedule:
     @property
     def steps_per_epoch(self) -> int:
         """Optimiser steps of an epoch."""
-        return -(-self.batches_per_epoch // self.batches_per_step)
+        return steps_per_epoch(self.batches_per_epoch, self.batches_per_step)
 
     @property
     def num_epochs(self) -> float:
@@ -73,25 +74,24 @@ class Schedule:
         """How many validations are to come after optimiser step `step`, the one with which the run ends included."""
         if not self.num_val_batches or step >= self.num_steps:
             return 0
-        batches = self._batches(self.num_steps)
-        at_end = self._validations(batches) == self._validations(batches - 1)  # which no interval asks for
-        return self._validations(batches) - self._validations(self._batches(step)) + at_end
+        at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)  # no interval asks for it
+        return self._validations(self.num_steps) - self._validations(step) + at_end
 
     def _batches(self, step: int) -> int:
         """Global micro-batches of the first `step` optimiser steps."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.batches_per_epoch + min(steps * self.batches_per_step, self.batches_per_epoch)
 
-    def _validations(self, batches: int) -> int:
-        """Validations that the interval asks for in so many global micro-batches."""
+    def _validations(self, steps: int) -> int:
+        """Validations that the interval asks for in so many optimiser steps."""
         if self.counts_over_run:
-            return batches // self.batches_per_validation
+            return steps // self.steps_per_validation
         if self.val_epochs is None:
             return 0
-        epochs, batches = divmod(batches, self.batches_per_epoch)
-        each = self.batches_per_epoch // self.batches_per_validation
+        epochs, steps = divmod(steps, self.steps_per_epoch)
+        each = self.steps_per_epoch // self.steps_per_validation
         is_due = (epochs + 1) % self.val_epochs == 0
-        return epochs // self.val_epochs * each + (batches // self.batches_per_validation if is_due else 0)
+        return epochs // self.val_epochs * each + (steps // self.steps_per_validation if is_due else 0)
 
     def ends_epoch(self, progress: Progress) -> bool:
         """Whether the last micro-batch done was the last of its epoch."""
@@ -101,11 +101,13 @@ class Schedule:
         """Whether a validation follows the last micro-batch done."""
         if not self.num_val_batches:
             return False
+        if progress.batches % self.batches_per_step and not self.ends_epoch(progress):
+            return False  # inside a step
         if self.counts_over_run:
-            return progress.total_batches % self.batches_per_validation == 0
+            return progress.step % self.steps_per_validation == 0
         if self.val_epochs is None or (progress.epoch + 1) % self.val_epochs:
             return False
-        return progress.batches % self.batches_per_validation == 0
+        return steps_per_epoch(progress.batches, self.batches_per_step) % self.steps_per_validation == 0
 
 
 def limited(num_batches: int, limit: int | float | None, role: str) -> int:

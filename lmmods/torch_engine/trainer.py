@@ -26,6 +26,8 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
+from lmmods.runs.progress import Cut
+from lmmods.runs.progress import Progress as RunProgress
 from lmmods.runs.schedule import Schedule, limited
 from lmmods.runs.start import Outlook, say_engine
 from lmmods.runs.step_metrics import check_evaluated
@@ -39,7 +41,7 @@ from lmmods.torch_engine.callbacks.run_events import RunEvents
 from lmmods.torch_engine.callbacks.startup_report import StartReport
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import (
-    decide_skip,
+    decide_loops,
     end_after,
     epoch_ends,
     validation_follows,
@@ -108,7 +110,8 @@ class Trainer(L.Trainer):
         except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:  # of the values
             raise UserError(f"trainer: {error}") from error
         self._epochs = max_epochs
-        decide_skip(self, functools.partial(is_skipped, self))
+        decide_loops(self, functools.partial(is_skipped, self), self._validates_by_interval,
+                     lambda: self.lightning_module.accumulation.is_open)
         self.length = (max_steps, max_epochs)  # as the recipe says it
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)
@@ -134,7 +137,8 @@ class Trainer(L.Trainer):
             if checkpoint:
                 datamodule.go_on_from(read_plain(checkpoint))
             # Before the processes know each other, and before anything is restored: the first one reads the data.
-            for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint):
+            for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint,
+                                             self.cut(datamodule)):
                 say(line)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
@@ -243,6 +247,10 @@ class Trainer(L.Trainer):
         """Micro-batches of an optimiser step, of all these processes together."""
         return self.accumulate_grad_batches * self.num_data_ranks
 
+    def cut(self, data: Any) -> Cut:
+        """How steps are cut; `data` is the DataModule."""
+        return Cut(data.batch_size, self.accumulate_grad_batches, self.num_data_ranks)
+
     @property
     def data_rank(self) -> int:
         """Whose of these micro-batches this process computes."""
@@ -296,6 +304,11 @@ class Trainer(L.Trainer):
     def validates(self) -> bool:
         """In fit: whether there is anything to validate on."""
         return bool(self.limit_val_batches and self.datamodule.val_dataloader())
+
+    def _validates_by_interval(self) -> bool:
+        """Where fit stands: whether a validation is due, as `val_check_interval` says."""
+        here = RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, step=self.global_step)
+        return self.schedule().validates_after(here)
 
     def validation_is_due(self) -> bool:
         """In on_train_batch_end: whether validation follows this batch."""

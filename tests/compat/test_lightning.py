@@ -55,9 +55,25 @@ def test_a_validation_is_known_beforehand(seen):
 def test_whether_fit_is_skipped_is_decided_here(skips):
     said = []
     trainer = L.Trainer(max_steps=1, limit_val_batches=0, **QUIET)
-    compat.decide_skip(trainer, lambda lightnings: said.append(lightnings) or skips)
+    compat.decide_loops(trainer, lambda lightnings: said.append(lightnings) or skips, lambda: False, lambda: False)
     trainer.fit(BoringModel())
-    assert said == [False] and trainer.global_step == (0 if skips else 1), mend("lightning", compat.decide_skip)
+    assert said == [False] and trainer.global_step == (0 if skips else 1), mend("lightning", compat.decide_loops)
+
+
+def test_when_validations_follow_and_a_run_stops_is_decided_here():
+    """After the third of seven micro-batches, and where the run is to stop: after the fourth, as a step ends then."""
+    class Stopping(Seen):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = trainer.fit_loop.batch_idx >= 2
+            super().on_train_batch_end(trainer, *args)
+
+    callback = Stopping()
+    trainer = L.Trainer(max_epochs=2, limit_train_batches=7, limit_val_batches=1, val_check_interval=5,
+                        num_sanity_val_steps=0, accumulate_grad_batches=2, callbacks=[callback], **QUIET)
+    compat.decide_loops(trainer, lambda lightnings: lightnings, lambda: trainer.fit_loop.batch_idx == 1,
+                        lambda: trainer.fit_loop.batch_idx % 2 == 0)
+    trainer.fit(BoringModel())
+    assert callback.validated == callback.foretold == [False, True, False, True], mend("lightning", compat.decide_loops)
 
 
 def test_a_run_ends_after_so_many_steps():

@@ -34,7 +34,7 @@ def make(rank=0, world_size=1, num_workers=0, batch_size=BATCH_SIZE, group=True,
         return training_order(LENGTHS, batch_size, [5, epoch], rule, group_by_length=group)
 
     return StatefulLoader(Numbers(), order_of, collate, Shard(rank, world_size, num_workers, batches_per_step),
-                          batch_size)
+                          batch_size, grouped=group)
 
 
 def take(loader, count):
@@ -161,8 +161,15 @@ def test_a_position_of_an_earlier_version_keeps_its_order():
     wanted = [order[chunk * BATCH_SIZE : (chunk + 1) * BATCH_SIZE].tolist() for chunk in chunks]
     assert take(loader, len(wanted) - 2) == wanted[2:]
     assert loader.state_dict()["order"] == 1
-    with pytest.raises(UserError, match="batch_size"):
+    with pytest.raises(UserError, match="begun by an earlier version.*with 4 instead of 3.*Set data.batch_size 3"):
         make(batch_size=4).load_state_dict(state)
+
+
+def test_an_order_of_an_earlier_version_that_groups_nothing_may_be_cut_otherwise():
+    loader = make(group=False, batch_size=2)
+    loader.load_state_dict({"epoch": 0, "batches": 2, "batch_size": 3, "num_rows": NUM_ROWS})
+    whole = list(itertools.chain.from_iterable(take(make(group=False), 8)))
+    assert list(itertools.chain.from_iterable(take(loader, 9))) == whole[6:]
 
 
 def test_state_of_other_data_is_refused():

@@ -67,7 +67,7 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_killed_and_gone_on(engine, moment, recipe, finished, tmp_path, capfd):
     root = tmp_path / "run"
-    changes = {"engine": engine, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 8,
+    changes = {"engine": engine, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 4,
                "checkpoint": {"every_n_steps": 2, "keep_last": 1}}
     whole, arguments = finished(**changes), recipe(**changes, trainer__default_root_dir=str(root))
     process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])

@@ -54,7 +54,7 @@ def qa(recipe, bert_folder, tmp_path):  # noqa: F811
 def test_two_processes_score_all_windows_and_agree(qa):
     stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 1,
                                                               "min_delta": 100.0}}]
-    one, arguments = qa("one", trainer__accumulate_grad_batches=2, trainer__val_check_interval=2,
+    one, arguments = qa("one", trainer__accumulate_grad_batches=2, trainer__val_check_interval=1,
                         trainer__callbacks=stopping)
     assert main(["fit", *arguments]) == 0
     two, arguments = qa("two", trainer__val_check_interval=1, trainer__callbacks=stopping)

@@ -102,9 +102,9 @@ MESH = "jax_engine.distributed.devices.MeshSharding"
 def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, devices, strategy, shares, changes):
     """A window of 4 micro-batches on one device, or spread; dropout on; the epoch ends in a partial round."""
     common = {**changes, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
-    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 4, "trainer__val_check_interval": 24})
+    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 4, "trainer__val_check_interval": 6})
     many, arguments = jax_recipe("many", **common, trainer__devices=devices, trainer__strategy=strategy,
-                                 trainer__accumulate_grad_batches=4 // shares, trainer__val_check_interval=24 // shares)
+                                 trainer__accumulate_grad_batches=4 // shares, trainer__val_check_interval=6)
     assert main(["fit", *arguments]) == 0
     for row, wanted in zip(rows(many, TIMED | {"train/epoch"}), rows(one, TIMED | {"train/epoch"}), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
@@ -146,7 +146,7 @@ def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, st
 def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, finished, strategy):
     common = {"data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 6,
               "checkpoint": {"every_n_steps": 3, "keep_last": 9}}
-    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 12})
+    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 6})
     two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                               trainer__val_check_interval=6, trainer__devices=1)
     said = together(["fit", *for_two], 2)
@@ -155,7 +155,7 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, fin
     untimed = TIMED | {"train/epoch"}
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
-    _, for_one = jax_recipe("two", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=12)
+    _, for_one = jax_recipe("two", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=6)
     assert main(["fit", *for_one, "--ckpt_path", "3", "--overwrite", "true"]) == 0
     for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)

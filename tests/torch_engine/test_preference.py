@@ -361,7 +361,7 @@ def fit(recipe, pairs, tmp_path):
 def test_a_run_learns_the_preference_and_logs_it(fit):
     """It begins at its reference, which has no dropout: the tiny Llama's own, of attention, is off."""
     run = fit("run", trainer__max_steps=8, model__init_args__sft_weight=0.1, trainer__accumulate_grad_batches=2,
-              trainer__val_check_interval=16, checkpoint={"every_n_steps": None},
+              trainer__val_check_interval=8, checkpoint={"every_n_steps": None},
               model__init_args__optimizer={"lr": 0.02})
     first, last = rows(run)[0], json.loads(run.metrics_json.read_text())
     assert first["train/rewards/margin"] == pytest.approx(0, abs=1e-4)
@@ -377,7 +377,7 @@ def test_a_run_is_the_same_however_it_is_cut(fit):
     """The unwanted answers weigh little, so that all become likelier than under the reference: a baseline that counts.
     """
     found = [rows(fit(f"cut{size}", data__init_args__batch_size=size, trainer__accumulate_grad_batches=8 // size,
-                      data__init_args__eval_batch_size=size, trainer__val_check_interval=4 * (8 // size),
+                      data__init_args__eval_batch_size=size, trainer__val_check_interval=4,
                       model__init_args__loss="kto", model__init_args__undesirable_weight=0.1)) for size in (8, 2)]
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)

@@ -13,7 +13,7 @@ from lmmods.core.errors import UserError
 
 GAIN = 1.03  # a larger batch must be so much faster to be worth its memory
 # Counted in micro-batches of training: they change with the number of rows in one.
-COUNTED = ("val_check_interval", "limit_train_batches", "overfit_batches")
+COUNTED = ("limit_train_batches", "overfit_batches")
 EVALUATED = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 

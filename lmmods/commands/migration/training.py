@@ -142,8 +142,7 @@ def _take_evaluation(draft: Draft) -> None:
     if per_epoch:
         draft.put("trainer.val_check_interval", round(1 / per_epoch, 6), "evals_per_epoch")
     elif steps and steps >= 1:
-        batches = int(steps) * draft.settings["trainer.accumulate_grad_batches"][0]
-        draft.put("trainer.val_check_interval", batches, "eval_steps")
+        draft.put("trainer.val_check_interval", int(steps), "eval_steps")
     elif steps:
         epochs = draft.settings.get("trainer.max_epochs", (0, ""))[0]
         if not 0 < steps * epochs <= 1:

@@ -140,11 +140,13 @@ class StatefulLoader:
         order_of: Epoch, and the rule of the run's order -> its global micro-batches.
         batch_size: Rows per micro-batch.
         widths: As of `EvaluationLoader`.
+        grouped: Whether the order groups rows by length; without that, it is the same under all rules.
     """
 
     def __init__(self, rows: Dataset, order_of: Callable[[int, OrderRule], BatchOrder],
-                 collate: Callable[[list], Batch], shard: Shard, batch_size: int, widths: Widths | None = None) -> None:
-        self._order_of, self._shard, self._widths = order_of, shard, widths
+                 collate: Callable[[list], Batch], shard: Shard, batch_size: int, widths: Widths | None = None,
+                 grouped: bool = True) -> None:
+        self._order_of, self._shard, self._widths, self._grouped = order_of, shard, widths, grouped
         self._rows, self._collate = rows, collate
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
@@ -185,10 +187,11 @@ class StatefulLoader:
             UserError: The position belongs to other data, lies inside a batch of this size, or is of an earlier
                 version's order and another batch size.
         """
-        rule = OrderRule.of(state)
-        fixed = {"batch_size": self._batch_size} if rule.version == 1 else {}
-        check_same(state, {"num_rows": self._num_rows, **fixed})
-        self._rule, self._epoch = rule, state["epoch"]
+        check_same(state, {"num_rows": self._num_rows})
+        if self._grouped:
+            self._rule = OrderRule.of(state)
+            self._rule.check(state, self._batch_size)
+        self._epoch = state["epoch"]
         self._handed_out = recut(state["batches"], state["batch_size"], self._batch_size, self._num_rows)
 
 

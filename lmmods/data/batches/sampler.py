@@ -41,6 +41,14 @@ class OrderRule:
         """The rule of a saved position, which of earlier versions names none."""
         return cls(state.get(GROUPED, state.get("batch_size")), state.get(VERSION, 1))
 
+    def check(self, state: dict[str, Any], batch_size: int) -> None:
+        """Raise UserError where a run that goes on from a saved position would take its rows in another order."""
+        if self.version == 1 and state["batch_size"] != batch_size:
+            raise UserError(
+                f"This run was begun by an earlier version, which drew the order of rows from data.batch_size: with "
+                f"{batch_size} instead of {state['batch_size']} its steps would hold other rows. Set data.batch_size "
+                f"{state['batch_size']}, or start a new run, whose order is that of its steps.")
+
 
 class BatchOrder:
     """The micro-batches of one epoch.

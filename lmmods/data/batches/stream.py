@@ -231,9 +231,8 @@ class StreamLoader:
             UserError: The position belongs to other settings, or is of an earlier version's order and another batch
                 size.
         """
-        rule = OrderRule.of(state)
-        fixed = {"batch_size": self._batch_size} if rule.version == 1 else {}
-        check_same(state, {**self._settings, **fixed})
-        self._rule = rule
+        check_same(state, self._settings)
+        self._rule = OrderRule.of(state)
+        self._rule.check(state, self._batch_size)
         self._position = Position(state["epoch"], state["window"], state.get("rows", state.get("batches")),
                                   state.get("begun", 0))

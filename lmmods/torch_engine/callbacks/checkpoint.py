@@ -23,16 +23,18 @@ class Checkpoint(CheckpointPolicy, L.Callback):
             self.resume(trainer.run_folder, trainer.resumed_from)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Note what the run is and the number of processes."""
+        """Note what the run is, and on how many ranks."""
         checkpoint["world_size"] = trainer.num_data_ranks
         checkpoint["identity"] = trainer.identity.tree
         if self._inside_epoch:
             correct_epochs(checkpoint)
 
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Recount micro-batches where the run goes on with another number of processes."""
+        """Recount micro-batches where the run goes on with others."""
         if trainer.state.fn == "fit":
-            recount_loops(checkpoint, type(trainer.datamodule).__qualname__, trainer.num_data_ranks, "processes")
+            data = trainer.datamodule
+            progress = recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
+            module.accumulation.num_batches = progress.accumulated
 
     # Called when it is due --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import lightning as L
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,19 +19,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from lmmods.core.peers import LAUNCHER, Peers
 
 
-def decide_skip(trainer: L.Trainer, decide: Callable[[bool], bool]) -> None:
-    """Let `decide` say whether fit is left without going through its end, given what Lightning would do.
+def decide_loops(trainer: L.Trainer, skips: Callable[[bool], bool], validates: Callable[[], bool],
+                 is_inside_step: Callable[[], bool]) -> None:
+    """Decide what Lightning's loops of fit decide by their own counts, which are of micro-batches.
 
-    A subclass of `_FitLoop`, whose `skip` returns from fit at once, takes the place of the trainer's loop, around the
-    same `epoch_loop`. Loops cannot be chosen by any argument of Trainer.
+    Subclasses of `_FitLoop` and `_TrainingEpochLoop` take the place of the trainer's loops, which no argument of
+    Trainer chooses: the first one's `skip` returns from fit at once, and its `_can_stop_early` lets
+    `Trainer.should_stop` end the run; after each micro-batch, and where a run goes on, the second one's
+    `_should_check_val_fx` says whether a validation follows.
+
+    Args:
+        skips: Whether fit is left without going through its end, given what Lightning would do.
+        validates: Whether a validation is due where the run stands. A run that is to stop validates in any case.
+        is_inside_step: Whether the step under way is incomplete: what stops a run, such as `max_time`, waits for it.
     """
     class FitLoop(_FitLoop):
         @property
         def skip(self) -> bool:
-            return decide(super().skip)
+            return skips(super().skip)
+
+        @property
+        def _can_stop_early(self) -> bool:
+            return super()._can_stop_early and not is_inside_step()
+
+    class EpochLoop(_TrainingEpochLoop):
+        def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+            stops = self.trainer.should_stop and self.trainer.fit_loop._can_stop_early
+            return self.trainer.enable_validation and (stops or validates())
 
     loop = FitLoop(trainer, trainer.min_epochs, trainer.max_epochs)
-    loop.epoch_loop = trainer.fit_loop.epoch_loop
+    loop.epoch_loop = EpochLoop(trainer, trainer.min_steps, trainer.max_steps)
     trainer.fit_loop = loop
 
 

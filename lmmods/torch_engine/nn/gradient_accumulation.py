@@ -127,22 +127,16 @@ class GradientAccumulation:
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def pack(self, params: dict[str, nn.Parameter], strategy: Any, accumulated: int
-             ) -> AccumulatedGradients | dict[str, Any]:
-        """The step under way on all processes, each of which has summed its own micro-batches; empty between steps.
-
-        All processes must call this.
+    def pack(self, params: dict[str, nn.Parameter], accumulated: int) -> AccumulatedGradients | dict[str, Any]:
+        """The step under way; empty between steps, where several processes always are when they save.
 
         Args:
             accumulated: As in `divisor`.
         """
         if not self.is_open:
             return {}
-        return {"sums": strategy.reduce(self._sums.clone(), reduce_op="sum") / sharding.num_repeats(strategy),
-                "num_batches": self.num_batches,
-                "divisor": self.divisor(accumulated),
-                "gradients": {name: _summed(param.grad, strategy) for name, param in params.items()
-                              if param.grad is not None}}
+        return {"sums": self._sums.clone(), "num_batches": self.num_batches, "divisor": self.divisor(accumulated),
+                "gradients": {name: _whole(param.grad) for name, param in params.items() if param.grad is not None}}
 
     def unpack(self, state: AccumulatedGradients | dict[str, Any], accumulated: int, is_first: bool) -> None:
         """Go on with a packed step; its gradients wait for `put_gradients`.
@@ -169,10 +163,8 @@ class GradientAccumulation:
         self._gradients = {}
 
 
-def _summed(grad: Tensor, strategy: Any) -> Tensor:
-    if isinstance(grad, DTensor):  # averaged over the processes already
-        return sharding.whole(grad) * sharding.num_losses(strategy)
-    return strategy.reduce(grad.clone(), reduce_op="sum")
+def _whole(grad: Tensor) -> Tensor:
+    return sharding.whole(grad) if isinstance(grad, DTensor) else grad.clone()
 
 
 class WeightedMean(torchmetrics.Metric):

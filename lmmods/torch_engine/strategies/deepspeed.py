@@ -145,9 +145,6 @@ class DeepSpeed(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if self.lightning_module.accumulation.is_open:
-            raise UserError("DeepSpeed cannot save between two optimiser steps: let trainer.val_check_interval be a "
-                            "multiple of trainer.accumulate_grad_batches, in batches.")
         return {name: self._kept(safe_get_full_fp32_param(param))
                 for name, param in self.lightning_module.trainable().items()}
 

@@ -183,8 +183,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: state[name] for name in trainable}
         checkpoint["param_names"] = list(trainable)
-        checkpoint["window"] = self.accumulation.pack(trainable, self.trainer.strategy,
-                                                      self.trainer.accumulate_grad_batches)
+        checkpoint["window"] = self.accumulation.pack(trainable, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
