@@ -11,12 +11,16 @@ from lmmods.core.errors import UserError
 from lmmods.core.recipes import shortened
 from lmmods.core.run_length import check_length
 from lmmods.core.shipped_recipes import DEMO
+from lmmods.runs.ckpt_path import check_asked
 
 MAX_SEED = 2**32 - 1
 MAX_DEVICES = 256  # of one machine; on a CPU each is a process
 ACCELERATORS = {"torch": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"), "jax": ("auto", "cpu", "gpu", "cuda", "tpu")}
 PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", "val_source", "test_source",
-         "predict_source", "path", "ckpt_path", "default_root_dir")
+         "predict_source", "path", "ckpt_path", "default_root_dir",
+         # of commands without a recipe
+         "run", "runs", "out", "file", "folder", "name", "model", "data", "show", "space", "task_folder", "plot",
+         "result")
 BLOCKS = ("trainer", "checkpoint", "samples", "mmlu", "publish")
 SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 1,
@@ -62,6 +66,7 @@ def check_nulls(parser: Any, recipe: Any) -> None:
 def check_values(recipe: Any, engine: str) -> None:
     """Numbers, names and paths that no engine could use. Raises UserError: one of them, with its key."""
     check_texts({key: value for key, value in vars(recipe).items() if key != "config"}, "")
+    check_asked(recipe.get("ckpt_path"))
     check_seed(recipe.get("seed_everything"))
     trainer = recipe.trainer
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"), engine)
