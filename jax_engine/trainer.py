@@ -255,7 +255,7 @@ class Trainer(JaxTrainerFields):
 
     def _evaluated_run(self, command: str, model: Task, datamodule: Any, ckpt_path: str | None) -> Run:
         """A run that trains nothing, with the parameters of a checkpoint or the first ones."""
-        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path else None
+        checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path is not None else None
         run = self._prepare(command, model, datamodule, checkpoint)
         model.begin(run)
         if checkpoint:

@@ -7,12 +7,8 @@ import sys
 import traceback
 from typing import Any
 
-from lmmods.commands.trust import guarded_imports, taken_flag, trusting
-from lmmods.core.engines import peek_engine
-from lmmods.core.errors import UserError, user_error_in
-from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
-from lmmods.core.recipes import with_shipped_recipes
-from lmmods.core.redaction import redact
+# All else is imported where it is used: until `program` has begun, Ctrl+C is a traceback.
+from lmmods.core.signals import ASKED, BEFORE, STATUS, end_at_signals, raise_at_signals, watch_blocked_calls
 
 # Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -25,9 +21,13 @@ if not sys.stderr.isatty():
 
 def program() -> None:
     """`lmmods` as installed, and `python train.py`: run the command of the command line, and end with its status."""
+    end_at_signals()
     gc.disable()  # main enables it when the libraries are imported: they leave no garbage, and the search takes long
+    watch_blocked_calls()
     try:
         status = main()
+        for number in ASKED:  # from here on the program has nothing to say, and handlers may find modules gone
+            signal.signal(number, signal.SIG_DFL)
         sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
@@ -41,6 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes them from the command line.
     """
+    from lmmods.commands.trust import taken_flag, trusting
+    from lmmods.core.errors import user_error_in
+    from lmmods.core.files import wrong_path_in
+    from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
+    from lmmods.core.recipes import with_shipped_recipes
+
     if argv is None:  # a program of its own
         sys.excepthook = show_bug
     arguments = sys.argv[1:] if argv is None else argv
@@ -53,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         from lmmods.runs.saving import disk_error_in
 
-        mistake = user_error_in(error) or disk_error_in(error)
+        mistake = user_error_in(error) or disk_error_in(error) or wrong_path_in(error)
         if mistake is not None:
             return _fail(str(mistake))
         if is_out_of_memory(error):
@@ -71,6 +77,7 @@ def run_interruptible(arguments: list[str]) -> int:
     """
     from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, check_command, program_help, run_command
     from lmmods.core.console import quiet_libraries, tell
+    from lmmods.core.errors import UserError
     from lmmods.core.signals import Interrupted, Stopped
     from lmmods.core.terminal import keep_last_line
 
@@ -78,11 +85,6 @@ def run_interruptible(arguments: list[str]) -> int:
     keep_last_line(erases=os.environ.get("LOCAL_RANK", "0") != "0")
     quiet_libraries()
 
-    def interrupt(number: int, _frame: Any) -> None:
-        raise Interrupted("Interrupted before training began; nothing was written.")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
     try:
         if arguments[:1] in (["--help"], ["-h"], ["help"]):
             print(program_help())
@@ -93,10 +95,11 @@ def run_interruptible(arguments: list[str]) -> int:
         else:
             check_command(arguments[0])
             enable_collector()
+            raise_at_signals("Interrupted.")
             run_command(arguments[0], arguments[1:])
     except Interrupted as stop:
         tell(str(stop))
-        return 0 if isinstance(stop, Stopped) else 130
+        return 0 if isinstance(stop, Stopped) else STATUS
     return 0
 
 
@@ -111,7 +114,10 @@ def run_engine(arguments: list[str]) -> None:
 
 def _run_watched(arguments: list[str]) -> None:
     from lmmods.commands.early_check import check_early
+    from lmmods.commands.trust import guarded_imports
     from lmmods.core.console import quiet_libraries
+    from lmmods.core.engines import peek_engine
+    from lmmods.core.errors import UserError
 
     engine = peek_engine(arguments)
     check_early(arguments, engine)
@@ -123,6 +129,7 @@ def _run_watched(arguments: list[str]) -> None:
     classes = types_of(engine)
     quiet_libraries()
     enable_collector()
+    raise_at_signals(BEFORE if "fit" in arguments else "Interrupted.")
     try:
         with guarded_imports():
             if arguments[:1] == ["find"]:
@@ -148,10 +155,14 @@ def enable_collector() -> None:
 
 def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """A traceback as Python shows it, without passwords and tokens."""
+    from lmmods.core.redaction import redact
+
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _fail(message: str) -> int:
+    from lmmods.core.redaction import redact
+
     print(redact(f"error: {message}"), file=sys.stderr, flush=True)
     return 2
 

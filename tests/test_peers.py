@@ -1,6 +1,7 @@
 """Processes that watch each other: what the others do where one of them is killed, fails, or ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.core.peers import MeetingPoint, Peers, check_timeout
+from lmmods.core.peers import MeetingPoint, Peers, check_address, check_environment, check_timeout
+from tests.forks import Fork, environments, train
 
 # A process: it meets the others through a file, says that it works, and goes on as its last argument says.
 PROCESS = """
@@ -241,3 +243,34 @@ def test_a_fork_does_not_keep_the_connections_of_a_dead_process_open(tmp_path):
     first.kill()
     assert second.wait(5) == 75
     first.stderr.close(), second.stderr.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "abc"), ("MASTER_PORT", "99999"), ("WORLD_SIZE", "two"),
+                                             ("RANK", "-1"), ("LOCAL_RANK", "0.5"), ("NODE_RANK", "²")])
+def test_what_a_launcher_sets_is_a_number(name, value):
+    check_environment({"MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": ""})
+    with pytest.raises(UserError, match=rf"environment variable {name} is '{re.escape(value)}', but must be a whole"):
+        check_environment({name: value})
+
+
+@pytest.mark.parametrize("host", ["no-such-machine.invalid", "x" * 80, "a..b"])
+def test_a_first_machine_that_nobody_knows_is_named(host):
+    check_address("localhost", 29500)
+    with pytest.raises(UserError, match=f"cannot meet at {host}, port 29501: .* MASTER_ADDR must name the machine"):
+        check_address(host, 29501, patience=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "distance"), [("torch", 0), ("jax", 1)])
+def test_a_port_that_another_program_has_is_named(engine, distance, recipe):
+    [environment, _] = environments(2)
+    port = int(environment["MASTER_PORT"]) + distance
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        fork = Fork(train, "fit", *recipe(engine=engine, trainer__strategy="ddp",
+                                          trainer__devices=2 if engine == "torch" else 1),
+                    **environment, LOCAL_RANK="0", NODE_RANK="0")
+        said = fork.communicate()
+    assert fork.returncode == 2 and "Traceback" not in said, said
+    assert re.search(f"error: The processes of this run cannot meet at 127.0.0.1, port {port}: .*in use", said), said

@@ -4,6 +4,7 @@ import ctypes
 import os
 import pickle
 import platform
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.target import target
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, first_line
+from lmmods.core.hardware import no_device
 from lmmods.core.machine import COMPILED, cache_folder
+from lmmods.core.peers import cannot_meet
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -49,7 +52,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     """Connect to the other processes, if any, and choose the devices and how the run is spread over them.
 
     Several processes are started by SLURM, torchrun or by hand (docs/cluster.md). Raises UserError: there are not as
-    many devices or processes as asked for.
+    many devices or processes as asked for, or none of this accelerator.
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
@@ -64,7 +67,11 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
         jax.config.update("jax_debug_nans", True)
     _join(num_nodes, heartbeat_timeout)
     _keep_compiled()
-    local = jax.local_devices()
+    try:
+        local = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where no plug-in of JAX knows such devices
+        reason = first_line(error).partition(" (set JAX_PLATFORMS")[0]
+        raise no_device(accelerator, "JAX", reason) from error
     wanted = len(local) if devices in ("auto", -1) else int(devices)
     if not 1 <= wanted <= len(local):
         raise UserError(f"trainer.devices is {devices}, but this machine has {len(local)} ({local[0].platform}). "
@@ -131,15 +138,36 @@ def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
     if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
         return
     # JAX kills a process that waits for a lost one; `Peers`, which says why, must be faster.
-    patience = {"heartbeat_timeout_seconds": max(100, 2 * (heartbeat_timeout or 0))}
-    if "MASTER_ADDR" in os.environ:  # torchrun, which keeps MASTER_PORT for itself, or by hand in its way
-        port = int(os.environ.get("MASTER_PORT", "29500")) + 1
-        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{port}", int(os.environ["WORLD_SIZE"]),
-                                   int(os.environ["RANK"]), **patience)
-    else:
-        jax.distributed.initialize(**patience)
+    asked: dict[str, Any] = {"heartbeat_timeout_seconds": max(100, 2 * (heartbeat_timeout or 0))}
+    host, size, rank = (os.environ.get(name) for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK"))
+    port = int(os.environ.get("MASTER_PORT", "29500")) + 1
+    if host:  # torchrun, which keeps MASTER_PORT for itself, or by hand in its way
+        if not (size and rank):
+            raise UserError("MASTER_ADDR is set in the environment, but WORLD_SIZE or RANK is not. Set all three for "
+                            "each process (docs/cluster.md), or none for a single one.")
+        asked |= {"coordinator_address": f"{host}:{port}", "num_processes": int(size), "process_id": int(rank)}
+        if rank == "0":
+            _check_free(host, port)
+    try:
+        jax.distributed.initialize(**asked)
+    except ValueError as error:  # nothing tells of the others
+        raise UserError(f"trainer.num_nodes is {num_nodes}, but nothing in the environment says where the other "
+                        f"processes are ({first_line(error).rstrip('.')}). Start one on each machine by torchrun or "
+                        "srun (docs/cluster.md).") from error
+    except RuntimeError as error:
+        raise cannot_meet(host or "the first machine", port, first_line(error)) from error
     if jax.process_count() % num_nodes:
         raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise UserError where another program has the port of the coordinator, which gRPC would share with it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise cannot_meet(host, port, error.strerror) from error
 
 
 def _keep_compiled() -> None:

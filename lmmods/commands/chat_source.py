@@ -94,7 +94,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     model, declared = _blocks(run, folder)
     model.compile, model.gradient_checkpointing = False, False  # which serve training alone
     data = _data_module(declared)
-    checkpoint = folder.resolve(ckpt_path) if ckpt_path else None
+    checkpoint = folder.resolve(ckpt_path) if ckpt_path is not None else None
     recipe = read_recipe(folder.config)
     exported = model if checkpoint else _exported(run, folder, model)
     if checkpoint:

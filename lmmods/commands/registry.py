@@ -16,6 +16,7 @@ import docstring_parser
 
 from lmmods.commands.argument_parser import Parser
 from lmmods.commands.jsonargparse_compat import options_of
+from lmmods.commands.trainer_keys import check_texts
 from lmmods.core.errors import UserError
 
 GROUPS = {"train": "Train", "tune": "Tune", "data": "Look at the data", "results": "Use and compare results",
@@ -131,8 +132,10 @@ def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str,
 
 
 def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    """The arguments by name, groups of settings as the objects that they are."""
-    return vars(parser.instantiate(parser.parse_args(arguments)))
+    """The arguments by name, groups of settings as the objects that they are. Raises UserError: a text holds a NUL."""
+    found = parser.parse_args(arguments)
+    check_texts(vars(found), "")
+    return vars(parser.instantiate(found))
 
 
 def run_command(name: str, arguments: list[str]) -> None:

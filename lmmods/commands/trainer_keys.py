@@ -12,12 +12,17 @@ from lmmods.core.recipes import shortened
 from lmmods.core.run_length import check_length
 from lmmods.core.settings import as_yaml_word
 from lmmods.core.shipped_recipes import DEMO
+from lmmods.runs.ckpt_path import check_asked
 
 MAX_SEED = 2**32 - 1
 MAX_DEVICES = 256  # of one machine; on a CPU each is a process
 ACCELERATORS = {"torch": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"), "jax": ("auto", "cpu", "gpu", "cuda", "tpu")}
 PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", "val_source", "test_source",
-         "predict_source", "path", "ckpt_path", "default_root_dir")
+         "predict_source", "path", "ckpt_path", "default_root_dir",
+         # of commands without a recipe
+         "run", "runs", "out", "file", "folder", "name", "model", "data", "show", "space", "task_folder", "plot",
+         "result")
+NEVER_EMPTY = ("pretrained", "adapter", "tokenizer", "cache_dir", "default_root_dir", "out", "folder")
 BLOCKS = ("trainer", "checkpoint", "samples", "mmlu", "publish")
 SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 1,
@@ -63,6 +68,7 @@ def check_nulls(parser: Any, recipe: Any) -> None:
 def check_values(recipe: Any, engine: str) -> None:
     """Numbers, names and paths that no engine could use. Raises UserError: one of them, with its key."""
     check_texts({key: value for key, value in vars(recipe).items() if key != "config"}, "")
+    check_asked(recipe.get("ckpt_path"))
     check_seed(recipe.get("seed_everything"))
     trainer = recipe.trainer
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"), engine)
@@ -83,8 +89,8 @@ def check_values(recipe: Any, engine: str) -> None:
     if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
         _refuse("trainer.val_check_interval", interval, "a share of an epoch up to 1.0, or a whole number of "
                 "optimiser steps from 1")
-    if not trainer.default_root_dir:
-        _refuse("trainer.default_root_dir", trainer.default_root_dir, "the path of a folder")
+    if trainer.default_root_dir is None:
+        _refuse("trainer.default_root_dir", None, "the path of a folder")
 
 
 def check_seed(seed: Any) -> None:
@@ -94,7 +100,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_texts(value: Any, key: str) -> None:
-    """No text holds a NUL byte, and no path or name of the hub is longer than a file system allows.
+    """No text holds a NUL byte; no path or name of the hub is empty, or longer than a file system allows.
 
     Raises:
         UserError: One does, or is.
@@ -102,6 +108,8 @@ def check_texts(value: Any, key: str) -> None:
     if isinstance(value, str):
         if "\0" in value:
             _refuse(key, value, "a text without NUL bytes")
+        if not value.strip() and key.rsplit(".", 1)[-1] in NEVER_EMPTY:
+            _refuse(key, value, "a path or a name; leave the key out for none")
         longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
             raise UserError(f"{key} is {shortened(value)}: too long for a path.")

@@ -142,6 +142,17 @@ class Target:
         return f"{self.num_devices} x {self.kind.name if self.kind else self.device}"
 
 
+def no_device(accelerator: str, engine: str, reason: str = "") -> UserError:
+    """What to say where an engine finds no device of the kind that `trainer.accelerator` names.
+
+    Args:
+        reason: What its library says of that.
+    """
+    told = f" ({reason.rstrip('.')})" if reason else ""
+    return UserError(f"trainer.accelerator is {accelerator}, but {engine} finds none on this machine{told}. Set it "
+                     "to auto, which takes what is there; python train.py doctor shows that.")
+
+
 def kind_of(device: str) -> DeviceKind | None:
     """What the table knows of a device, by the name that its driver gives; None: it is not in it."""
     return next((kind for kind in KINDS if re.search(rf"(?<![A-Za-z0-9]){kind.driver}(?![0-9])", device)), None)

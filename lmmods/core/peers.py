@@ -39,6 +39,7 @@ BEATS = 8  # signs of life in the time in which there must be one
 ALIVE = "alive"
 # The first process listens on the second port behind MASTER_PORT; JAX's coordinator takes the one between.
 PORT_DISTANCE = 2
+RESOLVING = 30.0  # seconds that the name of the first machine may take to become known
 LAUNCHER = "LMMODS_LAUNCHER"  # environment variable: PID of the process that starts others for Lightning
 
 
@@ -173,10 +174,16 @@ class Peers:
         return cls._current
 
     def begin(self) -> None:
-        """Begin to watch, where the environment says how the processes of this run find each other."""
+        """Begin to watch, where the environment says how the processes of this run find each other.
+
+        Raises:
+            UserError: What the environment says of them cannot be.
+        """
+        check_environment()
         point = MeetingPoint.of_environment()
         if point is None or self._thread.is_alive():
             return
+        check_address(point.host, point.port - PORT_DISTANCE)
         self._rank, self._token, self._launched_by = point.rank, point.token, point.launcher
         if point.rank == 0:
             self._listen(point.port)
@@ -412,6 +419,39 @@ class Peers:
 _opened: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [peers._close_copies() for peers in _opened])
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError: a variable by which the processes of a run find each other is no number, or too large a one."""
+    for name in ("MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"):
+        value = environment.get(name) or "0"
+        if not (value.isdecimal() and value.isascii() and int(value) < 2**16):
+            raise UserError(f"The environment variable {name} is {value!r}, but must be a whole number below 65536. "
+                            "torchrun and srun set it; unset it for a run that none of them starts.")
+
+
+def check_address(host: str, port: int, patience: float = RESOLVING) -> None:
+    """Raises UserError: nothing has this name. Where machines start together, names may take a while to be known.
+
+    Args:
+        patience: Seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= deadline or isinstance(error, UnicodeError):
+                raise cannot_meet(host, port, getattr(error, "strerror", None) or str(error)) from error
+        time.sleep(1)
+
+
+def cannot_meet(host: str | None, port: int | str | None, reason: str) -> UserError:
+    """What to say where the processes of a run do not find each other."""
+    return UserError(f"The processes of this run cannot meet at {host}, port {port}: {reason.rstrip('.')}. MASTER_ADDR "
+                     "must name the machine of process 0 as all of them reach it, and MASTER_PORT a port that is free "
+                     "there and the two behind it; each process needs the same of both (docs/cluster.md).")
 
 
 def check_timeout(timeout: int | None) -> None:

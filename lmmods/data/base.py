@@ -78,6 +78,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")
         if self.max_length is None:
             self.max_length = min(DEFAULT_MAX_LENGTH, max_positions or DEFAULT_MAX_LENGTH)
+            self.check_tokens()
 
     def go_on_from(self, checkpoint: dict[str, Any]) -> None:
         """Pad and read added tokens as the run of a checkpoint does, whose network has a row for [PAD] or has none.

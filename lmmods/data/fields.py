@@ -11,6 +11,8 @@ from lmmods.core.settings import check_set
 from lmmods.data.sources.source import SourceLike
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
+# Tokens of a micro-batch. With a width of 768, one layer's inputs alone would take 400 GB in 16 bits.
+MOST_TOKENS = 2**28
 TOKENIZER_OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
 TURN_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "scored")
 Overflow = Literal["error", "skip", "truncate_turns", "truncate_prompt", "truncate", "truncate_ends"]
@@ -103,6 +105,7 @@ class DataFields:
                     max_length=(self.max_length, 2), pad_to_multiple_of=(self.pad_to_multiple_of, 1),
                     num_workers=(self.num_workers, 0, 1024), num_proc=(self.num_proc, 1, 1024),
                     val_size=(self.val_size, 0), stream_window=(self.stream_window, 1))
+        self.check_tokens()
         if unknown := set(self.tokenizer_options or {}).difference(TOKENIZER_OPTIONS):
             raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
                             f"{', '.join(TOKENIZER_OPTIONS)}")
@@ -110,6 +113,18 @@ class DataFields:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:
             raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
+
+    def check_tokens(self) -> None:
+        """Raise UserError where a micro-batch would have more tokens than any device holds; null lengths are none."""
+        length = self.max_length or 1
+        for name in ("batch_size", "eval_batch_size"):
+            rows = getattr(self, name) or 0
+            if rows * length > MOST_TOKENS:
+                most = MOST_TOKENS // length
+                raise UserError(f"data.{name} is {rows:,} and data.max_length {length:,}: {rows * length:,} tokens in "
+                                f"a micro-batch, and more than {MOST_TOKENS:,} fit on no device. Lower "
+                                + (f"data.{name} to {most:,} or less" if most else "data.max_length")
+                                + "; trainer.accumulate_grad_batches makes larger steps")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

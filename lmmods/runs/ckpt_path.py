@@ -10,6 +10,12 @@ CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
 _A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"
 
 
+def check_asked(ckpt_path: str | None) -> None:
+    """Raise UserError where `--ckpt_path` is given without naming anything."""
+    if ckpt_path is not None and not ckpt_path.strip():
+        raise UserError(f"--ckpt_path is empty, but must be last, best, a step number, or {_A_CHECKPOINT}.")
+
+
 def place_of(text: str) -> Path | None:
     """The path that a text names; None where no path can be called so."""
     try:

@@ -24,7 +24,7 @@ from lmmods.runs.atomic import (
     write_text,
 )
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
-from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
+from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_asked, check_places, place_of, refuse_foreign
 from lmmods.runs.inputs import check_inputs
 from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
@@ -164,6 +164,7 @@ class RunFolder:
         Raises:
             UserError: There is none.
         """
+        check_asked(ckpt_path)
         if ckpt_path in ("last", "best"):
             found = self.find(ckpt_path)
         elif CHECKPOINT_NAME.fullmatch(f"{CHECKPOINT_PREFIX}{ckpt_path.removeprefix(CHECKPOINT_PREFIX)}"):
@@ -281,7 +282,9 @@ def continued(folder: RunFolder, ckpt_path: str | None) -> Path | None:
     Raises:
         UserError: As of `RunFolder.resolve`.
     """
-    return folder.find("last") if ckpt_path == "auto" else folder.resolve(ckpt_path) if ckpt_path else None
+    if ckpt_path is None:
+        return None
+    return folder.find("last") if ckpt_path == "auto" else folder.resolve(ckpt_path)
 
 
 def checkpoint_name(step: int, open_batches: int = 0) -> str:

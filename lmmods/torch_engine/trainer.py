@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.core.console import say
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, first_line
 from lmmods.core.parity import Row
-from lmmods.core.peers import Peers, check_timeout
+from lmmods.core.peers import Peers, cannot_meet, check_timeout
 from lmmods.core.run_length import check_length, num_steps
 from lmmods.core.signals import Interruption
 from lmmods.runs.checkpoint_format import read_plain
@@ -48,7 +49,7 @@ from lmmods.torch_engine.compat.lightning import (
     watch_launched,
 )
 from lmmods.torch_engine.fit_loop import is_skipped
-from lmmods.torch_engine.machine import describe_machine
+from lmmods.torch_engine.machine import check_accelerator, describe_machine
 from lmmods.torch_engine.nn.sharding import num_sharers
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.parity import measure
@@ -72,6 +73,7 @@ class Trainer(L.Trainer):
         self._precision_reason: str | None = None
         if precision == "auto":
             precision, self._precision_reason = choose_precision(accelerator)
+        check_accelerator(accelerator, devices)
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
         check_length(max_epochs, max_steps)
         check_timeout(heartbeat_timeout)
@@ -220,9 +222,15 @@ class Trainer(L.Trainer):
         """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
         self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
-        with Peers.current().end_together(), self.run_folder.taken(command, check, self.is_global_zero,
-                                                                   tells_later=launched):
-            yield
+        try:
+            with Peers.current().end_together(), self.run_folder.taken(command, check, self.is_global_zero,
+                                                                       tells_later=launched):
+                yield
+        except torch.distributed.DistError as error:
+            if torch.distributed.is_initialized():
+                raise
+            place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            raise cannot_meet(*place, first_line(error)) from error
 
     def _say_engine(self) -> None:
         device = self.strategy.root_device

@@ -1,6 +1,7 @@
-"""Processes that are killed while they load their libraries, long before any of these has connected them."""
+"""Processes that are killed or interrupted while they load their libraries, long before they train."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -75,3 +76,73 @@ def test_one_of_two_started_by_lightning(lost, moment, recipe):
         said = first.communicate(timeout=15)[0]
         assert first.returncode == 75
         assert f"error: Lost process 1 on {socket.gethostname()} (PID {second.pid})" in said
+
+
+# Python's own start, and the imports of the first lines, come before any handler.
+BEFORE_HANDLERS = re.compile(r"(?!.*(end_at_signals\(\)|program\(\)))", re.S)
+SAID = "Interrupted before training began; nothing was written.\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_interrupted_at_any_moment_before_training(engine, number, recipe, tmp_path):
+    """To the whole group, as a terminal does it."""
+    arguments = [sys.executable, "train.py", "fit", *recipe(engine=engine)]
+    for moment in (0.02, 0.04, 0.07, 0.1, 0.2, 0.4, 0.8, 1.5, 3):
+        process = subprocess.Popen(arguments, cwd=ROOT, text=True, start_new_session=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT)
+        time.sleep(moment)
+        os.killpg(process.pid, number)
+        said = process.communicate(timeout=60)[0]
+        if moment < 3 and process.returncode != 130:
+            assert BEFORE_HANDLERS.match(said), said
+        else:
+            assert (process.returncode, said) == (130, SAID), moment
+    assert not (tmp_path / "run").exists()
+
+
+BLOCKED = """
+import hashlib
+from lmmods.core.signals import raise_at_signals, watch_blocked_calls
+
+watch_blocked_calls()
+raise_at_signals("Not reached.")
+print("works", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # lets other threads go on, and never comes back to Python
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_does_not_come_back_is_ended_too():
+    process = subprocess.Popen([sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "works\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", SAID) and process.returncode == 130
+
+
+FORKING = """
+import os, signal, sys, time
+from lmmods.core.signals import raise_at_signals, watch_blocked_calls
+
+watch_blocked_calls()
+raise_at_signals("Not reached.")
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(30)
+time.sleep(0.3)
+os.kill(child, signal.SIGTERM)
+time.sleep(0.3)
+os.kill(child, signal.SIGKILL)
+time.sleep(4)
+print("goes on")
+"""
+
+
+@pytest.mark.slow
+def test_signals_of_a_child_are_its_own():
+    process = subprocess.run([sys.executable, "-c", FORKING], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "goes on\n", "")

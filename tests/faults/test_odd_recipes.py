@@ -3,14 +3,18 @@
 import importlib.util
 import os
 import re
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import MAX_NODES, check, config_argument, read_recipe
+from tests.forks import Fork, train
 
+ROOT = Path(__file__).parents[2]
 
 def told(capsys, arguments, pattern):
     assert main(arguments) == 2
@@ -95,9 +99,7 @@ def test_recipes_as_they_may_be(tmp_path):
 
 
 def test_shipped_recipes_are_within_the_limits():
-    from pathlib import Path
-
-    files = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
+    files = sorted(ROOT.glob("configs/**/*.yaml"))
     assert len(files) > 10
     for file in files:
         assert read_recipe(file) == yaml.safe_load(file.read_text())
@@ -127,6 +129,16 @@ VALUES = [
     ("trainer__devices", [0, 1], r"trainer\.devices.*\[0, 1\]"),
     ("trainer__devices", [], r"trainer\.devices.*\[\]"),
     ("trainer__devices", "2,3", r"trainer\.devices.*2,3"),
+    ("trainer__accelerator", "tpu", r"trainer\.accelerator is tpu, on which the torch engine trains nothing"),
+    ("model__init_args__pretrained", "", r"model\.pretrained is '', but must be a path or a name"),
+    ("data__init_args__tokenizer", " ", r"data\.tokenizer is ' ', but must be a path or a name"),
+    ("data__init_args__cache_dir", "", r"data\.cache_dir is ''"),
+    ("ckpt_path", "", r"--ckpt_path is empty, but must be last, best, a step number"),
+    ("ckpt_path", " ", r"--ckpt_path is empty"),
+    ("ckpt_path", os.path.dirname(__file__), r"--ckpt_path .*faults is a folder without a state\.json"),
+    ("data__init_args__batch_size", 99_999_999, r"is 99,999,999 .* Lower data\.batch_size to [\d,]+ or"),
+    ("data__init_args__eval_batch_size", 99_999_999, r"Lower data\.eval_batch_size to"),
+    ("data__init_args__max_length", 999_999_999, r"fit on no device\. Lower data\.max_length"),
     ("trainer__devices", 10**9, r"trainer\.devices is 1000000000"),
     ("trainer__devices", None, r"trainer\.devices"),
     ("trainer__num_nodes", 0, r"trainer\.num_nodes is 0, but must be 1 or more"),
@@ -178,6 +190,91 @@ VALUES = [
 def test_values(recipe, capsys, tmp_path, key, value, pattern, engine):
     told(capsys, ["fit", "--engine", engine, *recipe(**{key: value})], pattern)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("accelerator", ["cuda", "gpu"])
+def test_a_gpu_that_is_not_here(recipe, tmp_path, engine, accelerator):
+    """In processes of their own: JAX keeps the devices with which it has started."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    said = Fork(train, "inspect", "--engine", engine, *recipe(trainer__accelerator=accelerator)).communicate()
+    name = {"torch": "torch", "jax": "JAX"}[engine]
+    assert f"error: trainer.accelerator is {accelerator}, but {name} finds none on this machine" in said, said
+    assert "Traceback" not in said and "python train.py doctor" in said
+
+
+def test_indices_of_gpus_where_there_is_none(recipe, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    told(capsys, ["inspect", *recipe(trainer__accelerator="auto", trainer__devices=[3, 4])],
+         r"trainer\.devices is \[3, 4\], indices of GPUs, but torch finds none")
+
+
+def test_a_plan_needs_no_accelerator_of_this_machine(recipe):
+    assert main(["plan", "--on", "cpu", *recipe(trainer__accelerator="gpu")]) == 0
+
+
+@pytest.mark.slow
+def test_a_plan_on_jax_needs_no_accelerator_of_this_machine(recipe):
+    fork = Fork(train, "plan", "--on", "cpu", "--engine", "jax", *recipe(trainer__accelerator="gpu"))
+    assert "fits" in fork.communicate() and fork.returncode == 0
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_plan_of_too_many_tokens_is_refused_at_once(recipe, capsys, engine):
+    told(capsys, ["plan", "--on", "8xH100", "--engine", engine, *recipe(data__init_args__batch_size=99_999_999)],
+         r"tokens in a micro-batch, and more than 268,435,456 fit on no device")
+
+
+def test_a_null_length_is_counted_as_what_it_becomes(recipe, capsys):
+    told(capsys, ["inspect", *recipe(data__init_args__batch_size=99_999_999, data__init_args__max_length=None)],
+         "tokens in a micro-batch")
+
+
+THEIRS = "base_model: demo/llama\ndatasets:\n  - path: demo/instructions.jsonl\n    type: alpaca\n"
+COMMANDS_WITH_PATHS = [
+    "migrate", "migrate theirs.yaml --out", "merge --out out --run", "verify", "report", "evaluate --tasks x --run",
+    "chat --run", "chat --model", "new --model demo/llama --data demo/instructions.jsonl",
+    "new mine --data demo/instructions.jsonl --model", "new mine --model demo/llama --data", "recipes --show",
+    "sweep x=1,2 --space", "find --config configs/sft_qlora.yaml --result",
+    "find --config configs/sft_qlora.yaml --plot"]
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "x" * 5000, f"{__file__}/x"], ids=["NUL", "long", "through a file"])
+@pytest.mark.parametrize("words", COMMANDS_WITH_PATHS)
+def test_paths_of_commands(words, bad, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(THEIRS)
+    told(capsys, [*words.replace("theirs.yaml", str(theirs)).split(), bad], "error: ")
+
+
+@pytest.mark.parametrize(("words", "place"), [
+    ("migrate theirs.yaml --out", "folder"),
+    ("sweep --config configs/clm.yaml model.optimizer.lr=1,2 --folder", "file"),
+    ("chat --model", "file"), ("verify", "file"), ("recipes --show", "folder"), ("report", "file"),
+    ("sweep x=1,2 --space", "folder"), ("find --config configs/clm.yaml --result", "folder")])
+def test_a_file_for_a_folder_and_a_folder_for_a_file(words, place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    words = words.replace("theirs.yaml", str(tmp_path / "theirs.yaml"))
+    told(capsys, [*words.split(), str(tmp_path / place)], "error: ")
+    assert not list((tmp_path / "folder").iterdir())
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="to the superuser nothing is forbidden")
+@pytest.mark.parametrize("words", [
+    "migrate theirs.yaml --out", "sweep --config configs/clm.yaml model.optimizer.lr=1,2 --folder",
+    "merge --out out --run", "verify"])
+def test_a_folder_that_may_not_be_touched(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    (tmp_path / "folder").mkdir(mode=0o000)
+    words = words.replace("theirs.yaml", str(tmp_path / "theirs.yaml")).split()
+    told(capsys, [*words, str(tmp_path / "folder" / "x")], "error: ")
 
 
 @pytest.mark.parametrize("extra", [["--trainer.max_steps", "9" * 5000], ["--trainer.max_steps", "[" * 5000],

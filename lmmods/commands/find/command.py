@@ -20,6 +20,7 @@ from lmmods.commands.find.recipe_file import RecipeFiles
 from lmmods.commands.programs import command, last_error, started
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.files import check_place
 from lmmods.core.range_test import RangeTest
 from lmmods.core.settings import require
 from lmmods.runs.atomic import write_json
@@ -37,6 +38,8 @@ def find(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
     """
     recipe = CommandLine(types, engine, arguments).parse(arguments).find
     require(recipe.memory is None or recipe.memory > 0, "--memory", recipe.memory, "GiB, more than 0")
+    if recipe.result:
+        check_place("--result", Path(recipe.result))
     if recipe.what in ("lr", "both"):
         RangeTest(recipe.min_lr, recipe.max_lr, recipe.steps)
         check_replaceable(Path(recipe.plot))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lmmods.core.errors import UserError
+from lmmods.core.files import check_place
 from lmmods.core.range_test import RangeTest
 
 AUTHOR = "lmmods find"  # in each of its pictures
@@ -10,8 +11,7 @@ AUTHOR = "lmmods find"  # in each of its pictures
 
 def check_replaceable(path: Path) -> None:
     """Raise UserError where the picture would replace a file that is none of ours, or its folder is missing."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no such folder, or the name is a folder's. Name a file to write.")
+    check_place("--plot", path)
     if path.exists():
         with open(path, "rb") as file:
             head = file.read(4096)
