@@ -243,6 +243,11 @@ def test_layers_and_overrides(recipe, tmp_path, capsys):
     ({"checkpoint": {"monitor": "val/los"}}, [], r"checkpoint\.monitor is 'val/los'.*val/loss"),
     ({"data__init_args__max_length": 10000}, [], r"max_length is 10000.*256"),
     ({"trainer__max_steps": -1}, [], r"trainer\.max_steps or trainer\.max_epochs"),
+    *(({f"trainer__{key}": value}, [], rf"trainer\.{key} is .*must be .*(above 0|more than 0|1 or more)")
+      for key, value in (("max_steps", 0), ("max_epochs", 0), ("limit_train_batches", 0), ("limit_train_batches", 0.0),
+                         ("max_time", "00:00:00:00"), ("max_time", {"seconds": 0}), ("max_time", {"seconds": -5}),
+                         ("max_time", "0"), ("max_time", {"weekz": 1}), ("max_time", "1:00"))),
+    ({"trainer__max_time": 0}, [], r"trainer\.max_time"),
     ({}, ["--ckpt_path", "last"], r"--ckpt_path last: there is no such checkpoint"),
     ({}, ["--ckpt_path", "no/such/step=3"], r"no such checkpoint"),
     ({}, ["--engine", "tensorflow"], r"engine is 'tensorflow'"),

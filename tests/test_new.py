@@ -178,6 +178,27 @@ def test_mistakes_of_data_and_model_are_told_as_fit_tells_them(made, llama_folde
     assert "name the recipe to write" in made(llama_folder, ALPACA, name=".yaml")
 
 
+def test_a_model_without_tokenizer_or_end_token(made, llama_folder, tmp_path, capsys):
+    """What the messages advise is what the command takes, and what the recipe then says."""
+    import shutil
+
+    bare = shutil.copytree(llama_folder, tmp_path / "bare", ignore=lambda _, names: [
+        name for name in names if "token" in name and "config" not in name or name == "tokenizer_config.json"])
+    assert "set --tokenizer to a folder" in made(bare, ALPACA)
+    _, recipe = made(bare, ALPACA, "--tokenizer", str(llama_folder))
+    assert recipe["data"]["init_args"]["tokenizer"] == str(llama_folder)
+    inspected(capsys)
+    endless = shutil.copytree(llama_folder, tmp_path / "endless")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (path := endless / name).exists():
+            path.write_text(path.read_text().replace("</s>", "<end>").replace('"eos_token"', '"left_out"'))
+    texts = [{"text": "a b c d " * 9}] * 30
+    assert "name one with --eos_token" in made(endless, texts, "--overwrite", "true")
+    _, recipe = made(endless, texts, "--eos_token", "<end>", "--overwrite", "true")
+    assert recipe["data"]["init_args"]["eos_token"] == "<end>"
+    inspected(capsys)
+
+
 def test_names_with_odd_characters_stay_values(made, llama_folder, tmp_path, capsys):
     rows = "".join(json.dumps(row) + "\n" for row in ALPACA[:12])
     (tmp_path / "a: {b}\n# c.jsonl").write_text(rows)

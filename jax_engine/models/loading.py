@@ -18,7 +18,7 @@ from jax_engine.models import expert_files, mxfp4, quant, quantizing
 from jax_engine.models import lora as adapters
 from jax_engine.models.network import Network, Tree
 from jax_engine.models.quantizing import Scales, Sharers, from_bitsandbytes, piece_of
-from lmmods.core import lazy_array
+from lmmods.core import hub, lazy_array
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import loading_notes, no_model, some
@@ -284,10 +284,13 @@ def _local(folder: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["model*.safetensors*", "generation_config.json"]  # of the second, what an export keeps
-        path = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
-        if not list(path.glob("model*.safetensors")):
-            path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
+        with hub.loading("model.pretrained", folder, revision=revision):
+            wanted = ["model*.safetensors*", "generation_config.json"]  # of the second, what an export keeps
+            path = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
+            if not list(path.glob("model*.safetensors")):
+                path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
+                if not list(path.glob("pytorch_model*.bin")):
+                    raise FileNotFoundError("it has neither model*.safetensors nor pytorch_model*.bin")
     except (OSError, ValueError) as error:
         raise no_model(folder, error) from error
     return path

@@ -11,9 +11,10 @@ from lmmods.commands import declarations
 from lmmods.commands.argument_parser import Parser
 from lmmods.commands.exported_model import model_block
 from lmmods.commands.trust import check_remote_code, guarded_imports, is_trusted
+from lmmods.core import hub
 from lmmods.core.adapters import SETTINGS
 from lmmods.core.console import tell
-from lmmods.core.errors import UserError, first_line
+from lmmods.core.errors import UserError
 from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLING
 from lmmods.core.recipes import read_recipe
 from lmmods.core.settings import Generation
@@ -241,14 +242,13 @@ def _file_of(name: str, file: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name) / file if (Path(name) / file).is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, file))
-    except (EntryNotFoundError, RepositoryNotFoundError, HFValidationError):  # who loads the model tells more
+        with hub.loading("--model", name, missing=()):
+            return Path(hf_hub_download(name, file))
+    except EntryNotFoundError:  # nor is it cached: who loads the model tells more where that is a reason
         return None
-    except OSError as error:
-        raise UserError(f"--model {name}: {file} cannot be had from the hub: {first_line(error)}") from error
 
 
 def _fields_of(name: str, file: str) -> dict[str, Any]:

@@ -6,16 +6,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from lmmods.commands.findings import Findings
+from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.machine import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
 from lmmods.core.redaction import redact
@@ -266,11 +265,7 @@ def _check_accounts(findings: Findings) -> None:
     """Hub and W&B as the environment has them; of secrets only whether they are there."""
     from lmmods.runs.wandb import has_wandb_key
 
-    def is_on(name: str) -> bool:
-        return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
-
-    offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if is_on(name)),
-                   None)
+    offline = hub.offline_by()
     token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "a token is saved" if _saved_token().is_file() else \
         "no token, so gated and private repositories are out of reach (hf auth login)"
     findings.add("ok", f"hub: {f'offline ({offline})' if offline else 'online'}; {token}"
@@ -288,9 +283,11 @@ def _saved_token() -> Path:
 def _check_network(findings: Findings) -> None:
     from huggingface_hub.constants import ENDPOINT
 
-    for name, url in (("the hub", ENDPOINT), ("W&B", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))):
-        wrong = _within(NETWORK_SECONDS, lambda url=url: _ask(url))
-        findings.add("note" if wrong else "ok", f"{name} at {redact(url)} {wrong or 'answers'}",
+    wandb = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    for name, url, wrong in (("the hub", ENDPOINT, hub.unreachable(NETWORK_SECONDS)),
+                             ("W&B", wandb, hub.without_answer(lambda: _ask(wandb), NETWORK_SECONDS))):
+        findings.add("note" if wrong else "ok", f"{name} at {redact(url)} "
+                     + (f"cannot be reached ({wrong})" if wrong else "answers"),
                      "a proxy is set with HTTPS_PROXY; runs on local files need neither" if wrong else "")
 
 
@@ -303,14 +300,5 @@ def _ask(url: str) -> str:
     except urllib.error.HTTPError:
         return ""  # an answer, whatever it says
     except (OSError, ValueError) as error:
-        return f"does not answer: {error}"
+        return str(error)
     return ""
-
-
-def _within(seconds: float, function: Callable[[], str]) -> str:
-    """What a function says, or that it takes too long: looking a name up knows no limit."""
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(function()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return said[0] if said else f"does not answer within {seconds} seconds"

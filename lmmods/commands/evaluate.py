@@ -4,6 +4,7 @@ import difflib
 from typing import Any, Literal
 
 from lmmods.commands.exported_model import FinishedRun
+from lmmods.core import hub
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError, first_line
 
@@ -44,6 +45,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     from lmmods.data.encode.chat_template import bounded_rendering
 
     finished = FinishedRun.read(run, "evaluate")
+    quiet = hub.silence()  # which lm-eval would find out for each file of each task
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=task_folder)
     _check_names(names, manager.all_tasks)
@@ -73,7 +75,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     if done:
         print(f"Wrote {len(_scores(done))} scores to {finished.folder.metrics_json}.")
     if failed:
-        raise _failure(failed, len(set(names)))
+        raise _failure(failed, len(set(names)), quiet)
 
 
 def _scores(found: dict[str, Any]) -> dict[str, float]:
@@ -83,13 +85,14 @@ def _scores(found: dict[str, Any]) -> dict[str, float]:
             and name not in ("sample_len", "sample_count")}
 
 
-def _failure(failed: dict[str, Exception], num_tasks: int) -> Exception:
+def _failure(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Exception:
     """What to raise for tasks that failed: a mistake where only data or packages are missing, else the first error."""
     if bug := next((error for error in failed.values() if not isinstance(error, OSError | ImportError)), None):
         return bug
     reasons = "; ".join(f"{name}: {_reason(error)}" for name, error in failed.items())
     return UserError(f"evaluate: {len(failed)} of {num_tasks} tasks failed ({reasons}). "
                      + ("The scores of the others are written. " if len(failed) < num_tasks else "")
+                     + (f"The hub {quiet}. " if quiet else "")
                      + "Data come from the hub unless they are in its cache; tasks on local files work offline "
                      "(--task_folder). Packages that a task needs beside lm-eval are installed with pip.")
 

@@ -1,7 +1,10 @@
 """`new`: a complete recipe for a model and a data set, its lengths and its memory measured."""
 
 import itertools
+import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +25,8 @@ Task = Literal["SFT", "CLM", "MLM", "QA", "Preference"]
 
 
 def new(name: str, model: str, data: str, task: Task | None = None, memory: float | None = None,
-        columns: dict[str, str] | None = None, tokenizer: str | None = None, overwrite: bool = False) -> None:
+        columns: dict[str, str] | None = None, tokenizer: str | None = None, eos_token: str | None = None,
+        overwrite: bool = False) -> None:
     """Write a recipe for your model and data: layout, template, lengths, batch size and memory are fitted to them.
 
     Args:
@@ -33,6 +37,7 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
         memory: GiB of the GPU that will train; null takes the machine that this command runs on.
         columns: Names in the file -> names that the task expects, for example {reply: output}.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
+        eos_token: Token that ends a text, where the tokenizer names none.
         overwrite: Replace a recipe of this name.
 
     Raises:
@@ -46,12 +51,16 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
     from lmmods.runs.folder import write_text
     from lmmods.torch_engine.nn.summary import planned_shape
 
-    config, rows = load_config(model), _first_rows(data, columns)
+    config = load_config(model)
+    with _own_names():
+        rows = _first_rows(data, columns)
     chosen, why = _task(task, model, config, rows[0])
     loss = _loss(rows[0].values) if chosen == "Preference" else None
-    fixed = {name: value for name, value in (("columns", columns), ("tokenizer", tokenizer)) if value is not None}
-    measured = _measured(chosen, model, config, data, fixed, len(rows) > SAMPLE, "pair" if loss == "sigmoid" else
-                         "mismatched")
+    fixed = {name: value for name, value in (("columns", columns), ("tokenizer", tokenizer),
+                                           ("eos_token", eos_token)) if value is not None}
+    with _own_names():
+        measured = _measured(chosen, model, config, data, fixed, len(rows) > SAMPLE, "pair" if loss == "sigmoid" else
+                             "mismatched")
     shape = planned_shape(config, AUTO_CLASS[chosen])
     machine = gpu_of(memory) if memory is not None else this_machine(shape.widths.hidden)
     batch = _rows_of_a_step(measured.rows, chosen)
@@ -89,6 +98,15 @@ class Measured:
     rows: int
     is_sample: bool
     table: str
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """What a message advises to set in a recipe is named as the option of this command that sets it there."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"\bdata\.(columns|tokenizer|eos_token)\b", r"--\1", str(error))) from error
 
 
 def _free_path(name: str, overwrite: bool) -> Path:

@@ -1,6 +1,7 @@
 """Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
 
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -81,6 +82,11 @@ def check_values(recipe: Any, engine: str) -> None:
     clip, interval = trainer.get("gradient_clip_val"), trainer.get("val_check_interval")
     if trainer.max_steps == 0:
         _refuse("trainer.max_steps", 0, "1 or more, or -1 to leave it to trainer.max_epochs")
+    if trainer.max_epochs == 0:
+        _refuse("trainer.max_epochs", 0, "more than 0, or -1 to leave it to trainer.max_steps")
+    if trainer.get("limit_train_batches") == 0:
+        _refuse("trainer.limit_train_batches", 0, "more than 0; null trains on all of an epoch")
+    _check_time(trainer.get("max_time"))
     check_length(trainer.max_epochs, trainer.max_steps)
     if clip is not None and not 0 <= clip < math.inf:
         _refuse("trainer.gradient_clip_val", clip, "0 or more; null does not clip")
@@ -147,6 +153,20 @@ def check_share(key: str, value: int | float | None) -> None:
     """A number of micro-batches, or a share of all."""
     if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
         _refuse(key, value, "a whole number of micro-batches from 0, or a share from 0.0 to 1.0")
+
+
+def _check_time(value: str | timedelta | dict[str, int] | None) -> None:
+    """A time that leaves some for training, in one of Lightning's three forms."""
+    try:
+        if isinstance(value, str):
+            days, hours, minutes, seconds = map(int, value.split(":"))
+            left = timedelta(days, seconds, hours=hours, minutes=minutes)
+        else:
+            left = timedelta(**value) if isinstance(value, dict) else value
+    except (TypeError, ValueError, OverflowError):
+        left = timedelta()
+    if left is not None and left <= timedelta():
+        _refuse("trainer.max_time", value, "a time above 0, as DD:HH:MM:SS or a mapping such as {hours: 8}")
 
 
 def _refuse(key: str, value: Any, wanted: str) -> None:

@@ -3,9 +3,12 @@
 Each use is held by tests/compat/test_core.py.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -67,3 +70,29 @@ def without_anonymous(logger: Any) -> None:
     Read in lightning 2.6, which always hands it over, and wandb 0.28, which warns of it and ignores it.
     """
     getattr(logger, "_wandb_init", {}).pop("anonymous", None)
+
+
+def work_offline() -> None:
+    """Let the hub's library, and datasets, take what is cached and ask nobody, as their HF_HUB_OFFLINE does.
+
+    Read in huggingface_hub 2.4, whose `is_offline_mode` reads its constant, and datasets 5.2, which copies it when it
+    is imported. Processes that are started later read the environment.
+    """
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+def cached_as(name: str) -> tuple[Path, str]:
+    """The cache in which datasets looks for a data set of the hub while it is offline, and the set's folder there.
+
+    Read in datasets 5.2: CachedDatasetModuleFactory.
+    """
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+
+    *owner, last = name.split("/")
+    return Path(config.HF_DATASETS_CACHE), "___".join([*owner, camelcase_to_snakecase(last)])

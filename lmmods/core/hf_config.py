@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from lmmods.core import rope_fields
+from lmmods.core import hub, rope_fields
 from lmmods.core.errors import UserError, first_line, one_line
 
 # Fields of a configuration that the data modules read, by the functions below.
@@ -56,7 +56,8 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
         raise UserError(f"model.pretrained: {name} holds no config.json, so it is not a model folder. "
                         "Name a folder written by save_pretrained, or a hub id.")
     try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        with hub.loading("model.pretrained", name, revision=revision):
+            return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
         if Path(name).exists():
             raise UserError(f"model.pretrained: {Path(name) / 'config.json'} cannot be used: {one_line(error)}"

@@ -13,11 +13,12 @@ from typing import Literal
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.files import read_text
+from lmmods.core.hub import HUB_ID
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
 from lmmods.runs.folder import write_json
 from lmmods.runs.inside import OWNER
-from lmmods.runs.local_paths import HUB_ID, is_local_path
+from lmmods.runs.local_paths import is_local_path
 
 
 class Publisher:

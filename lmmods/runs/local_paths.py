@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lmmods.core.hub import HUB_ID
 from lmmods.data.sources.readers import READERS, file_type
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")
 _ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
 
 

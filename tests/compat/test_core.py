@@ -1,9 +1,12 @@
-"""What lmmods/core/compat.py needs of transformers, jinja2, datasets and Lightning."""
+"""What lmmods/core/compat.py needs of transformers, jinja2, datasets, huggingface_hub and Lightning."""
+
+import os
 
 import functools
 
 import datasets
 import pytest
+from huggingface_hub import constants, is_offline_mode
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
@@ -64,3 +67,22 @@ def test_the_option_of_wandb_that_does_nothing(tmp_path):
     compat.without_anonymous(logger)
     assert "anonymous" not in logger._wandb_init
     compat.without_anonymous(CSVLogger(str(tmp_path)))
+
+
+def test_libraries_work_offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    compat.work_offline()
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and is_offline_mode(), mend("huggingface_hub", compat.work_offline)
+    with pytest.raises(ConnectionError, match="OfflineModeIsEnabled|Offline mode is enabled"):
+        datasets.load_dataset("some/thing"), mend("datasets", compat.work_offline)
+
+
+def test_where_a_set_of_the_hub_is_cached(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "some___my_thing" / "default" / "0.0.0" / "c0ffee").mkdir(parents=True)
+    root, folder = compat.cached_as("some/MyThing")
+    assert (root / folder / "default").is_dir(), mend("datasets", compat.cached_as)
+    found = datasets.load.CachedDatasetModuleFactory("some/MyThing").get_module()
+    assert found.builder_kwargs["dataset_name"] == "MyThing", mend("datasets", compat.cached_as)

@@ -110,7 +110,7 @@ def test_folder_glob_limit_and_missing(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no readable file"):
         SourceReader(Source(str(tmp_path / "empty")))
-    with pytest.raises(UserError, match="not a local file or folder, and the hub data set"):
+    with pytest.raises(UserError, match="data set: there is no folder .* the hub .* is not asked"):
         SourceReader(Source("someone/something"))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 
@@ -91,9 +92,12 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
         raise UserError(f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
                         "set data.tokenizer to a folder or hub id that has one")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision,
-                                                  trust_remote_code=options.trust_remote_code,
-                                                  **(options.options or {}))
+        with hub.loading("tokenizer", path, revision=options.revision, missing=(OSError, ValueError)):
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision,
+                                                      trust_remote_code=options.trust_remote_code,
+                                                      **(options.options or {}))
+    except UserError:
+        raise
     except Exception as error:  # transformers raises many kinds, all of them about this path
         raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: "
                         f"{redact(str(error))[:300]}); set data.tokenizer to a folder or hub id that has one"

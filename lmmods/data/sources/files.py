@@ -7,11 +7,11 @@ hold rows is passed over in silence: what looks like a data file and is none is 
 import difflib
 import glob
 import os
-import re
 from collections.abc import Iterator
 
 import fsspec
 
+from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 from lmmods.data.sources.paths import CODECS, check_regular, file_type
@@ -19,7 +19,6 @@ from lmmods.data.sources.readers import READERS
 
 # Of datasets' save_to_disk.
 BOOKKEEPING = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READABLE = f"readable are {', '.join(sorted(READERS))} and .gz of these"
 
 
@@ -47,7 +46,7 @@ def find_files(named: str) -> list[str]:
         for name in files:
             check_regular(name)
         return files
-    if HUB_ID.fullmatch(path) and not _looks_like_file(path):
+    if hub.HUB_ID.fullmatch(path) and not _looks_like_file(path):
         return []
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
@@ -134,6 +133,8 @@ def _local_path(url: str) -> str | None:
 def _find_remote(url: str) -> list[str]:
     first, chained, rest = url.partition("::")
     before, behind = ("", chained + rest) if "://" in first else (first + chained, "")
+    if "hf://" in url:
+        hub.check_answers(url)
     try:
         filesystem, path = fsspec.url_to_fs(url)
         if glob.has_magic(path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 
-from lmmods.core import fingerprints
+from lmmods.core import fingerprints, hub
 from lmmods.core.compat import rows_fingerprint
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
@@ -175,8 +175,11 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
 
     repository = NAMED_SETS.get(source.path, source.path)
     try:
-        return datasets.load_dataset(repository, source.name, data_files=NAMED_FILES.get(source.path),
-                                     split=source.split or "train", revision=source.revision, streaming=streaming)
+        with hub.loading("data set", repository, "dataset", source.revision):
+            return datasets.load_dataset(repository, source.name, data_files=NAMED_FILES.get(source.path),
+                                         split=source.split or "train", revision=source.revision, streaming=streaming)
+    except UserError:
+        raise
     except Exception as error:  # datasets raises many kinds, all of them about this path
         raise UserError(f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
                         f"loaded ({type(error).__name__}: {redact(str(error))[:300]})") from error

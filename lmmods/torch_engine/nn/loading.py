@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import Mxfp4Config, PreTrainedConfig
 
+from lmmods.core import hub
 from lmmods.core.adapters import ANSWER_HEADS
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
@@ -91,7 +92,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                          frozen and precision != "bf16-true")
     options |= {"key_mapping": base_names(config)} if skip else {}
     check_weights(pretrained)
-    with (reading_weights(pretrained), choosing_attention(attention), missing_weights(seed), quiet_loading(),
+    with (reading_weights(pretrained), hub.loading("model.pretrained", pretrained, revision=revision),
+          choosing_attention(attention), missing_weights(seed), quiet_loading(),
           _reading(by_parts and saved != "int8", pretrained, device or torch.device("cpu")),
           quantising(is_stacked, saved == MXFP4, functools.partial(_codes, device=device)) as states):
         try:

@@ -1,0 +1,194 @@
+"""The Hugging Face hub: what its names look like, whether it answers, and what is said where it gives nothing."""
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from lmmods.core import compat
+from lmmods.core.console import warn
+from lmmods.core.errors import UserError, first_line
+from lmmods.core.redaction import redact
+
+Kind = Literal["model", "dataset"]
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")  # owner/name, and old names without an owner
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+SECONDS = 5.0  # within which the hub answers, or counts as out of reach; $HF_HUB_ETAG_TIMEOUT takes its place
+NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")  # packages whose errors are of the network
+
+
+@contextmanager
+def loading(key: str, name: str, kind: Kind = "model", revision: str | None = None,
+            missing: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Within it a library loads `name`: a folder or file of this machine, or else from the hub or its cache.
+
+    Whether the hub answers is found out first, once a process. Where it does not, libraries work offline from then on:
+    they take what is cached at once, and do not try six times for each file.
+
+    Args:
+        key: Of the recipe, or the option, that holds the name.
+        missing: What the library raises where a file is not there.
+
+    Raises:
+        UserError: The hub has no such name, or does not answer while its cache lacks what is needed.
+    """
+    if os.path.exists(name):
+        yield
+        return
+    _check_name(key, name)
+    quiet = silence()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if reason := _refusal(error, name, kind, revision):
+            raise UserError(f"{key}: there is no folder {name!r}, and the hub refuses it as an id: {reason}."
+                            ) from error
+        if isinstance(error, missing) if quiet else _is_of_network(error):
+            raise _out_of_reach(key, name, kind, revision, quiet or _broken(_innermost(error)), error) from error
+        raise
+    if quiet:
+        _tell_once(quiet)
+
+
+def check_answers(name: str) -> None:
+    """Raise UserError where the hub does not answer and `name`, an address on it (hf://), is never cached."""
+    from huggingface_hub import constants
+
+    if quiet := silence():
+        raise UserError(f"{name}: the hub ({redact(constants.ENDPOINT)}) {quiet}. Fetch the file where there is a "
+                        "network (hf download) and name it by its path.")
+
+
+def offline_by() -> str | None:
+    """The variable by which the user has libraries leave the hub unasked."""
+    return next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+
+
+def unreachable(seconds: float) -> str:
+    """Why the hub does not answer, asked as its own library asks; empty where it does."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    def ask() -> str:
+        try:
+            status = get_session().head(constants.ENDPOINT, timeout=seconds).status_code
+        except Exception as error:  # of the library that it uses for HTTP, which its releases have changed
+            return _innermost(error)
+        return f"it answers with status {status}" if status >= 500 else ""
+
+    return without_answer(ask, seconds)
+
+
+def without_answer(ask: Callable[[], str], seconds: float) -> str:
+    """What `ask` says is wrong, or that it takes too long, as looking a name up may; empty where all is well."""
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return said[0] if said else f"no answer within {seconds:g} seconds"
+
+
+@functools.cache
+def silence() -> str:
+    """What the hub does instead of answering; empty where it answers."""
+    if named := offline_by():
+        return f"is not asked, as {named} is set"
+    wrong = unreachable(float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
+    if not wrong:
+        return ""
+    compat.work_offline()
+    return _broken(wrong)
+
+
+def _broken(why: str) -> str:
+    return f"cannot be reached ({why})"
+
+
+@functools.cache
+def _tell_once(quiet: str) -> None:
+    from huggingface_hub import constants
+
+    if not quiet.startswith("is not asked"):  # which the user knows
+        warn(f"The hub ({redact(constants.ENDPOINT)}) {quiet}: what its cache holds is used.")
+
+
+def _check_name(key: str, name: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{key}: there is no folder {name!r}, and an id of the hub is owner/name. Name a folder (the "
+                        f"working directory is {os.getcwd()}), or an id.") from error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _innermost(error: BaseException) -> str:
+    """The reason below all others, which says most, without the number that the system gives it."""
+    *_, last = _chain(error)
+    return re.sub(r"^\[Errno -?\d+\] ", "", first_line(last)) or type(last).__name__
+
+
+def _is_of_network(error: BaseException) -> bool:
+    return any(type(each).__module__.split(".")[0] in NETWORK or isinstance(each, ConnectionError | TimeoutError)
+               for each in _chain(error))
+
+
+def _refusal(error: BaseException, name: str, kind: Kind, revision: str | None) -> str:
+    """What the hub has against a name, in words; empty where it has nothing."""
+    from huggingface_hub import constants, errors
+
+    page = redact(f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}")
+    told = {errors.GatedRepoError: f"it is gated. Accept its terms at {page}, then run hf auth login",
+            errors.RepositoryNotFoundError: f"it has no {kind} of this name, or a private one (hf auth login)",
+            errors.RevisionNotFoundError: f"this {kind} has no revision {revision!r}"}
+    return next((reason for each in _chain(error) for of, reason in told.items() if isinstance(each, of)), "")
+
+
+def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: str, error: Exception
+                  ) -> UserError:
+    """What to raise for a name that neither the hub nor its cache gives."""
+    from huggingface_hub import constants
+
+    root, cached = _cached(name, kind, revision)
+    says_more = not any(type(each).__module__.startswith("huggingface_hub") for each in _chain(error))
+    cached = f"{cached}, which is not enough" if cached else "nothing"
+    cached += f" ({redact(first_line(error))})" if cached != "nothing" and says_more else ""
+    fetch = "run inspect" if kind == "dataset" else f"run hf download {name}" + (
+        f" --revision {revision}" if revision else "")
+    return UserError(
+        f"{key}: there is no folder {name!r}, and the hub ({redact(constants.ENDPOINT)}) {quiet}. Of it, the cache "
+        f"{root} holds {cached}. Name a local folder; or {fetch} where there is a network, share the cache ($HF_HOME), "
+        "and set HF_HUB_OFFLINE=1, which leaves the hub unasked.")
+
+
+def _cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
+    """The cache that a library looks into, and what of a repository is there, in words."""
+    from huggingface_hub import constants
+
+    if kind == "dataset":
+        root, folder = compat.cached_as(name)
+        return root, _listed(path.name for path in (root / folder).glob("*"))
+    root = Path(constants.HF_HUB_CACHE)
+    place = root / f"models--{name.replace('/', '--')}"
+    reference = place / "refs" / (revision or "main")
+    commit = place / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision or "main")
+    files = _listed(str(path.relative_to(commit)) for path in commit.rglob("*") if path.is_file())
+    others = _listed(path.name for path in place.glob("snapshots/*"))
+    return root, files or others and f"other revisions ({others})"
+
+
+def _listed(names: Iterator[str], limit: int = 8) -> str:
+    found = sorted(names)
+    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")

@@ -1,0 +1,191 @@
+"""Names of the hub that it does not give: one message, in seconds, from every place that loads something."""
+
+import http.server
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from huggingface_hub import constants
+
+from lmmods.cli import main
+from lmmods.core import hub
+from lmmods.core.errors import UserError
+
+ROWS = [{"instruction": f"Say a {n} times.", "output": "a " * (n % 5 + 1)} for n in range(20)]
+
+
+@pytest.fixture
+def online(monkeypatch, tmp_path):
+    """A process that has not asked the hub yet, with an empty cache; a function that says where the hub is."""
+    import datasets
+
+    for name in hub.OFFLINE:
+        monkeypatch.setenv(name, "")  # so that what `work_offline` sets is undone
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.5")
+    hub.silence.cache_clear(), hub._tell_once.cache_clear()
+    yield lambda address: monkeypatch.setattr(constants, "ENDPOINT", address)
+    hub.silence.cache_clear(), hub._tell_once.cache_clear()
+
+
+@pytest.fixture
+def refused(online):
+    """A hub whose connection is refused."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        online(address)
+        yield address
+
+
+@contextmanager
+def hub_that_says(status: int, code: str | None = None):
+    """A hub that answers requests for files with a status; its address, and what it was asked for."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_response(status if status >= 500 or "resolve" in self.path else 200)
+            if code is not None:
+                self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        do_GET = do_HEAD  # noqa: N815 - as the standard library names it
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+COMMANDS = {
+    "new-model": ["new", "mine", "--model", "some/thing", "--data", "rows.jsonl"],
+    "new-data": ["new", "mine", "--model", "MODEL", "--data", "some/thing"],
+    "new-tokenizer": ["new", "mine", "--model", "MODEL", "--data", "rows.jsonl", "--tokenizer", "some/thing"],
+    "chat": ["chat", "--model", "some/thing", "--prompt", "Hi"],
+    **{f"{command}-{key}-{engine}": [command, "--config", "recipe.json", "--engine", engine, f"--{key}", "some/thing",
+                                         *(["--on", "1xH100"] if command == "plan" else [])]
+       for command, engine, keys in (("fit", "torch", ("model.pretrained", "data.tokenizer", "data.source")),
+                                     ("fit", "jax", ("model.pretrained", "data.val_source")),
+                                     ("inspect", "torch", ("model.pretrained",)), ("plan", "jax", ("model.config",)))
+       for key in keys}}
+BUILDS = {"fit-model.pretrained-jax", "plan-model.config-jax"}  # an engine is imported for these, unless it is already
+
+
+@pytest.mark.parametrize("command", [pytest.param(name, marks=[pytest.mark.slow] if name in BUILDS else [])
+                                     for name in COMMANDS])
+def test_every_command_says_at_once_that_the_hub_is_out_of_reach(refused, command, tmp_path, monkeypatch, llama_folder,
+                                                                 capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "recipe.json").write_text(json.dumps({
+        "trainer": {"max_steps": 1, "default_root_dir": "run"},
+        "model": {"class_path": "SFT", "init_args": {"pretrained": str(llama_folder)}},
+        "data": {"class_path": "SFTData", "init_args": {"source": "rows.jsonl", "template": "alpaca"}}}))
+    words = [str(llama_folder) if word == "MODEL" else word for word in COMMANDS[command]]
+    words += ["--model.pretrained", "null"] if "model.config" in command else []
+    start = time.monotonic()
+    assert main(words) == 2
+    took, said = time.monotonic() - start, capsys.readouterr()
+    [line] = [line for line in said.err.splitlines() if line]
+    assert line.startswith("error: ") and f"the hub ({refused}) cannot be reached (Connection refused)" in line
+    assert "no folder 'some/thing'" in line and "holds nothing" in line and "HF_HUB_OFFLINE=1" in line
+    assert "repo_type" not in line and "Retry" not in said.err + said.out + caplog.text
+    assert took < 30  # of which nothing is waiting: the libraries alone waited for longer
+
+
+def test_a_host_that_does_not_answer(online):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        online(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"cannot be reached \((no answer within 0.5 seconds|.*timed out)\)"):
+            load_a_model()
+        with pytest.raises(UserError):  # not asked again
+            load_a_model()
+        assert time.monotonic() - start < 3
+
+
+def load_a_model(name="some/thing", **options):
+    from lmmods.core.hf_config import load_config
+
+    return load_config(name, **options)
+
+
+def test_what_is_cached_is_used_and_what_lacks_is_named(refused, tmp_path, capsys, llama_folder):
+    place = tmp_path / "hub" / "models--some--thing"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("c0ffee")
+    snapshot = place / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((llama_folder / "config.json").read_text())
+    assert load_a_model().model_type == "llama" and load_a_model().model_type == "llama"
+    assert capsys.readouterr().out.count("what its cache holds is used") == 1
+    from lmmods.data.encode.tokenizer import TokenizerOptions
+
+    with pytest.raises(UserError, match=r"tokenizer: .* holds config.json, which is not enough \(\w+"):
+        assert TokenizerOptions("some/thing").loaded
+    with pytest.raises(UserError, match=r"holds other revisions \(c0ffee\).*--revision v2"):
+        load_a_model(revision="v2")
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_weights_that_are_not_cached(refused, engine, tmp_path, llama_folder):
+    snapshot = tmp_path / "hub" / "models--thing" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((llama_folder / "config.json").read_text())
+    with pytest.raises(UserError, match="cannot be reached .* holds config.json, which is not enough"):
+        if engine == "torch":
+            import transformers
+
+            from lmmods.torch_engine.nn.loading import load_pretrained
+
+            load_pretrained(transformers.AutoModelForCausalLM, "thing")
+        else:
+            from jax_engine.models.loading import _local
+
+            _local("thing", None)
+
+
+def test_whoever_set_the_hub_offline_is_told_by_what(online, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="is not asked, as HF_HUB_OFFLINE is set"):
+        load_a_model()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("status", "code", "said"), [
+    (503, None, r"cannot be reached \(it answers with status 503\)"),
+    (401, "RepoNotFound", "no model of this name, or a private one"), (403, "GatedRepo", "it is gated. Accept"),
+    (404, "RevisionNotFound", "this model has no revision 'v2'")])
+def test_what_the_hub_answers(online, monkeypatch, status, code, said):
+    with hub_that_says(status, code) as (address, asked):
+        online(address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            address + "/{repo_id}/resolve/{revision}/{filename}")
+        with pytest.raises(UserError, match=said):
+            load_a_model(revision="v2")
+        assert len(asked) <= 3 and (status != 503 or asked == ["/"])
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "some/.thing", "two words"])
+def test_what_is_neither_folder_nor_id(online, name):
+    with pytest.raises(UserError, match=f"there is no folder '{name}', and an id of the hub is owner/name"):
+        load_a_model(name)
+
+
+def test_addresses_on_the_hub(refused):
+    from lmmods.data.sources.files import find_files
+
+    with pytest.raises(UserError, match=r"hf://datasets/a/b/c.jsonl: the hub .* cannot be reached .*name it by its pa"):
+        find_files("hf://datasets/a/b/c.jsonl")
