@@ -1,8 +1,7 @@
 """What lmmods/core/compat.py needs of transformers, jinja2, datasets, huggingface_hub and Lightning."""
 
-import os
-
 import functools
+import os
 
 import datasets
 import pytest
