@@ -81,6 +81,27 @@ def test_the_end_names_what_can_be_done_next(capsys, monkeypatch, tmp_path):
     assert "Next" not in said(TaskFields(pretrained="base"))
 
 
+@pytest.mark.parametrize(("accuracies", "said"), [
+    ({10: 0.5, 20: 0.75, 30: 0.7}, None),
+    ({10: 0.5, 20: 0.75, 30: 0.875, 40: 0.875}, "0.875 at step 30, 0.75 at step 20"),
+    ({10: 0.5, 30: 0.875}, None),  # nobody knows how accurate step 20 was
+    ({}, None)])
+def test_the_best_by_loss_is_not_the_most_accurate(capsys, tmp_path, accuracies, said):
+    policy, folder = CheckpointPolicy(), RunFolder(tmp_path)
+    policy.best = [(0.25, "step=20")]
+    folder.metrics_csv.write_text("step,train/loss,val/rewards/accuracy\n5,0.7,\n" + "".join(
+        f"{step},,{value}\n" for step, value in accuracies.items()))
+    end = RunEnd(folder, CausalFields(pretrained="base"), DATA, StepMetrics(Stopwatch()), policy, 0, 50, 9.0, [])
+    end.say()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "accurate" in line] == ([
+        f"Not the most accurate: val/rewards/accuracy was {said}. checkpoint.monitor: val/rewards/accuracy with "
+        "checkpoint.mode: max keeps that one."] if said else [])
+    policy.monitor = "val/rewards/accuracy"
+    end.say()
+    assert "accurate:" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_both_engines_say_the_same(recipe, tmp_path, capfd):
     """In the same order, but for what is the engine's own; and nothing is said by libraries."""

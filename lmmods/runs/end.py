@@ -1,5 +1,6 @@
 """The end of a training run: what came of it, and the commands that go on from there."""
 
+import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from lmmods.core.progress_bar import clock, describe
 from lmmods.core.task_fields import CausalFields, TaskFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.repair import read_table
 from lmmods.runs.step_metrics import StepMetrics
 from lmmods.runs.wandb import sync_commands
+
+ACCURACY = "val/rewards/accuracy"  # of Preference; may rise on where val/loss falls no longer
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,24 @@ class RunEnd:
         say(f"Done: {steps} in {clock(self.seconds)}, {self.metrics.num_tokens:,} tokens since the start of the run.")
         if self.policy is not None and self.policy.best:
             value, name = self.policy.best[0]
-            say(f"Best: {self.policy.monitor} {value:.4g} at step {name.partition('=')[2]} (--ckpt_path best).")
+            step = name.partition("=")[2]
+            say(f"Best: {self.policy.monitor} {value:.4g} at step {step} (--ckpt_path best).")
+            if self.policy.monitor == "val/loss" and (more_accurate := self._more_accurate(step)):
+                say(f"Not the most accurate: {ACCURACY} was {more_accurate}. checkpoint.monitor: {ACCURACY} with "
+                    "checkpoint.mode: max keeps that one.")
         if held_out := describe(self.metrics.latest, "val/"):
             say(f"Held out, at the end: {held_out}")
         if commands := self.commands():
             say("Next:\n" + "\n".join(f"  {command}" for command in commands))
+
+    def _more_accurate(self, step: str) -> str | None:
+        """Where pairs were told apart better than at a step, and how much; None if nowhere."""
+        found = {row["step"]: float(row[ACCURACY]) for row in read_table(self.folder.metrics_csv).rows
+                 if ACCURACY in row and math.isfinite(float(row[ACCURACY]))}
+        best = max(found, key=found.get, default=step)
+        if found.get(best, 0) <= found.get(step, math.inf):
+            return None
+        return f"{found[best]:.4g} at step {best}, {found[step]:.4g} at step {step}"
 
     def commands(self) -> list[str]:
         """What goes on from this run, ready to be typed."""
