@@ -72,7 +72,8 @@ def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 
 
     Args:
         ours, reference, truth: Arrays of torch, numpy or JAX, or numbers; or dicts and sequences of them, alike in keys
-            and shapes. The truth is the reference's in float64.
+            and shapes. The truth is the reference's in float64; of two forms of one program, which has none, the
+            reference stands for it, and rounding of the size of the sum is what is allowed.
         multiple: Of the reference's distance.
         terms: About how many roundings lie on the way to a number; they add up like a random walk.
         magnitude: Of the terms, at least. It is taken to be the largest of an array of the truth, and no less than a

@@ -122,6 +122,7 @@ def test_parts_are_those_of_the_whole(kind, double, shape, transposed):
         assert all(threads.map(parts, range(3)))
 
 
+@pytest.mark.numerics
 def test_the_dynamic_type_is_that_of_bitsandbytes():
     """To the bit where the CPU fuses products and sums, as `torch.linspace`, of which it is made, then rounds
     `first + step * n` once. Elsewhere that is rounded twice, and the mean of two such numbers may differ by two units.
