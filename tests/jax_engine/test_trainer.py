@@ -166,6 +166,29 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, fin
         assert row == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_devices_take_up_a_step_that_one_has_begun(jax_recipe, stop_at):
+    """Behind four of its eight rows, in the second epoch; and one device takes the run back."""
+    common = {**FULL, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 8,
+              "model__init_args__optimizer": {"name": "sgd", "lr": 0.1}, "data__init_args__eval_batch_size": 4}
+    straight, arguments = jax_recipe("straight", **common, data__init_args__batch_size=8,
+                                     trainer__accumulate_grad_batches=1)
+    assert main(["fit", *arguments]) == 0
+    one = {"data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 4}
+    run, arguments = jax_recipe("run", **common, **one)
+    stop_at(18)
+    assert main(["fit", *arguments]) == 130 and run.find("last").name == "step=4+2"
+    _, arguments = jax_recipe("run", **common, data__init_args__batch_size=1, trainer__accumulate_grad_batches=2,
+                              trainer__devices=4, trainer__strategy="ddp")
+    stop_at(2)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130 and run.find("last").name == "step=5+1"
+    _, arguments = jax_recipe("run", **common, **one)
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    for row, wanted in zip(rows(run, TIMED | {"train/epoch"}), rows(straight, TIMED | {"train/epoch"}), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5)
+
+
 def test_a_run_folder_as_of_the_other_engine(jax_recipe):
     run, arguments = jax_recipe("run", **FULL, trainer__max_steps=4)
     assert main(["fit", *arguments]) == 0
