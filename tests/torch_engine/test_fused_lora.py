@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels, multiply_by_matrices
+from lmmods.torch_engine.compat.bitsandbytes import matrix_of, mend_cpu_kernels, multiply_by_matrices
 from lmmods.torch_engine.nn import fused_lora
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 
@@ -75,6 +75,27 @@ def test_results_and_gradients_are_pefts(used, quantised, dropout):
     for ours, theirs in zip(outcome(model), plain, strict=True):
         assert_near(ours, theirs)
     assert len(used) == 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("quantised", ["nf4", "int8"])
+def test_dora_on_codes_is_pefts_on_the_matrix_that_they_stand_for(quantised, dropout):
+    model = adapted(quantised, use_dora=True, lora_dropout=dropout)
+    plain = adapted(use_dora=True, lora_dropout=dropout)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                plain.get_parameter(name).copy_(parameter * (2 if "magnitude" in name else 1))
+                parameter.copy_(plain.get_parameter(name))
+        for layer in ("up", "down"):
+            ours, theirs = (getattr(each.base_model.model, layer).base_layer for each in (model, plain))
+            theirs.weight.copy_(matrix_of(ours, torch.float32))
+            if ours.bias is not None:
+                theirs.bias.copy_(ours.bias)
+    fuse_adapters(model)
+    for training in (True, False, True):
+        for ours, theirs in zip(outcome(model.train(training)), outcome(plain.train(training)), strict=True):
+            assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize("quantised", LINEAR)
