@@ -140,12 +140,16 @@ def test_an_adapter_goes_on_in_another_run(recipe, finished, tmp_path):
     assert losses[1] < losses[0]
 
 
-def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys):
-    assert main(["fit", *recipe(trainer__max_steps=4)]) == 0
+@pytest.mark.parametrize("changes", [{}, *(pytest.param({
+    "model__init_args__quantize": kind, "model__init_args__lora": {"rank": 4, "dropout": 0.1, "dora": True}},
+    marks=pytest.mark.slow) for kind in ("nf4", "int8"))], ids=["nf4", "nf4-dora", "int8-dora"])
+def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys, changes):
+    assert main(["fit", *recipe(**changes, trainer__max_steps=4)]) == 0
     out = tmp_path / "merged"
     assert main(["merge", "--run", str(folder.root), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "dequantized" in said and "original" in said
+    assert float(said.split("* dequantized")[1].split()[0]) < 1e-4  # of the largest logit
     merged = AutoModelForCausalLM.from_pretrained(out).eval()
     assert not any("lora" in name for name in merged.state_dict())
     assert len(AutoTokenizer.from_pretrained(out)) <= merged.config.vocab_size

@@ -1,6 +1,7 @@
 """Whole runs of preference optimisation on both engines: adapters on adapters, stops anywhere, engines in turn."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -90,6 +91,43 @@ def test_an_adapter_that_goes_on_is_compared_with_itself(  # noqa: PLR0913
     for name, (value, _) in metrics.items():
         assert last[f"val/{name}"] == pytest.approx(value.mean().item(), rel=1e-4, abs=1e-5)
     assert abs(last["val/rewards/margin"]) > 0.05
+
+
+# Quantised bases -----------------------------------------------------------------------------------------------------
+
+
+BASES = [*((engine, quantize, reference, False) for engine in ("torch", "jax")
+           for quantize in (None, "nf4", "fp4", "int8") for reference in ("base", "copy", "cache")
+           if engine == "torch" or reference == "base" or quantize == "int8"),
+         *((engine, quantize, "base", True) for engine in ("torch", "jax") for quantize in ("nf4", "int8"))]
+
+
+@pytest.mark.parametrize(("engine", "quantize", "reference", "dora"), [
+    pytest.param(*case, marks=[] if case == ("torch", "int8", "base", False) else pytest.mark.slow,
+                 id="-".join([case[0], case[1] or "plain", case[2], *["dora"] * case[3]])) for case in BASES])
+def test_policy_and_reference_are_one_network_under_every_cut(  # noqa: PLR0913
+        fit, pairs, engine, quantize, reference, dora):  # noqa: F811
+    """So the first loss is ln 2 and every pair a tie, whatever the base is stored in; then both engines go one way."""
+    def run(engine, rows_at_once, **changes):
+        return rows(fit(f"{engine}-{rows_at_once}-{len(changes)}", **{
+            "engine": engine, "model__init_args__quantize": quantize, "model__init_args__reference": reference,
+            "model__init_args__lora": {"rank": 4, "dropout": 0.1, "dora": dora},
+            "model__init_args__optimizer": {"name": "sgd", "lr": 1.0}, "data__init_args__val_source": pairs,
+            "data__init_args__val_size": 0, "data__init_args__batch_size": rows_at_once,
+            "trainer__accumulate_grad_batches": 8 // rows_at_once, "trainer__gradient_clip_val": 1.0,
+            "trainer__max_steps": 3, "trainer__val_check_interval": 24 // rows_at_once, **changes}))
+
+    wanted = run("torch", 8)
+    others = [run(engine, size) for size in ((2, 1) if engine == "torch" else (8, 2))]
+    if engine == "torch":
+        others.append(run("torch", 8, model__init_args__fast_kernels=False))
+    for found in (wanted, *others):
+        assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert found[0]["train/rewards/accuracy"] == 0.5
+        for row, expected in zip(found, wanted, strict=True):
+            assert losses(row) == pytest.approx(losses(expected), abs=1e-5)
+            assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert wanted[-1]["val/loss"] < math.log(2) - 0.1
 
 
 # Stops and engines ---------------------------------------------------------------------------------------------------

@@ -87,6 +87,26 @@ def test_results_and_gradients_are_pefts(used, quantised, dropout):
     assert len(used) == 2
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("quantised", ["nf4", "int8"])
+def test_dora_on_codes_is_pefts_on_the_matrix_that_they_stand_for(quantised, dropout):
+    model = adapted(quantised, use_dora=True, lora_dropout=dropout)
+    plain = adapted(use_dora=True, lora_dropout=dropout)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                plain.get_parameter(name).copy_(parameter * (2 if "magnitude" in name else 1))
+                parameter.copy_(plain.get_parameter(name))
+        for layer in ("up", "down"):
+            ours, theirs = (getattr(each.base_model.model, layer).base_layer for each in (model, plain))
+            theirs.weight.copy_(matrix_of(ours, torch.float32))
+            if ours.bias is not None:
+                theirs.bias.copy_(ours.bias)
+    fuse_adapters(model)
+    for training in (True, False, True):
+        assert_as_close(outcome(model.train(training)), *in_both(outcome, plain.train(training)))
+
+
 @pytest.mark.parametrize("quantised", LINEAR)
 def test_under_autocast_it_is_as_near_to_float32_as_peft(used, quantised):
     model = adapted(quantised)
