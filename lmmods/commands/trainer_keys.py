@@ -81,8 +81,8 @@ def check_values(recipe: Any, engine: str) -> None:
     if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
         _refuse("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm or value")
     if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
-        _refuse("trainer.val_check_interval", interval, "a share of an epoch up to 1.0, or a whole number of "
-                "micro-batches from 1")
+        refuse_value(f"trainer.val_check_interval is {interval}, but must be a share of an epoch up to 1.0, or a whole "
+                     "number of micro-batches from 1.")
     if not trainer.default_root_dir:
         _refuse("trainer.default_root_dir", trainer.default_root_dir, "the path of a folder")
 
