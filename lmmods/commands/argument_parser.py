@@ -44,7 +44,8 @@ class Parser(ArgumentParser):
         from lmmods.commands.migration.advice import keys_given, told  # tables that only errors need
 
         types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
-        said = in_english(message, types, keys_given(list(_arguments.get())), known_names(self), told)
+        arguments = list(_arguments.get())  # none where a parser reads what no one has typed
+        said = in_english(message, types, keys_given(arguments) if arguments else [], known_names(self), told)
         sys.stderr.write(redact(readable(f"error: {said}\n")))
         sys.exit(2)
 
