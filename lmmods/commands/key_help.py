@@ -1,5 +1,6 @@
 """`--help` of a command that takes a recipe: every key, those of model and data by task; `--help KEY`: that one."""
 
+import dataclasses
 import shutil
 import textwrap
 from typing import Any
@@ -47,7 +48,7 @@ def help_of(command: str, words: list[str], engine: str) -> str:
         name = rest.pop(index)
     keys = recipe_keys(command, engine)
     classes = _classes(rest, Mistakes(keys, engine))
-    return _one(name, keys, classes) if name else _all(command, keys, classes)
+    return _one(name, keys, classes, engine) if name else _all(command, keys, classes, engine)
 
 
 def _classes(words: list[str], mistakes: Mistakes) -> dict[str, tuple[type, ...]]:
@@ -61,10 +62,16 @@ def _classes(words: list[str], mistakes: Mistakes) -> dict[str, tuple[type, ...]
     return {block: (kind,) if kind else task_classes(block) for block, kind in named.items()}
 
 
-def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> str:
+def _with_classes(key: Key, engine: str) -> Key:
+    """A key whose values are classes of libraries, with the names of those that were tried."""
+    listed = declarations.CLASSES[engine].get(key.name)
+    return dataclasses.replace(key, text=f"{key.text} Classes: {', '.join(listed)}.") if listed else key
+
+
+def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], engine: str) -> str:
     """A key: its sentence, type and default; of a group its keys."""
     name = name.lstrip("-").replace(".init_args.", ".")
-    found = {key.name: key for key in walk(keys, classes)}
+    found = {key.name: _with_classes(key, engine) for key in walk(keys, classes)}
     if name not in found:
         everywhere = {key.name: key for key in walk(keys, {block: task_classes(block) for block in classes})}
         if name not in everywhere:
@@ -83,7 +90,7 @@ def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) 
     return "\n".join([*lines, f"More: docs/{'fields' if '.' in name or inner else 'commands'}.md"])
 
 
-def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> str:
+def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], engine: str) -> str:
     """Every key, in the blocks of a recipe."""
     parts = [f"usage: python train.py {command} --config RECIPE [--KEY VALUE …]", COMMANDS[command].line,
              "Every key of a recipe is an option too: trainer: {max_steps: 3} is --trainer.max_steps 3. One key alone: "
@@ -94,7 +101,8 @@ def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]
     for name in ("trainer", "model", "data", "checkpoint", "samples", "mmlu", "publish"):
         kinds = classes.get(name)
         if kinds is None:
-            lines += ["", f"{name}: {keys[name].text}", *_entries(keys_of(block_in(keys[name].type), name))]
+            inner = {each: _with_classes(key, engine) for each, key in keys_of(block_in(keys[name].type), name).items()}
+            lines += ["", f"{name}: {keys[name].text}", *_entries(inner)]
         elif len(kinds) == 1:
             lines += ["", f"{name} ({kinds[0].__name__}): {(kinds[0].__doc__ or '').strip()}",
                       *_entries(keys_of(kinds[0], name))]
