@@ -341,7 +341,7 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
         ("--model", model, "--template", "alpacca"): "data.template 'alpacca' is unknown",
         ("--run", run, "--generation.temperature", "0.5", "--prompt", "x"): "while generation.do_sample is false",
         ("--run", run, "--seed", "-1"): "--seed is -1",
-        ("--run", run, "--generation.temprature", "0.5"): "Did you mean temperature?",
+        ("--run", run, "--generation.temprature", "0.5"): "Did you mean --generation.temperature?",
         ("--run", run, "--device", "cuda:77", "--prompt", "x"): "torch has no such device here",
     }.items():
         assert message in refused(capsys, *arguments), arguments

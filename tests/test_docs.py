@@ -233,13 +233,14 @@ def expressions(tree: ast.AST) -> list[ast.expr]:
     """Messages of a module: what UserError and its kin are made of."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if isinstance(node, ast.Call):
             place = {"UserError": 0, "ForeignCode": 0, "NotFinite": 0, "BrokenRecipe": 0, "RowProblem": 0,
-                     "RowError": 1, "_refuse": 1
-                     }.get(node.func.id)
+                     "RowError": 1, "_refuse": 1, "refuse_value": 0
+                     }.get(node.func.id) if isinstance(node.func, ast.Name) else 1 if (
+                         isinstance(node.func, ast.Attribute) and node.func.attr == "tell_of") else None
             if place is not None and len(node.args) > place:
                 found.append(node.args[place])
-        elif isinstance(node, ast.FunctionDef) and node.name in ("problem", "quantised_in_full"):
+        elif isinstance(node, ast.FunctionDef) and node.name in ("problem", "quantised_in_full", "in_english"):
             found += [part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value is not None]
     return found
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, Namespace, get_loader, set_dumper, set_
 from lmmods.commands.jsonargparse_compat import options_of, take_no_files, type_of
 from lmmods.commands.trust import refuse_import, resolved
 from lmmods.core.errors import readable
-from lmmods.core.recipes import as_yaml, guarded
+from lmmods.core.recipes import as_yaml, guarded, shortened
 from lmmods.core.redaction import redact
 from lmmods.core.settings import Generation, LoRA, Optimizer
 
@@ -42,13 +42,13 @@ class Parser(ArgumentParser):
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
             refuse_import(key and key[1], denied[1])
-        from lmmods.commands.migration.advice import advice  # tables that only errors need
+        from lmmods.commands.migration.advice import keys_given, told  # tables that only errors need
 
-        tidy = _tidy(message)
-        known = known_names(self)
-        told = advice(tidy, list(_arguments.get()), lambda name: suggestion(name, known))
-        told = told or self._lacks(message) or f"{tidy}{_suggestion(message, known)}"
-        sys.stderr.write(redact(readable(f"error: {told}\n")))
+        types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
+        arguments = list(_arguments.get())  # none where a parser reads what no one has typed
+        said = self._lacks(message) or in_english(
+            message, types, keys_given(arguments) if arguments else [], known_names(self), told)
+        sys.stderr.write(redact(readable(f"error: {said}\n")))
         sys.exit(2)
 
     def _lacks(self, message: str) -> str | None:
@@ -130,11 +130,6 @@ def suggestion(name: str, known: set[str]) -> str:
     return f" Did you mean {near[0]}?" if near and wrong not in known else ""
 
 
-def _suggestion(message: str, known: set[str]) -> str:
-    names = re.findall(r"'(?:--)?([\w.]+)'|--([\w.]+)", message)
-    return next(filter(None, (suggestion(name[0] or name[1], known) for name in names)), "")
-
-
 def known_names(parser: Parser) -> set[str]:
     """Last parts of all keys and the short names of all classes that a recipe may hold."""
     options = [option for each in (parser, *parser.commands.values()) for option in options_of(each)]
@@ -150,7 +145,54 @@ def known_names(parser: Parser) -> set[str]:
     return names - {"self", "kwargs", "args", "common"}
 
 
-def _tidy(message: str) -> str:
-    """A message in one line, types by their own names, and declared classes as recipes name them."""
-    message = re.sub(r"(?:\ba )?<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)
-    return re.sub(r"\s+", " ", message.replace("lmmods.commands.declarations.", "")).strip()
+SAYS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list",
+        "dict": "a mapping", "NoneType": "null"}  # what jsonargparse expects, in words
+
+
+def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], known: set[str],
+               foreign: Callable[[str], str | None]) -> str:
+    """A message of jsonargparse in the words of a recipe: whole keys, and types as one says them.
+
+    Args:
+        types: Of the parser's options, by their keys.
+        given: Keys that the command line gives, of which the message may have the last part alone.
+        known: Names that may have been meant.
+        foreign: What is said of a key of another program.
+    """
+    from lmmods.commands.declarations import CLASSES  # which only errors need here
+    from lmmods.commands.keys import in_words
+
+    message = " ".join(message.replace("lmmods.commands.declarations.", "").split())
+
+    def whole(name: str) -> str:
+        return next((key for key in given if f".{key}".endswith(f".{name}")), name)
+
+    if found := re.search(r"class_path '([^']+)': (?:No module named|module '[^']+' has no attribute|.*not found)",
+                          message):
+        return f"There is no class {found[1]}."
+    if found := re.search(r"(?:Group '[^']*' does not accept option|Option|Key) '([^']*)'", message):
+        key = whole(found[1])
+        elsewhere = foreign(key)
+        return f"{key} is no key there.{suggestion(key, known)}" if elsewhere is None else elsewhere
+    if found := re.match(r'Parser key "([^"]+)": (.*?)(?:(?:Given|Got) value: (.*))?$', message):
+        key, told, value = whole(found[1]), found[2], found[3]
+        if found[1] in types:
+            wanted = in_words(types[found[1]], key)
+        else:
+            listed = re.findall(r"Expected an? (?:typing\.)?Literal\[([^\]]*)\]", told)
+            parts = [SAYS[each] for each in re.findall(r"Expected (\w+)", told) if each in SAYS]
+            wanted = " or ".join(dict.fromkeys([*(each.replace("'", "") for each in listed), *parts]))
+        if wanted:
+            shown = "of another kind" if value is None else shortened(value) or "empty"
+            classes = {each.rsplit(".", 1)[-1]: each for listed in CLASSES.values() for each in listed.get(key, ())}
+            near = difflib.get_close_matches(shown, classes, 1, 0.7)
+            return f"{key} is {shown}, but must be {wanted}." + (f" Did you mean {classes[near[0]]}?" if near else "")
+    if found := re.match(r"the following arguments are required: (.*)", message):
+        return f"{' and '.join(found[1].split(', '))} must be given."
+    if found := re.match(r"unrecognized arguments: (.*)", message):
+        words = [word for word in found[1].split() if word.startswith("-")] or found[1].split()[:1]
+        return " ".join(f"{word} is no option.{suggestion(word.lstrip('-').partition('=')[0], known)}"
+                        for word in words)
+    if found := re.match(r"argument (\S+): expected one argument", message):
+        return f"{found[1]} has no value: {found[1].split('/')[-1]} VALUE."
+    return re.sub(r"(?:\ba )?<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)

@@ -9,6 +9,7 @@ refused here that it would accept.
 import difflib
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lmmods.commands import declarations
 from lmmods.commands.allowed_callbacks import REFUSED, check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.jsonargparse_compat import list_classes, options_of, replace_check
+from lmmods.commands.key_help import help_of, wants_help
 from lmmods.commands.mistakes import find_mistakes
 from lmmods.commands.registry import ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
@@ -113,9 +115,12 @@ def check_early(arguments: list[str], engine: str) -> None:
         SystemExit: The help is printed, or an error.
         UserError: A value is of the right type, but none that an engine could use.
     """
-    if arguments[0] in ENGINE_COMMANDS and not any(
-            word.partition("=")[0].endswith((".help", "--help")) or word == "-h" for word in arguments):
-        find_mistakes(arguments, engine)
+    if arguments[0] in ENGINE_COMMANDS:
+        if wants_help(arguments):
+            print(help_of(arguments[0], arguments[1:], engine))
+            sys.exit(0)
+        if not any(word.partition("=")[0].endswith(".help") for word in arguments):
+            find_mistakes(arguments, engine)
     if all(map(_is_judged, arguments, [*arguments[1:], ""])):
         EarlyCommandLine(engine, arguments).judge(arguments)
 

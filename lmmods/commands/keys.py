@@ -17,9 +17,7 @@ import docstring_parser
 
 from lmmods.commands import declarations
 from lmmods.core.engines import ENGINES
-from lmmods.core.settings import Generation, LoRA, Optimizer
 from lmmods.core.trainer_fields import JaxTrainerFields
-from lmmods.data.sources.source import Source
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
@@ -28,8 +26,7 @@ from lmmods.runs.hub_upload import Publisher
 REQUIRED = inspect.Parameter.empty
 TRAINERS = {"torch": declarations.TorchTrainerFields, "jax": JaxTrainerFields}
 TASKS = {"model": declarations.TaskModule, "data": declarations.DataModule}
-BLOCKS = (LoRA, Optimizer, Generation, Source, CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher,
-          *TRAINERS.values(), *TASKS.values())
+BLOCKS = (CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher)  # beside the dataclasses
 DEFAULT_SEED = 42
 PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # texts that are nothing but paths
 WORDS = {str: ("a text", "texts"), int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
@@ -101,13 +98,17 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 def block_in(hint: Any) -> type | None:
     """The class of ours whose fields a mapping may set, where a type has one."""
-    return next((each for each in members(hint) if inspect.isclass(each) and each in BLOCKS), None)
+    return next((each for each in members(hint) if _is_block(each)), None)
+
+
+def _is_block(kind: Any) -> bool:
+    return inspect.isclass(kind) and (kind in BLOCKS or dataclasses.is_dataclass(kind))
 
 
 def is_left(hint: Any) -> bool:
     """Whether a type names classes of libraries, whose values only the engine can judge."""
     return any(is_left(inner) if get_origin(each) is list else inspect.isclass(each) and get_origin(each) is None
-               and each not in BLOCKS and each not in WORDS and each not in (dict, list, timedelta)
+               and not _is_block(each) and each not in WORDS and each not in (dict, list, timedelta)
                for each in members(hint) for inner in (get_args(each) or (None,)))
 
 

@@ -9,7 +9,7 @@ nothing is refused here that it would accept.
 import difflib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -171,7 +171,8 @@ class Mistakes:
 
     # What is wrong ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, place: str, message: str) -> None:
+    def tell_of(self, place: str, message: str) -> None:
+        """Note a mistake, once, with what stands before it."""
         if f"{place}{message}" not in self.found:
             self.found.append(f"{place}{message}")
 
@@ -184,7 +185,7 @@ class Mistakes:
         other = foreign_value(key.name, value) if isinstance(value, Written) else ""
         near = difflib.get_close_matches(str(value), listed_in(key.type), 1, 0.7) if isinstance(value, Written) else []
         other = other or (f" Did you mean {near[0]}?" if near else "")
-        self._tell(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}")
+        self.tell_of(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}")
         self.dropped.add(key.name)
         return WRONG
 
@@ -193,17 +194,21 @@ class Mistakes:
 
         at = layer.at(name, line)
         if name == "config":
-            self._tell(at, "config is no key of a recipe, which names no other. Give several on the command line: "
+            self.tell_of(at, "config is no key of a recipe, which names no other. Give several on the command line: "
                            "--config A --config B.")
         elif others := self._others_with(name):
-            self._tell(at, f"{name} is no key of {self.classes[name.partition('.')[0]].__name__}: "
+            self.tell_of(at, f"{name} is no key of {self.classes[name.partition('.')[0]].__name__}: "
                            f"{' and '.join(others)} {'have' if len(others) > 1 else 'has'} it.")
+        elif "trainer" not in self.keys:
+            near = nearest(name, self.names)
+            self.dropped.add(near or "")
+            self.tell_of(at, f"{name} is no option." + (f" Did you mean --{near}?" if near else ""))
         elif foreign := told(name, plain(value) if isinstance(value, Written) else None):
-            self._tell(at, foreign)
+            self.tell_of(at, foreign)
         else:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
-            self._tell(at, f"{name} is no key." + (f" Did you mean {near}?" if near else ""))
+            self.tell_of(at, f"{name} is no key." + (f" Did you mean {near}?" if near else ""))
 
     def _others_with(self, name: str) -> list[str]:
         """Classes that have a key which the one named in its place has not."""
@@ -224,7 +229,7 @@ class Mistakes:
                 try:
                     check_name(key, path, self.engine)
                 except UserError as error:
-                    self._tell(layer.at(key, line), str(error))
+                    self.tell_of(layer.at(key, line), str(error))
                     self.dropped.add(key)
 
     # All layers together ----------------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ class Mistakes:
             if key.name in self.classes:
                 if key.name not in self.named and not self._is_dropped(key.name):
                     names = declarations.TASKS[key.name]
-                    self._tell("", f"{key.name} is missing: name its class, as in --{key.name} {names[-1]} "
+                    self.tell_of("", f"{key.name} is missing: name its class, as in --{key.name} {names[-1]} "
                                    f"({', '.join(names)}).")
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
                 self._missing(key)
@@ -250,7 +255,8 @@ class Mistakes:
 
     def _missing(self, key: Key) -> None:
         if not self._is_dropped(key.name):
-            self._tell("", f"{key.name} is missing: it must be {in_words(key.type, key.name)}.")
+            option = "" if "." in key.name else "--"
+            self.tell_of("", f"{option}{key.name} is missing: it must be {in_words(key.type, key.name)}.")
 
     def _made(self, name: str, kind: type) -> Any:
         """An object of a block's class; None where it cannot be made."""
@@ -296,7 +302,7 @@ class Mistakes:
             if self._is_dropped(*re.findall(r"[\w.]+\w", message)):
                 continue
             self.dropped.add(name)
-            self._tell(self.places.get(name, "") if message.startswith(f"{name} is ") else "", message)
+            self.tell_of(self.places.get(name, "") if message.startswith(f"{name} is ") else "", message)
         return None if messages else made
 
     def _is_dropped(self, *words: str) -> bool:
@@ -377,22 +383,19 @@ def shown(value: Any) -> str:
 # Words of the command line --------------------------------------------------------------------------------------------
 
 
-def read_layers(words: list[str], mistakes: Mistakes, positional: int = 0) -> list[Layer]:
+def read_layers(words: list[str], mistakes: Mistakes, unnamed: Sequence[Key] = ()) -> list[Layer]:
     """The layers of a command line; what is wrong with its words is told.
 
     Args:
-        positional: How many words may stand for themselves.
+        unnamed: What words may stand for that follow no option.
     """
-    layers, index = [], 0
+    layers, index, strays = [], 0, []
     known = {key.name for key in walk(mistakes.keys, {block: task_classes(block) for block in declarations.TASKS})}
     while index < len(words):
         word, at = words[index], index
         index += 1
         if not word.startswith("-") or " " in word.partition("=")[0]:
-            positional -= 1
-            if positional < 0:
-                mistakes.found.append(f"{shortened(word)} is no option: options begin with --, as in "
-                                      "--trainer.max_steps 3.")
+            strays.append(word)
             continue
         option, equals, value = word.partition("=")
         if option.startswith("-c") and not option.startswith("--") and option != "-c":
@@ -403,16 +406,24 @@ def read_layers(words: list[str], mistakes: Mistakes, positional: int = 0) -> li
             following = words[index] if index < len(words) else None
             if following is None or following.startswith("-") and following != "-" and " " not in following and (
                     not NUMBER.fullmatch(following)):
-                if option in CONFIG_OPTIONS or _name(option) in known:
-                    mistakes.found.append(f"{option} has no value: {option} VALUE.")
+                if option in CONFIG_OPTIONS or _name(option) in known or "trainer" not in mistakes.keys:
+                    mistakes.tell_of("", f"{option} has no value: {option} VALUE.")
+                    mistakes.dropped.add(_name(option))
                     continue
                 value = "true"  # an option of another program
             else:
                 value, at, index = following, index, index + 1
-        if option in CONFIG_OPTIONS:
+        if option in CONFIG_OPTIONS and "trainer" in mistakes.keys:
             layers += _config(value, (at, f"{option}=" if equals else ""), mistakes)
         elif layer := _option(option, value, (at, f"{option}=" if equals else ""), mistakes):
             layers.append(layer)
+    if not any(get_origin(key.type) is list for key in unnamed):
+        example = "--trainer.max_steps 3" if "trainer" in mistakes.keys else f"--{next(iter(mistakes.keys))} …"
+        for word in strays[len(unnamed):]:
+            mistakes.tell_of("", f"{shortened(word)} is no option: options begin with --, as in {example}.")
+    for key in unnamed[len(strays):]:
+        if key.default is REQUIRED:
+            mistakes.tell_of("", f"{key.name.upper()} is missing: {key.text}")
     return layers
 
 
@@ -490,8 +501,8 @@ def class_of(block: str, layers: list[Layer], mistakes: Mistakes) -> type | None
             elif written == block and isinstance(value, dict) and "class_path" in value:
                 mistakes.named.add(block)
                 line = next((getattr(key, "line", None) for key in value if key == "class_path"), None)
-                mistakes.found.append(f"{each.at(block, line)}{block}.class_path is {shown(value['class_path'])}, but "
-                                      "must be the name of a class.")
+                mistakes.tell_of(each.at(block, line), f"{block}.class_path is {shown(value['class_path'])}, but must "
+                                                       "be the name of a class.")
     if name is None:
         return None
     mistakes.named.add(block)
@@ -502,7 +513,7 @@ def class_of(block: str, layers: list[Layer], mistakes: Mistakes) -> type | None
         try:
             check_name(block, name, mistakes.engine)
         except UserError as error:
-            mistakes.found.append(f"{layer.at(block, getattr(name, 'line', None))}{error}")
+            mistakes.tell_of(layer.at(block, name.line), str(error))
     return None
 
 
@@ -569,6 +580,18 @@ def find_mistakes(arguments: list[str], engine: str) -> None:
     refuse(mistakes.found)
 
 
+def find_mistakes_of_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key]) -> None:
+    """Raise the UserError that tells every mistake in the options of a command, if there are any.
+
+    Args:
+        unnamed: What words may stand for that follow no option.
+    """
+    mistakes = Mistakes(keys)
+    mistakes.read(read_layers(words, mistakes, unnamed))
+    mistakes.judge()
+    refuse(mistakes.found)
+
+
 def with_texts_as_meant(command: str, words: list[str], engine: str) -> list[str]:
     """The words of a command, so that every parser reads a text where one is meant: `revision: 12345e67`."""
     return as_meant(words, read_recipe_words(command, words, engine)[1])
@@ -579,4 +602,4 @@ def refuse(found: list[str]) -> None:
     if len(found) == 1:
         raise UserError(found[0])
     if found:
-        raise UserError("\n  ".join([f"{len(found)} mistakes:", *found]))
+        raise UserError(f"{len(found)} mistakes:\n  " + "\n  ".join(found))

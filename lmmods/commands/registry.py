@@ -120,7 +120,7 @@ def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str,
     """The arguments with which a command's function is called: those without and those with names."""
     parser = command_parser(name)
     if not COMMANDS[name].takes_recipe:
-        return [], _values(parser, arguments)
+        return [], _values(name, parser, arguments)
     known = {word for option in options_of(parser) for word in option.option_strings}
     positional, own, recipe, words = [], [], [], iter(arguments)
     for word in words:
@@ -128,11 +128,20 @@ def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str,
         kind.append(word)
         if kind is not positional and "=" not in word and word not in ("-h", "--help"):
             kind.extend(itertools.islice(words, 1))  # the value of an option is the next word
-    return [recipe], _values(parser, [*positional, *own])
+    return [recipe], _values(name, parser, [*positional, *own])
 
 
-def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    """The arguments by name, groups of settings as the objects that they are. Raises UserError: a text holds a NUL."""
+def _values(name: str, parser: Parser, arguments: list[str]) -> dict[str, Any]:
+    """The arguments by name, groups of settings as the objects that they are. Raises UserError: one is wrong."""
+    if not any(word.partition("=")[0].endswith((".help", "--help")) or word == "-h" for word in arguments):
+        from lmmods.commands.keys import keys_of  # which the list of all commands does without
+        from lmmods.commands.mistakes import find_mistakes_of_options
+
+        keys, command = keys_of(_function(name)), COMMANDS[name]
+        unnamed = [keys.pop(argument) for argument in command.positional]
+        if command.takes_recipe:
+            keys.pop(next(iter(keys)))
+        find_mistakes_of_options(arguments, keys, unnamed)
     found = parser.parse_args(arguments)
     check_texts(vars(found), "")
     return vars(parser.instantiate(found))

@@ -170,6 +170,41 @@ ON_THE_COMMAND_LINE = {
     "--nonsense 3": "--nonsense is no key.",
     "stray": "stray is no option: options begin with --, as in --trainer.max_steps 3.",
 }
+# Of commands that take no recipe, where several are told as one.
+OF_COMMANDS = {
+    "merge --ru x --outt y": ["--ru is no option. Did you mean --run?", "--outt is no option. Did you mean --out?"],
+    "merge --run x": ["--out is missing: it must be a text."],
+    "merge --run x --out y --threshold z --dtype half": [
+        "--threshold is z, but must be a number.",
+        "--dtype is half, but must be one of float32, bfloat16, float16."],
+    "merge --run x --out y stray": ["stray is no option: options begin with --, as in --run …."],
+    "chat --generation.topk 3": ["--generation.topk is no option. Did you mean --generation.top_k?"],
+    "chat --generation.top_k x --seed": ["--seed has no value: --seed VALUE.",
+                                         "--generation.top_k is x, but must be a whole number or null."],
+    "verify --replay x": ["RUN is missing: The run folder, of either engine, finished or not.",
+                          "--replay is x, but must be a whole number or null."],
+    "sweep data.seed=1,2 --trials many": ["--trials is many, but must be a whole number or null."],
+    "new mine --model 12e5 --data 7 --task SFFT": [
+        "--task is SFFT, but must be one of SFT, CLM, MLM, QA, Preference, or null. Did you mean SFT?"],
+}
+# What is left to the engine's parser: settings of libraries' classes, and classes by their import paths.
+OF_THE_ENGINE = {
+    "--trainer.strategy DDPStrateg": "trainer.strategy is DDPStrateg, but must be auto, ddp, fsdp or a class. Did you "
+                                     "mean DDPStrategy?",
+    "--trainer.plugins 3": "trainer.plugins is 3, but must be a class, a list of classes or null.",
+    "--trainer.logger 3": "trainer.logger is 3, but must be true, false, a class, a list of classes or null.",
+    "--trainer.logger CSVLogger --trainer.logger.surprise 3": "trainer.logger.surprise is no key there.",
+    "--trainer.logger CSVLogger": "save_dir must be given.",
+    "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor x --trainer.callbacks.patience many":
+        "trainer.callbacks.patience is many, but must be a whole number.",
+    "--trainer.logger lightning.pytorch.loggers.Nothing": "There is no class lightning.pytorch.loggers.Nothing.",
+    "--model lmmods.torch_engine.tasks.sft.SFTX": "There is no class lmmods.torch_engine.tasks.sft.SFTX.",
+    "--model lmmods.torch_engine.tasks.sft.SFT --model.lora.rnk 3":
+        "model.lora.rnk is no key there. Did you mean rank?",
+    "--model lmmods.torch_engine.tasks.sft.SFT --model.lora.rank x":
+        "model.lora.rank is x, but must be a whole number.",
+    "--model lmmods.torch_engine.tasks.sft.SFT --model.lr 3": "model.lr is no key. Here: model.optimizer.lr.",
+}
 PARSER = ("Parser key", "Option '", "typing", "Literal", "Union", "subclass", "NoneType", "Namespace", "Expected")
 
 
@@ -198,6 +233,18 @@ def test_a_mistake_in_a_recipe(told, recipe):
 @pytest.mark.parametrize("words", ON_THE_COMMAND_LINE)
 def test_a_mistake_on_the_command_line(told, words):
     assert told(options=tuple(words.split(" "))) == ON_THE_COMMAND_LINE[words]
+
+
+@pytest.mark.parametrize("words", OF_COMMANDS)
+def test_mistakes_in_the_options_of_a_command(words, capsys):
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    assert [line.strip() for line in said[len(said) > 1:]] == OF_COMMANDS[words]
+
+
+@pytest.mark.parametrize("words", OF_THE_ENGINE)
+def test_a_mistake_that_the_engine_finds(told, words):
+    assert told(options=tuple(words.split())) == OF_THE_ENGINE[words]
 
 
 def test_all_are_told_at_once(told):
@@ -239,7 +286,7 @@ def test_what_is_missing(told):
 weights.
   data.source is missing: it must be a text, a mapping of its keys or a list of texts or mappings.
   trainer.max_steps or trainer.max_epochs is missing: say how long to train."""
-    assert told(command="plan") == "on is missing: it must be a text."
+    assert told(command="plan") == "--on is missing: it must be a text."
 
 
 def test_what_a_mistake_entails_is_not_told(told):
@@ -316,3 +363,50 @@ def verdict(judge, *args) -> str:
         except SystemExit:
             return said.getvalue()
     return ""
+
+
+# Help ---------------------------------------------------------------------------------------------------------------
+
+
+def test_help_has_every_key(capsys, tmp_path):
+    """With a recipe the keys of its task, without one those of all tasks, each under the tasks that have it."""
+    classes = {block: task_classes(block) for block in ("model", "data")}
+    for engine in ("torch", "jax"):
+        assert main(["fit", "--engine", engine, "--help"]) == 0
+        said = capsys.readouterr().out
+        for key in walk(recipe_keys("fit", engine), classes):
+            again = key.name.count(".") > 1 and key.name.split(".")[1].endswith("_source")  # the keys of data.source
+            assert again or "." not in key.name or f"\n  --{key.name} " in said, key.name
+            assert key.text, key.name
+    assert "\nmodel, of Preference:\n  --model.loss " in said
+    (tmp_path / "recipe.yaml").write_text(BASE)
+    for words in (["--config", str(tmp_path / "recipe.yaml")], ["--model", "SFT"]):
+        assert main(["inspect", *words, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert "\nmodel (SFT): " in said and "\ndata (SFTData): " in said
+        assert "--data.train_on " in said and "--model.beta " not in said and "--rows " in said
+
+
+def test_help_of_a_key(capsys):
+    assert main(["fit", "--help", "model.lora.rank"]) == 0
+    assert capsys.readouterr().out == """  --model.lora.rank a whole number (default: 64)
+      Rank of the update.
+More: docs/fields.md
+"""
+    assert main(["fit", "--help=model.init_args.loss"]) == 0
+    assert "\nOf Preference alone.\n" in capsys.readouterr().out
+    assert main(["fit", "--help", "model.lora"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("  --model.lora a mapping of its keys or null (default: null)\n      Train an adapter")
+    assert all(f"  --model.lora.{name} " in said for name in ("rank", "alpha", "dropout", "targets", "rslora"))
+    assert main(["plan", "--help", "on"]) == 0
+    assert capsys.readouterr().out.startswith("  --on a text\n      The devices: ")
+
+
+def test_help_of_a_key_that_is_none(capsys):
+    assert main(["fit", "--help", "model.lora.rnk"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --help model.lora.rnk: there is no such key. Did you mean model.lora.rank?\n")
+    assert main(["fit", "--help", "xyzzy"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --help xyzzy: there is no such key. Without a name, --help lists all.\n")

@@ -1,13 +1,11 @@
 """What the error for an unknown key says: where it stands, and what it is here if another program has it."""
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-from lmmods.commands.migration.detection import PROGRAMS, written_for
 from lmmods.commands.migration.foreign_keys import counterparts
 from lmmods.commands.migration.values import OPTIMIZERS, PRECISIONS, SCHEDULES, VALUES
 from lmmods.core.errors import UserError
@@ -16,35 +14,6 @@ from lmmods.core.recipes import CONFIG_OPTIONS, RecipeLoader, config_argument, g
 # Keys here whose values have other names elsewhere.
 OURS = {"name": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS,
         "quantize": {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}}
-UNKNOWN = r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|Key '([\w.]+)' is not expected"
-
-
-def advice(message: str, arguments: list[str], suggest: Callable[[str], str]) -> str | None:
-    """What is said instead of a parser's message about keys or a value that belong to another program; else None.
-
-    Args:
-        message: Of jsonargparse, on one line.
-        arguments: The command line that it is about; recipes are read for where the key stands in them.
-        suggest: Gives the question for the nearest right key, or nothing.
-    """
-    if value := _foreign_value(message):
-        return value
-    if "unrecognized arguments: " in message:
-        words = re.findall(r"(?<!\S)--([\w.\[\]-]+)", message.split("unrecognized arguments: ", 1)[1])
-    else:
-        words = ["".join(found) for found in re.findall(UNKNOWN, message)]
-    if not words or not arguments:
-        return None
-    for file, recipe in _recipes(arguments):
-        if (program := written_for(recipe)) and Path(file).is_file():
-            return (f"{file} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
-                    f"python train.py migrate {file} --out recipe.yaml")
-    given = list(_given(arguments))
-    places = [next((each for each in given if f".{each[0]}".endswith(f".{word}")), (word, None)) for word in words]
-    lines = [told(*place) for place in places]
-    if not any(lines):
-        return None
-    return " ".join(line or f"{word} is no key.{suggest(word)}" for line, word in zip(lines, words, strict=True))
 
 
 def told(key: str, value: Any = None) -> str | None:
@@ -72,21 +41,15 @@ def foreign_value(key: str, value: str) -> str:
     return f" Other programs' {value} is {ours} here." if ours else ""
 
 
-def _foreign_value(message: str) -> str | None:
-    """The message about a wrong value with what it is here, where another program has it."""
-    found = re.search(r'^Parser key "(?:[\w.]+\.)?(\w+)".* value: (\w+)$', message)
-    ours = OURS.get(found[1], {}).get(found[2].lower()) if found else None
-    return f"{message}. Other programs' {found[2]} is {ours} here." if ours else None
-
-
-def _given(arguments: list[str]) -> Iterator[tuple[str, Any]]:
-    """Every key that a command line gives, in its words and in the recipes that it names, with its value."""
+def keys_given(arguments: list[str]) -> list[str]:
+    """Every key that a command line gives, in its words and in the recipes that it names, without `init_args`."""
+    names: list[str] = []
     for name, value in _options(arguments):
         if name not in ("config", "c"):
-            yield name, (loaded := _loaded(value))
-            yield from _walk(loaded, f"{name}.")
+            names += [name, *_walk(_loaded(value), f"{name}.")]
     for _, recipe in _recipes(arguments):
-        yield from _walk(recipe, "")
+        names += _walk(recipe, "")
+    return [name.replace(".init_args.", ".") for name in names]
 
 
 def _recipes(arguments: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,10 +69,12 @@ def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
             yield name, value if equals else "true" if following.startswith("--") else following
 
 
-def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, each in value.items() if isinstance(value, dict) else ():
-        yield f"{prefix}{name}", each
-        yield from _walk(each, f"{prefix}{name}.")
+def _walk(value: Any, prefix: str) -> Iterator[str]:
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        for name, each in part.items() if isinstance(part, dict) else ():
+            yield f"{prefix}{name}"
+            yield from _walk(each, f"{prefix}{name}.")
 
 
 def _loaded(text: str) -> Any:
