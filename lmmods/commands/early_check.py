@@ -6,34 +6,28 @@ the declarations do not know, such as a task of one's own or the settings of a c
 refused here that it would accept.
 """
 
-import difflib
-import importlib
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lmmods.commands import declarations
-from lmmods.commands.allowed_callbacks import REFUSED, check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.jsonargparse_compat import list_classes, options_of, replace_check
 from lmmods.commands.key_help import help_of, wants_help
-from lmmods.commands.mistakes import find_mistakes
+from lmmods.commands.keys import TRAINERS
+from lmmods.commands.mistakes import check_name, find_mistakes
 from lmmods.commands.registry import ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import ForeignCode, guarded_imports
-from lmmods.core.engines import ENGINES
-from lmmods.core.errors import UserError, user_error_in
-from lmmods.core.trainer_fields import JaxTrainerFields
+from lmmods.core.errors import user_error_in
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.hub_upload import Publisher
 
-TRAINERS = {"torch": declarations.TorchTrainerFields, "jax": JaxTrainerFields}
 # All that this stage imports because a recipe names it; none of it imports a library.
 LIGHT = (declarations.__name__, "lmmods.core.settings", "lmmods.data.sources.source")
 LEFT = object()  # in place of a value that only the engine can judge
@@ -50,7 +44,7 @@ class EarlyCommandLine(CommandLine):
         for option in (option for parser in self.commands.values() for option in options_of(parser)):
             if option.dest in listed:
                 list_classes(option, listed[option.dest])
-                replace_check(option, self._check_known(option.dest, listed[option.dest]))
+                replace_check(option, self._check_known(option.dest))
 
     def judge(self, arguments: list[str]) -> None:
         """As `check_early`."""
@@ -76,36 +70,17 @@ class EarlyCommandLine(CommandLine):
             if mistake := user_error_in(error):
                 raise mistake from error
 
-    def _check_known(self, key: str, listed: tuple[str, ...]) -> Callable[[Callable[[Any], Any], Any, Any], Any]:
+    def _check_known(self, key: str) -> Callable[[Callable[[Any], Any], Any, Any], Any]:
         """A check of blocks whose class is declared; those of others it leaves to the engine."""
         names = declarations.TASKS.get(key, ())
 
         def check(original: Callable[[Any], Any], value: Any, before: Any) -> Any:
             for path in map(_class_path, value if isinstance(value, list) else [value]):
                 if re.fullmatch(r"[A-Z]\w+", path) and yaml.safe_load(path) == path:
-                    self._check_name(key, path, listed)
+                    check_name(key, path, self.engine)
             return original(value) if _is_known(value if _class_path(value) else before, names) else LEFT
 
         return check
-
-    def _check_name(self, key: str, name: str, listed: tuple[str, ...]) -> None:
-        """Raise UserError for the name of a class that is nowhere."""
-        folders = {engine: declarations.FOLDERS[engine].get(key) for engine in ENGINES}
-        folder = folders.pop(self.engine)
-        if key == "trainer.callbacks" and self.engine == "torch" and name in REFUSED:
-            check_callback(f"lightning.{name}")
-        if folder is None or name in _classes_in(folder):
-            return
-        if key == "model":
-            for other, elsewhere in folders.items():
-                if name in _classes_in(elsewhere):
-                    raise UserError(f"model is {name}, a task of engine {other} alone: {folder} has no file for it. "
-                                    f"Use --engine {other}, or write that file (docs/extending.md).")
-        if name in listed:
-            return
-        near = difflib.get_close_matches(name, listed, 1)
-        raise UserError(f"{key} is {name}, but must be {', '.join(listed)} or the import path of a class."
-                        + (f" Did you mean {near[0]}?" if near else ""))
 
 
 def check_early(arguments: list[str], engine: str) -> None:
@@ -132,12 +107,6 @@ def _is_judged(word: str, following: str) -> bool:
         names = declarations.TASKS.get(option[2:-5], ())
         return bool(names) and (value if equals else following) in ("", *names)
     return not option.startswith("--pr") and "://" not in word  # --print_config; files that are read over the network
-
-
-def _classes_in(package: str) -> set[str]:
-    """Names of the classes that the files of a package define, which are not imported for that."""
-    files = [path for folder in importlib.import_module(package).__path__ for path in Path(folder).glob("*.py")]
-    return {name for path in files for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
 
 
 def _is_known(value: Any, names: tuple[str, ...]) -> bool:
