@@ -123,7 +123,8 @@ def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
     from lmmods.data.sources.source import Source
     from lmmods.data.sources.source_reader import SourceReader
 
-    rows = list(itertools.islice(SourceReader(Source(data, columns=columns)), SAMPLE + 1))
+    usable = (row for row in SourceReader(Source(data, columns=columns)) if row.problem is None)
+    rows = list(itertools.islice(usable, SAMPLE + 1))
     if not rows:
         raise UserError(f"{data}: the data set is empty, no row was found")
     return rows

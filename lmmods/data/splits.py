@@ -1,6 +1,6 @@
 """Which rows are whose: the sources of each role, their stores, and the division into training and validation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from lmmods.core.errors import UserError
@@ -69,17 +69,34 @@ class SourceStores:
         reader = self._task._reader(source, streaming=True)
         _, encoder, info = self._prepared(reader, prompts_only=False)
         info["notes"] = [*info.get("notes", []), STREAM_NOTE]
-        return StreamSource(lambda: iter(self._task._regrouped(reader, info)), encoder, source.weight, info)
+        return StreamSource(lambda: self._regrouped(reader, info), encoder, source.weight, info)
 
     def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""
         reader.check_adopted()
-        first = next(iter(reader), None)
+        first, left_out = None, None
+        for row in reader:
+            if row.problem is None:
+                first = row
+                break
+            left_out = left_out or row
+        if first is None and left_out is not None:
+            raise UserError(f"{left_out.file}:{left_out.line}: {left_out.problem}, and there is no other row")
         if first is None:
             raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
         encoder, found = self._task._encoder(reader.source, first, prompts_only)
         info = {"path": redact(reader.source.path), "replaced": reader.replaced, **found}
-        return self._task._regrouped(reader, found), encoder, info
+        return self._regrouped(reader, found), encoder, info
+
+    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
+        """Rows of one example each; those that were left out while they were read stay as they are."""
+        left_out: list[Row] = []
+        usable = (row for row in rows if row.problem is None or left_out.append(row))
+        for row in self._task._regrouped(usable, info):
+            while left_out:
+                yield left_out.pop(0)
+            yield row
+        yield from left_out
 
 
 class Splits:

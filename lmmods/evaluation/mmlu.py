@@ -149,6 +149,8 @@ class MMLUEvaluator:
 def _question(row: Row) -> tuple[str, int, str]:
     """(prompt, number of the right letter, subject). Trailing spaces are dropped: they belong to the answer's token."""
     where = f"mmlu.source {row.file}:{row.line}"
+    if row.problem is not None:
+        raise UserError(f"{where} cannot be asked: {row.problem}. Remove it.")
     prompt, output, subject = (row.values.get(name) for name in ("input", "output", "subject"))
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: input is {'missing' if prompt is None else repr(prompt)}, but must be the prompt, "

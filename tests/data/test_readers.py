@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import tracemalloc
+from random import Random
 
 import datasets
 import fsspec
@@ -10,6 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.data.sft import SFTData
+from lmmods.data.sources import readers, source_reader
 from lmmods.data.sources.readers import read_file
 from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
@@ -173,3 +177,167 @@ def test_options_that_a_path_cannot_honour_are_refused(tmp_path):
         Source("x", limit=0)
     with pytest.raises(UserError, match="weight is 0"):
         Source("x", weight=0)
+
+
+# Rows without end -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """A function that lowers what a row may have, and what is read at once."""
+
+    def lower(longest: int, at_once: int = 64) -> None:
+        monkeypatch.setattr(readers, "LONGEST", longest)
+        monkeypatch.setattr(readers, "LONG_PIECE", longest // 8)
+        monkeypatch.setattr(readers, "READ_AT_ONCE", at_once)
+
+    return lower
+
+
+LONG = [{"a": "one", "b": "x"}, {"a": 'a "b", [c] {\\' * 400, "b": "y"}, {"a": "größer", "b": "z"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "array.json", "whole.json", "a.csv", "a.tsv", "a.parquet",
+                                  "a.arrow", "a.jsonl.gz", "shared.arrow"])
+def test_a_row_without_end_is_left_out_and_told(name, tmp_path, limits):
+    limits(1000)
+    path = tmp_path / name
+    if name == "array.json":
+        path.write_text("[\n" + ",\n".join(map(json.dumps, LONG)) + "]")
+    elif name == "whole.json":
+        path.write_text(json.dumps({"version": 1, "data": LONG}))
+    elif name == "lines.json" or "jsonl" in name:
+        text = "\n" + "\n".join(map(json.dumps, LONG))
+        path.write_bytes(gzip.compress(text.encode()) if "gz" in name else text.encode())
+    elif "sv" in name:
+        mark = "\t" if "tsv" in name else ","
+        path.write_text("".join(f'"{a}"{mark}{b}\n' for a, b in [("a", "b"), *(
+            (row["a"].replace('"', '""'), row["b"]) for row in LONG)]))
+    else:
+        table = pa.Table.from_pylist(LONG)
+        if "shared" in name:
+            table = table.set_column(0, "a", table["a"].dictionary_encode())
+        if "parquet" in name:
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pa.ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table)
+    found = list(read_file(str(path)))
+    assert [row.values for row in found] == [LONG[0], {}, LONG[2]]
+    assert [row.problem for row in found] == [None, readers.TOO_LONG, None]
+    first = {"array.json": 2, "a.csv": 2, "a.tsv": 2, "a.jsonl": 2, "lines.json": 2, "a.jsonl.gz": 2}.get(name, 1)
+    assert [row.line for row in found] == [first, first + 1, first + 2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz", "blank.txt.gz"])
+def test_what_is_read_is_never_held_whole(name, tmp_path, limits):
+    """64 MB in 64 kB: what is held is a small multiple of the limit."""
+    limits(10_000 if "blank" in name else 1_000_000, 1 << 16)
+    begin, end = {"a.js": (b'[{"a": "', b'"}]'), "a.cs": (b"a\n", b"\n")}.get(name[:4], (b"", b""))
+    letter = b"\n" if "blank" in name else b"a"
+    with gzip.open(tmp_path / name, "wb", 1) as file:
+        file.write(begin)
+        for _ in range(2 if "blank" in name else 64):
+            file.write(letter * (100_000 if "blank" in name else 1_000_000))
+        file.write(end)
+    tracemalloc.start()
+    try:
+        for row in read_file(str(tmp_path / name)):
+            assert row.problem or len(row.values["text"]) <= 1_000_000
+        assert tracemalloc.get_traced_memory()[1] < 12_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_elements_are_parted_as_json_parts_them(seed, tmp_path, limits):
+    """However pieces, escapes, brackets in texts and spaces fall."""
+    limits(60, 1 + seed)
+    random = Random(seed)
+
+    def value(depth):
+        kind = random.randrange(6 if depth else 3)
+        text = "".join(random.choices('ab\\"[]{},é\n', k=random.randrange(12)))
+        return [text, None, random.random(), [], {}, {}][kind] if kind < 3 else (
+            [value(depth - 1) for _ in range(random.randrange(4))] if kind == 3 else
+            {f"{text}{n}": value(depth - 1) for n in range(random.randrange(4))})
+
+    rows = [{"k": value(3)} for _ in range(30)]
+    texts = [json.dumps(row, ensure_ascii=random.random() < 0.5, indent=random.choice([None, 1])) for row in rows]
+    (tmp_path / "a.json").write_text("[ " + " ,\n".join(texts) + "\n]\n", encoding="utf-8")
+    wanted = [{} if len(text) > 60 else row for text, row in zip(texts, rows, strict=True)]
+    assert any(wanted) and {} in wanted
+    found = list(read_file(str(tmp_path / "a.json")))
+    assert [row.values for row in found] == wanted
+    line, lines = 1, []
+    for text in texts:
+        lines.append(line)
+        line += text.count("\n") + 1
+    assert [row.line for row in found] == lines
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b'[{"a": 1}, {"a": nothing}, {"b": "' + b"x" * 5000 + b'"}]', ":1: broken JSON .Expecting value"),
+    (b'[{"a": 1},\n {"a": "' + b"x" * 5000, ":2: broken JSON .Unterminated string"),
+    (b'[{"a": 1},\n ' + b"[" * 5000, ":2: broken JSON"),
+    (b'{"a":\n "' + b"x" * 9000 + b'"}', "a.json: a JSON document of more than 8,000 characters"),
+])
+def test_broken_json_without_end(tmp_path, limits, monkeypatch, content, message):
+    limits(1000)
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 8000)
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        list(read_file(str(tmp_path / "a.json")))
+
+
+@pytest.mark.parametrize("content", ['a,b\n1,2\n3,"' + "x" * 2000 + "\n5,6\n", "a,b\n1,2\n" + '3,"x\n' + "4\n" * 2000,
+                                     "a," + "b" * 2000 + "\n1,2\n", 'a,b\n"x\n' + "y" * 2000 + '\n",1\n'])
+def test_a_record_whose_end_cannot_be_told_is_an_error(tmp_path, limits, content):
+    limits(1000)
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(UserError, match=r"a\.csv:\d: the record that starts here has more than 1,000 characters"):
+        list(read_file(str(tmp_path / "a.csv")))
+
+
+@pytest.mark.parametrize("documents", ["file", "paragraph", "line"])
+def test_a_line_without_end_is_read_in_parts(tmp_path, limits, documents):
+    limits(8000)
+    words = " ".join(f"größer{n}" for n in range(3000))
+    text = f"first\n\nsecond {words}\nthird\n\nlast {'x' * 9000}\n"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    found = list(read_file(str(tmp_path / "a.txt"), documents))
+    parts = [row.values["text"] for row in found]
+    assert max(map(len, parts)) <= 1000 + len("third\n")
+    joined = "".join(part + ("\n" if row.values["ends"] and documents != "file" else "")
+                     for part, row in zip(parts, found, strict=True))
+    assert joined.replace("\n", "") == text.replace("\n", "") and joined.count("\n") <= text.count("\n")
+    assert all(part.startswith(" ") for part, row in zip(parts[1:], found[1:], strict=True)
+               if not row.values["starts"] and row.line == 3)
+    ends = {"file": 1, "paragraph": 3, "line": 4}[documents]
+    assert [sum(row.values[key] for row in found) for key in ("starts", "ends")] == [ends, ends]
+
+
+def test_a_row_of_the_hub_without_end(monkeypatch):
+    monkeypatch.setattr(source_reader, "LONGEST", 1000)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(LONG))
+    reader = SourceReader(Source("org/set", columns={"a": "text"}))
+    assert [row.values.get("text") for row in reader] == ["one", None, "größer"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_without_end_are_counted(streaming, spm_folder, write_jsonl, limits, capsys):
+    path = write_jsonl([*LONG[1:2], {"instruction": "", "output": ""}, *LONG[1:2],
+                        *({"instruction": str(n), "output": "word"} for n in range(9))])
+    limits(1000)
+    data = SFTData(path, tokenizer=spm_folder, streaming=streaming, batch_size=2, num_proc=1)
+    data.setup("fit")
+    source, = data.report["sources"].values()
+    assert source["rows_read"] == 12 and source["rows_kept"] == 9
+    assert source["dropped"][readers.TOO_LONG] == {"rows": 2, "first": [f"{path}:1", f"{path}:3"]}
+    assert data.train_dataloader() is not None
+    if not streaming:
+        rows = data.rows_for_inspection(99)
+        assert sorted(row["index"] for row in rows) == list(range(3, 12))
+    only = write_jsonl(LONG[1:2], "only.jsonl")
+    with pytest.raises(UserError, match=r"only.jsonl:1: a row of more than .* and there is no other row"):
+        SFTData(only, tokenizer=spm_folder, streaming=streaming).setup("fit")

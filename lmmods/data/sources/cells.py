@@ -71,6 +71,17 @@ def is_deeper_than(value: Any, depth: int) -> bool:
     return True
 
 
+def is_longer_than(value: Any, characters: int) -> bool:
+    """Whether the texts in a value, at any depth, have more characters together; each element counts as one too."""
+    waiting = [value]
+    while waiting and characters >= 0:
+        item = waiting.pop()
+        characters -= len(item) if isinstance(item, str | bytes) else 1
+        if isinstance(item, dict | list):
+            waiting += [*item, *item.values()] if isinstance(item, dict) else item
+    return characters < 0
+
+
 def without_fillers(row: Values) -> Values:
     """A row of an Arrow table without what that adds to nested objects: null under each key that only others have.
 

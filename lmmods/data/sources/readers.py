@@ -4,14 +4,16 @@ The standard library reads json, jsonl, csv and txt because `datasets` and `pyar
 number, and refuse files whose rows differ in type. Parquet and Arrow go through pyarrow.
 """
 
+import codecs
 import csv
 import gzip
-import io
+import itertools
 import json
 import lzma
+import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
@@ -21,22 +23,35 @@ from fsspec.compression import compr
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
-from lmmods.data.sources.cells import DEEPEST, is_deeper_than, without_fillers
+from lmmods.data.sources.cells import DEEPEST, is_deeper_than, is_longer_than, without_fillers
 from lmmods.data.sources.paths import check_regular, compression, file_type
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be any number
 BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also a number of more than 4300 digits, or a key twice
 TEXT_PIECE = 1 << 14  # characters: longer documents come in pieces, so that memory stays flat and val_size can choose
+# Characters of a row: ten million tokens, the longest context of a model, have fewer. A compressed file of a few
+# megabytes can hold a row of gigabytes.
+LONGEST = 64_000_000
+LONG_PIECE = 1 << 20  # characters of the pieces that a longer line of text is read in
+LONGEST_DOCUMENT = 512_000_000  # characters of a .json that is no array of records, which is parsed as a whole
+TOO_LONG = f"a row of more than {LONGEST:,} characters, longer than any model could take"
+READ_AT_ONCE = 1 << 20  # bytes
 DocumentUnit = str  # "file", "paragraph" or "line"
 
 
 class Row(NamedTuple):
-    """One record as it stands in the file. `line` counts from 1 (row number in formats without lines)."""
+    """One record as it stands in the file.
+
+    Args:
+        line: Counts from 1 (row number in formats without lines).
+        problem: Why the record was left out while it was read; its values are then none.
+    """
 
     file: str
     line: int
     values: dict[str, Any]
+    problem: str | None = None
 
 
 def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
@@ -74,24 +89,69 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {redact(str(error))[:300]})") from error
 
 
-def _decoded_lines(file: BinaryIO, path: str) -> Iterator[str]:
-    """Lines with their ends, decoded strictly; a leading byte order mark is dropped."""
-    start = 0
-    for number, line in enumerate(file, 1):
-        if b"\x00" in line:
-            raise UserError(f"{path}:{number}: NUL byte at byte {start + line.index(0)}; this is not UTF-8 text "
-                            "(UTF-16 or binary?). Convert it, for example with `iconv -t UTF-8`")
+class Part(NamedTuple):
+    """A part of a line of more than LONGEST characters; `ends` holds for its last one."""
+
+    text: str
+    ends: bool
+
+
+def _decoded(file: BinaryIO, path: str) -> Iterator[str]:
+    """The text piece by piece, decoded strictly; a leading byte order mark is dropped."""
+    start, line, rest, is_last = 0, 1, b"", False  # of the bytes that are not decoded yet
+    while not is_last:
+        read = file.read(READ_AT_ONCE)
+        is_last = not read
+        found = rest + read
+        bad, is_nul = found.find(0), True
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text, used = codecs.utf_8_decode(found if bad < 0 else found[:bad], "strict", is_last and bad < 0)
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: byte {start + error.start} ({line[error.start]:#04x}) is not UTF-8; "
-                            "convert the file, for example with `iconv -t UTF-8`") from error
-        start += len(line)
+            bad, is_nul = error.start, False
+            text, used = codecs.utf_8_decode(found[:bad], "strict", False)
+        text = text[1:] if start == 0 and text.startswith("\ufeff") else text
+        if bad >= 0:
+            yield text[: text.rfind("\n") + 1]
+            line += found.count(b"\n", 0, bad)
+            if is_nul:
+                raise UserError(f"{path}:{line}: NUL byte at byte {start + bad}; this is not UTF-8 text (UTF-16 or "
+                                "binary?). Convert it, for example with `iconv -t UTF-8`")
+            raise UserError(f"{path}:{line}: byte {start + bad} ({found[bad]:#04x}) is not UTF-8; convert the file, "
+                            "for example with `iconv -t UTF-8`")
         yield text
+        start, line, rest = start + used, line + text.count("\n"), found[used:]
+
+
+def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Part]]:
+    """Lines with their numbers and ends; one of more than LONGEST characters comes in parts and is never held whole."""
+    number, held, size, is_parted = first, [], 0, False
+    for text in texts:
+        *whole, last = text.split("\n")
+        for line in whole:
+            if held or is_parted:
+                line = "".join((*held, line))
+            yield number, Part(line + "\n", True) if is_parted or len(line) > LONGEST else line + "\n"
+            number, held, size, is_parted = number + 1, [], 0, False
+        if last:
+            held.append(last)
+            size += len(last)
+        if size > LONGEST or is_parted and held:
+            yield number, Part("".join(held), False)
+            held, size, is_parted = [], 0, True
+    if held or is_parted:
+        yield number, Part("".join(held), True) if is_parted else "".join(held)
 
 
 def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    for number, line in enumerate(_decoded_lines(file, path), 1):
+    return _jsonl_rows(_lines(_decoded(file, path)), path)
+
+
+def _jsonl_rows(lines: Iterable[tuple[int, str | Part]], path: str) -> Iterator[Row]:
+    for number, line in lines:
+        if isinstance(line, Part):
+            if line.ends:
+                yield Row(path, number, {}, TOO_LONG)
+            continue
         if not line.strip():
             continue
         try:
@@ -103,66 +163,161 @@ def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
 
 def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     """An array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines under a .json name."""
-    text = "".join(_decoded_lines(file, path))
-    start = _skip_space(text, 0)
-    if text[start : start + 1] == "[":
-        yield from _json_array(text, start, path)
+    texts = _decoded(file, path)
+    window = _Window(texts)
+    at = window.skip_space(0)
+    if window.text[at : at + 1] == "[":
+        yield from _json_array(window, at, path)
         return
+    window.read(at)
+    end = window.line_end()
+    if window.text[end:].strip() and _is_record(window.text[:end]):
+        yield from _jsonl_rows(_lines(itertools.chain((window.text,), texts), window.first_line), path)
+        return
+    while not window.has_ended:
+        if len(window.text) > LONGEST_DOCUMENT:
+            raise UserError(f"{path}: a JSON document of more than {LONGEST_DOCUMENT:,} characters that is no array of "
+                            "records, which would be read as a whole. Write it as an array or as JSON Lines")
+        window.read(0)
     try:
-        values = DECODER.decode(text)
+        values = DECODER.decode(window.text)
     except BROKEN_JSON as error:
-        yield from _json_lines_or_error(text, path, error)
-        return
+        line = window.first_line - 1 + getattr(error, "lineno", 1)
+        raise UserError(f"{path}:{line}: broken JSON ({_why(error)})") from error
     arrays = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
     if "data" in (values if isinstance(values, dict) else ()) and isinstance(values["data"], list):
         arrays = [values["data"]]
     has_records = len(arrays) == 1 and all(isinstance(item, dict) or _is_conversation(item) for item in arrays[0])
     rows = arrays[0] if has_records else [values]
     for number, item in enumerate(rows, 1):
-        yield Row(path, number, _as_object(item, path, number))
+        values = _as_object(item, path, number)
+        is_too_long = len(window.text) > LONGEST and is_longer_than(values, LONGEST)
+        yield Row(path, number, {}, TOO_LONG) if is_too_long else Row(path, number, values)
 
 
-def _json_array(text: str, start: int, path: str) -> Iterator[Row]:
+def _is_record(text: str) -> bool:
+    try:
+        return isinstance(DECODER.decode(text), dict)
+    except BROKEN_JSON:
+        return False
+
+
+class _Window:
+    """What is held of a JSON text that is read piece by piece; places in it count from where the window begins."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self.text, self.has_ended = "", False
+        self.first_line = 1  # that the window begins in
+        self._texts, self._line, self._counted = texts, 1, 0
+
+    def read(self, at: int) -> int:
+        """Let go of what lies before a place and read on, as much as is held; returns the place."""
+        self.first_line = self.line(at)
+        held, size = [self.text[at:]], 0
+        while size <= len(held[0]) and not self.has_ended:
+            text = next(self._texts, None)
+            self.has_ended = text is None
+            held.append(text or "")
+            size += len(held[-1])
+        self.text, self._counted = "".join(held), 0
+        return 0
+
+    def line(self, at: int) -> int:
+        """The line of a place that does not lie before the one asked for last."""
+        self._line += self.text.count("\n", self._counted, at)
+        self._counted = at
+        return self._line
+
+    def skip_space(self, at: int) -> int:
+        """The place of what is no space from a place on, or the end."""
+        while True:
+            end = SPACE.match(self.text, at).end()
+            if end < len(self.text) or self.has_ended:
+                return end
+            at = self.read(end)
+
+    def line_end(self) -> int:
+        """Where the first line ends, with something behind it, or the end, or where more is held than a document has.
+        """
+        while True:
+            end = self.text.find("\n")
+            if end >= 0 and self.text[end:].strip() or self.has_ended or len(self.text) > LONGEST_DOCUMENT:
+                return len(self.text) if end < 0 else end
+            self.read(0)
+
+    def value(self, at: int) -> tuple[Any, int]:
+        """The value that begins at a place, and the place behind it; TOO_LONG for one of more than LONGEST characters.
+
+        Raises:
+            _Broken: It is none, with the line.
+        """
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self.text, at)
+                if end < len(self.text) or self.has_ended or isinstance(value, dict | list):
+                    return (TOO_LONG if end - at > LONGEST else value), end
+            except BROKEN_JSON as error:
+                is_cut = isinstance(error, json.JSONDecodeError) and not self.has_ended
+                where = self.first_line - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else None
+                broken = _Broken(where, error.msg if where else _why(error))
+                if not is_cut:
+                    raise broken from error
+                if len(self.text) - at > LONGEST:
+                    end, size = self._skip(at, broken)
+                    if size <= LONGEST:
+                        raise broken from error
+                    return TOO_LONG, end
+            at = self.read(at)
+
+    def _skip(self, at: int, broken: Exception) -> tuple[int, int]:
+        """Read over a list, an object or a text; returns the place behind it and the characters that it has."""
+        depth, is_text, size = 0, False, 0
+        while True:
+            begun = at
+            found = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, at)
+            if found:
+                at = found.end()
+                opens = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+                depth, is_text = depth + opens, found[0] == '"' and not is_text
+            elif self.has_ended:
+                raise broken
+            else:
+                at = len(self.text.rstrip("\\")) if is_text else len(self.text)  # what is escaped may follow
+                at = max(at, begun)
+            size += at - begun
+            if found and depth <= 0 and not is_text:
+                return at, size
+            if not found:
+                at = self.read(at)
+
+
+class _Broken(Exception):
+    """Broken JSON: _Broken(line or None, why)."""
+
+
+def _json_array(window: _Window, start: int, path: str) -> Iterator[Row]:
     """Elements one by one, so that each knows its line and only one is held as objects."""
-    at, line, counted = _skip_space(text, start + 1), 1, 0
-    separator = ","
-    if text[at : at + 1] == "]":
+    at, separator = window.skip_space(start + 1), ","
+    if window.text[at : at + 1] == "]":
         separator, at = "]", at + 1
     while separator == ",":
-        at = _skip_space(text, at)
-        line, counted = line + text.count("\n", counted, at), at
+        at = window.skip_space(at)
+        line = window.line(at)
         try:
-            values, at = DECODER.raw_decode(text, at)
-        except BROKEN_JSON as error:
-            where = getattr(error, "lineno", line)
-            raise UserError(f"{path}:{where}: broken JSON ({_why(error)}) in the record that starts in line {line}"
-                            ) from error
-        yield Row(path, line, _as_object(values, path, line))
-        at = _skip_space(text, at)
-        separator, at = text[at : at + 1], at + 1
-    rest = _skip_space(text, at)
-    if separator != "]" or rest < len(text):
-        line = 1 + text.count("\n", 0, at)
-        wrong = f"unexpected {text[at - 1 if separator != ']' else rest]!r}" if separator else (
-            "the file ends inside the array")
+            values, at = window.value(at)
+        except _Broken as error:
+            where, why = error.args
+            raise UserError(f"{path}:{where or line}: broken JSON ({why}) in the record that starts in line {line}"
+                            ) from error.__cause__
+        yield Row(path, line, {}, TOO_LONG) if values is TOO_LONG else Row(path, line, _as_object(values, path, line))
+        at = window.skip_space(at)
+        separator, at = window.text[at : at + 1], at + 1
+    line = window.line(min(at, len(window.text)))
+    behind = window.skip_space(at) if separator else at
+    unexpected = separator if separator != "]" else window.text[behind : behind + 1]
+    if unexpected or not separator:
+        wrong = f"unexpected {unexpected!r}" if unexpected else "the file ends inside the array"
         raise UserError(f"{path}:{line}: broken JSON: {wrong}; expected ',' or ']' after the record")
-
-
-def _json_lines_or_error(text: str, path: str, error: Exception) -> Iterator[Row]:
-    lines = text.split("\n")
-    try:
-        first = DECODER.decode(next((line for line in lines if line.strip()), ""))
-    except BROKEN_JSON:
-        first = None
-    if not isinstance(first, dict):
-        raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: broken JSON ({_why(error)})") from error
-    yield from _read_jsonl(io.BytesIO(text.encode()), path, "file")
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
 
 
 def _is_conversation(value: Any) -> bool:
@@ -198,19 +353,46 @@ def _why(error: Exception) -> str:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+SPACE = re.compile(r"[ \t\r\n]*")
+BRACKET = re.compile(r'["\[\]{}]')
+REST_OF_TEXT = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # up to the mark that ends it
 
 
 def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str = ",") -> Iterator[Row]:
-    csv.field_size_limit(1 << 30)
-    reader = csv.reader(_decoded_lines(file, path), delimiter=delimiter, strict=True)
+    csv.field_size_limit(LONGEST)
+    left_out: list[Row] = []
+    line = size = 0  # where the record that is read begins, and its characters so far
+
+    def lines() -> Iterator[str]:
+        nonlocal line, size
+        quotes = 0
+        for number, text in _lines(_decoded(file, path)):
+            is_part = isinstance(text, Part)
+            if is_part:
+                quotes += text.text.count('"')
+                is_lost = size > 0 or header is None or text.ends and quotes % 2 == 1
+            if is_lost if is_part else size + len(text) > LONGEST:
+                raise UserError(f"{path}:{line if size else number}: the record that starts here has more than "
+                                f"{LONGEST:,} characters, and where it ends cannot be told; is a quote unbalanced?")
+            if not is_part:
+                line = line if size else number
+                size += len(text)
+                yield text
+            elif text.ends:
+                left_out.append(Row(path, number, {}, TOO_LONG))
+                quotes = 0
+
     header: list[str] | None = None
-    line = 1
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
+        size = 0
         try:
             fields = next(reader, None)
         except csv.Error as error:
             hint = "is a quote unbalanced? A quote inside a quoted field is written twice"
             raise UserError(f"{path}:{line}: broken CSV in the record that starts here ({error}); {hint}") from error
+        yield from left_out
+        left_out.clear()
         if fields is None:
             return
         if header is None:
@@ -220,7 +402,6 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
                 raise UserError(f"{path}:{line}: {len(fields)} fields, but the header names {len(header)} "
                                 f"({', '.join(header)}); is a quote unbalanced or a {delimiter!r} unquoted?")
             yield Row(path, line, dict(zip(header, fields, strict=True)))
-        line = reader.line_num + 1
 
 
 def _check_names(names: list[str], path: str) -> None:
@@ -242,17 +423,24 @@ def _read_tsv(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
 def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     """Documents as rows {"text", "starts", "ends"}.
 
-    A long document comes in pieces, parted at line ends; `starts` holds for its first piece and `ends` for its last.
+    A long document comes in pieces, parted at line ends; `starts` holds for its first piece and `ends` for its last. A
+    line of more than LONGEST characters is itself parted, before spaces where it has some.
     """
     piece: list[str] = []
     size, first, starts = 0, 1, True
-    for number, line in enumerate(_decoded_lines(file, path), 1):
-        blank = not line.strip()
+    for number, line in _lines(_decoded(file, path)):
+        blank = isinstance(line, str) and not line.strip()
         closes = documents == "line" or (documents == "paragraph" and blank)
-        if size > TEXT_PIECE and not blank and documents != "line":
+        if isinstance(line, Part):
+            *parts, rest = _parted("".join((*piece, line.text)))
+            for part in parts:
+                yield _piece(path, first, [part], starts, False)
+                first, starts = number, False
+            piece, size, closes = [rest], len(rest), closes and line.ends
+        elif size > (LONG_PIECE if blank else TEXT_PIECE) and documents != "line":
             yield _piece(path, first, piece, starts, False)
             piece, size, first, starts = [], 0, number, False
-        if not (blank and closes):
+        if isinstance(line, str) and not (blank and closes):
             piece.append(line)
             size += len(line)
         if closes and piece:
@@ -263,6 +451,17 @@ def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
         yield _piece(path, first, piece, starts, True)
 
 
+def _parted(text: str) -> Iterator[str]:
+    """Parts of a text of up to LONG_PIECE characters, parted before spaces where there are some."""
+    at = 0
+    while len(text) - at > LONG_PIECE:
+        end = text.rfind(" ", at + 1, at + LONG_PIECE + 1)
+        end = end if end > at else at + LONG_PIECE
+        yield text[at:end]
+        at = end
+    yield text[at:]
+
+
 def _piece(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> Row:
     text = "".join(lines)
     return Row(path, line, {"text": text.rstrip("\r\n") if ends else text, "starts": starts, "ends": ends})
@@ -271,7 +470,12 @@ def _piece(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> 
 def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     try:
         table = pa.parquet.ParquetFile(file, page_checksum_verification=True)
-        yield from _batches_to_rows(table.iter_batches(1000), path)
+        groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+        # so many rows at a time that their text is no more than that of the longest row
+        sizes = [max(1, min(1000, LONGEST * group.num_rows // max(group.total_byte_size, 1))) for group in groups]
+        batches = itertools.chain.from_iterable(table.iter_batches(size, row_groups=[number])
+                                                for number, size in enumerate(sizes))
+        yield from _batches_to_rows(batches if groups else table.iter_batches(), path)
     except DAMAGED_TABLE as error:
         raise UserError(f"{path}: damaged Parquet file ({str(error)[:200]})") from error
 
@@ -295,9 +499,20 @@ def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
         batch.validate(full=True)  # offsets of a damaged file would lead anywhere in memory
         _check_names(batch.schema.names, path)
         is_nested = any(pa.types.is_nested(column.type) for column in batch.schema)
-        for values in batch.to_pylist():
-            number += 1
-            yield Row(path, number, without_fillers(values) if is_nested else values)
+        # the same bytes may stand for the values of many rows
+        is_shared = any(SHARED.search(str(column.type)) for column in batch.schema)
+        is_small = batch.nbytes * (batch.num_rows if is_shared else 1) <= LONGEST
+        for part in [batch] if is_small else (batch.slice(place, 1) for place in range(batch.num_rows)):
+            is_too_long = not is_small and not is_shared and part.nbytes > LONGEST
+            for values in [{}] if is_too_long else part.to_pylist():
+                number += 1
+                if is_too_long or not is_small and is_longer_than(values, LONGEST):
+                    yield Row(path, number, {}, TOO_LONG)
+                else:
+                    yield Row(path, number, without_fillers(values) if is_nested else values)
+
+
+SHARED = re.compile("dictionary|run_end|view")  # types of Arrow
 
 
 READERS: dict[str, Callable[[BinaryIO, str, DocumentUnit], Iterator[Row]]] = {

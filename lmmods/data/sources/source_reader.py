@@ -14,9 +14,9 @@ from lmmods.core import fingerprints, hub
 from lmmods.core.compat import rows_fingerprint
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
-from lmmods.data.sources.cells import without_fillers
+from lmmods.data.sources.cells import is_longer_than, without_fillers
 from lmmods.data.sources.files import did_you_mean, find_files
-from lmmods.data.sources.readers import Row, read_file
+from lmmods.data.sources.readers import LONGEST, TOO_LONG, Row, read_file
 from lmmods.data.sources.source import Source
 
 NAMED_SETS = {
@@ -60,7 +60,7 @@ class SourceReader:
         self.replaced.clear()
         rows = self._all_rows()
         if self.source.columns:
-            rows = (Row(file, line, self._renamed(values, file, line)) for file, line, values in rows)
+            rows = (row if row.problem else row._replace(values=self._renamed(*row[:3])) for row in rows)
         for number, row in enumerate(rows):
             if self.source.limit is not None and number >= self.source.limit:
                 return
@@ -69,11 +69,14 @@ class SourceReader:
     def _all_rows(self) -> Iterator[Row]:
         if self._hub_rows is not None:
             for number, values in enumerate(self._hub_rows, 1):
-                yield Row(self.source.path, number, without_fillers(values))
+                if is_longer_than(values, LONGEST):
+                    yield Row(self.source.path, number, {}, TOO_LONG)
+                else:
+                    yield Row(self.source.path, number, without_fillers(values))
         for path in self.files:
             yield from read_file(path, self.documents)
 
-    def _renamed(self, values: dict, file: str, line: int) -> dict:
+    def _renamed(self, file: str, line: int, values: dict) -> dict:
         mapping = self.source.columns or {}
         rest, renamed = dict(values), {}
         for name, new in mapping.items():

@@ -122,7 +122,7 @@ def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iter
         waiting: deque = deque()
         try:
             while batch := next(batches, None):
-                waiting.append((batch, pool.submit(encode, [row.values for row in batch])))
+                waiting.append((batch, pool.submit(encode, [row.values for row in batch if row.problem is None])))
                 if len(waiting) > 2 * num_proc:
                     yield _result(*waiting.popleft())
             while waiting:
@@ -144,10 +144,18 @@ def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Calla
 
 
 def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
+    places = [place for place, row in enumerate(batch) if row.problem is None]
     try:
-        return batch, future.result()
+        encoded = future.result()
+        if len(places) == len(batch):
+            return batch, encoded
+        dropped = [*((places[place], reason) for place, reason in encoded.dropped),
+                   *((place, row.problem) for place, row in enumerate(batch) if row.problem is not None)]
+        positions = np.array(places, np.int64)[encoded.positions]
+        return batch, encoded._replace(positions=positions, dropped=sorted(dropped))
     except RowError as error:
         place, message = error.args
+        place = places[place]
         raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error
     except BrokenExecutor as error:
         raise UserError("a process that tokenises was ended from outside, most likely for want of memory; set "
