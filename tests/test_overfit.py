@@ -10,8 +10,11 @@ from lmmods.cli import main
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_each_epoch_sees_the_same_rows(recipe, tmp_path, engine):
-    arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__overfit_batches=2,
+@pytest.mark.parametrize("overfit", [2, 0.25])
+def test_each_epoch_sees_the_same_rows(recipe, tmp_path, engine, overfit):
+    """Two of nine micro-batches."""
+    arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__overfit_batches=overfit,
+                       data__init_args__val_size=0,
                        trainer__max_steps=-1, trainer__max_epochs=3, trainer__val_check_interval=1.0)
     assert main(["fit", *arguments]) == 0
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:

@@ -111,6 +111,8 @@ class Trainer(L.Trainer):
             )
         except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:  # of the values
             raise UserError(f"trainer: {error}") from error
+        if self.overfit_batches:
+            self.limit_train_batches = 1.0  # the loader has no more: Lightning would take its share of these again
         self._epochs = max_epochs
         decide_loops(self, functools.partial(is_skipped, self), self._validates_by_interval,
                      lambda: self.lightning_module.accumulation.is_open)
@@ -174,7 +176,7 @@ class Trainer(L.Trainer):
         datamodule.setup("fit")
         self._build(model, datamodule)
         show_data(datamodule, rows, which)
-        batches = limited(len(datamodule.train_dataloader()), self.overfit_batches or self.limit_train_batches, "train")
+        batches = limited(len(datamodule.train_dataloader()), self.limit_train_batches, "train")
         print()
         self.outlook(batches).say(datamodule)
         if recipe:
