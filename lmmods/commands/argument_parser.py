@@ -31,7 +31,6 @@ class Parser(ArgumentParser):
     """A parser whose errors are one line with a suggestion."""
 
     commands: Mapping[str, argparse.ArgumentParser] = {}  # their parsers, by name
-    example = ""  # a command line that has all that is required; of the parser of a command
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs, allow_abbrev=False)  # a beginning of an option's name is a misspelt name, as in YAML
@@ -46,21 +45,9 @@ class Parser(ArgumentParser):
 
         types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
         arguments = list(_arguments.get())  # none where a parser reads what no one has typed
-        said = self._lacks(message) or in_english(
-            message, types, keys_given(arguments) if arguments else [], known_names(self), told)
+        said = in_english(message, types, keys_given(arguments) if arguments else [], known_names(self), told)
         sys.stderr.write(redact(readable(f"error: {said}\n")))
         sys.exit(2)
-
-    def _lacks(self, message: str) -> str | None:
-        """What is said of a command without what it requires; None of anything else."""
-        missing = re.fullmatch("the following arguments are required: (.+)", message)
-        if not missing or not self.example:
-            return None
-        lacking, named = missing[1].split(", "), {option.dest for option in options_of(self) if option.option_strings}
-        blocks = [name for name in lacking if name in ("data", "model") and "config" in named]
-        names = [f"--{name}" if name in named else name.upper() for name in lacking if name not in blocks]
-        wanted = [*([f"a recipe with {' and '.join(blocks)}"] if blocks else []), *names]
-        return f"{self.example.split()[0]} needs {' and '.join(wanted)}. For example: python train.py {self.example}"
 
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
         """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens.

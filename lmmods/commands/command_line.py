@@ -66,11 +66,6 @@ class CommandLine:
             SystemExit: The help is printed, or what else is wrong.
         """
         command, *rest = arguments or [""]
-        if "--" in rest:
-            raise UserError("-- ends the options, and nothing may follow those of a recipe. Take it out.")
-        if command in self.commands and rest and not rest[0].startswith("-"):
-            raise UserError(f"{command} takes options alone, and {rest[0]!r} is none. A recipe is given as in: "
-                            f"python train.py {command} {COMMANDS[command].example}")
         if command in self.commands:
             rest = with_texts_as_meant(command, rest, self.engine)
         for value in option_values(rest, *CONFIG_OPTIONS):
@@ -102,7 +97,6 @@ def _parser(description: str) -> Parser:
 
 def _command_parser(name: str, types: RecipeTypes, engine: str) -> Parser:
     parser = _parser(COMMANDS[name].line)
-    parser.example = f"{name} {COMMANDS[name].example}"
     parser.add_argument("--seed_everything", type=bool | int, default=DEFAULT_SEED,
                         help="Seed of everything that is drawn; true draws the seed itself.")
     parser.add_class(types.trainer, "trainer", instantiate=False)  # made later, when its callbacks have been

@@ -19,7 +19,7 @@ from lmmods.commands.jsonargparse_compat import list_classes, options_of, replac
 from lmmods.commands.key_help import help_of, wants_help
 from lmmods.commands.keys import TRAINERS
 from lmmods.commands.mistakes import check_name, find_mistakes
-from lmmods.commands.registry import ENGINE_COMMANDS
+from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import ForeignCode, guarded_imports
 from lmmods.core.errors import user_error_in
@@ -95,7 +95,7 @@ def check_early(arguments: list[str], engine: str) -> None:
             print(help_of(arguments[0], arguments[1:], engine))
             sys.exit(0)
         if not any(word.partition("=")[0].endswith(".help") for word in arguments):
-            find_mistakes(arguments, engine)
+            find_mistakes(arguments, engine, COMMANDS[arguments[0]].example)
     if all(map(_is_judged, arguments, [*arguments[1:], ""])):
         EarlyCommandLine(engine, arguments).judge(arguments)
 

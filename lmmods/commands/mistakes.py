@@ -394,6 +394,8 @@ def read_layers(words: list[str], mistakes: Mistakes, unnamed: Sequence[Key] = (
     while index < len(words):
         word, at = words[index], index
         index += 1
+        if word == "--":
+            raise UserError("-- ends the options, and nothing may follow those of a recipe. Take it out.")
         if not word.startswith("-") or " " in word.partition("=")[0]:
             strays.append(word)
             continue
@@ -420,6 +422,8 @@ def read_layers(words: list[str], mistakes: Mistakes, unnamed: Sequence[Key] = (
     if not any(get_origin(key.type) is list for key in unnamed):
         example = "--trainer.max_steps 3" if "trainer" in mistakes.keys else f"--{next(iter(mistakes.keys))} …"
         for word in strays[len(unnamed):]:
+            if "trainer" in mistakes.keys and _is_file(word):
+                raise UserError(f"{word} is no option. A recipe is given as in --config {word}.")
             mistakes.tell_of("", f"{shortened(word)} is no option: options begin with --, as in {example}.")
     for key in unnamed[len(strays):]:
         if key.default is REQUIRED:
@@ -446,7 +450,8 @@ def _option(option: str, value: str, word: tuple[int, str], mistakes: Mistakes) 
     block = block_in(mistakes.keys[name].type) if name in mistakes.keys else None
     if block and name not in mistakes.classes and not value.lstrip().startswith("{") and _is_file(value):
         return Layer(value, True, {name: read_written(value)}, word)  # --trainer FILE
-    tree = read_value(value)
+    is_text = name in mistakes.keys and set(members(mistakes.keys[name].type)) <= {str, type(None)}
+    tree = Written.of(value, value) if is_text else read_value(value)
     for part in reversed(name.split(".")):
         tree = {part: [tree] if option.endswith("+") and part == name.split(".")[-1] and not isinstance(tree, list)
                 else tree}
@@ -571,25 +576,32 @@ def read_recipe_words(command: str, words: list[str], engine: str) -> tuple[Mist
     return mistakes, layers
 
 
-def find_mistakes(arguments: list[str], engine: str) -> None:
-    """Raise the UserError that tells every mistake of a command that takes a recipe, if there are any."""
+def find_mistakes(arguments: list[str], engine: str, example: str = "") -> None:
+    """Raise the UserError that tells every mistake of a command that takes a recipe, if there are any.
+
+    Args:
+        example: Of such a command line, told to whoever has left something out.
+    """
     command, *words = arguments
-    mistakes, _ = read_recipe_words(command, words, engine)
+    mistakes, layers = read_recipe_words(command, words, engine)
+    if not mistakes.found and all(layer.place == "engine" for layer in layers):
+        raise UserError(f"{command} needs a recipe. For example: python train.py {command} {example}")
     if not any(word.startswith("--print_config") for word in words):  # which shows what is there, however little
         mistakes.judge()
-    refuse(mistakes.found)
+    refuse(mistakes.found, f"{command} {example}")
 
 
-def find_mistakes_of_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key]) -> None:
+def find_mistakes_of_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key], example: str) -> None:
     """Raise the UserError that tells every mistake in the options of a command, if there are any.
 
     Args:
         unnamed: What words may stand for that follow no option.
+        example: Such a command line, told to whoever has left something out.
     """
     mistakes = Mistakes(keys)
     mistakes.read(read_layers(words, mistakes, unnamed))
     mistakes.judge()
-    refuse(mistakes.found)
+    refuse(mistakes.found, example)
 
 
 def with_texts_as_meant(command: str, words: list[str], engine: str) -> list[str]:
@@ -597,9 +609,11 @@ def with_texts_as_meant(command: str, words: list[str], engine: str) -> list[str
     return as_meant(words, read_recipe_words(command, words, engine)[1])
 
 
-def refuse(found: list[str]) -> None:
-    """Raise the UserError that tells these mistakes, if there are any."""
+def refuse(found: list[str], example: str = "") -> None:
+    """Raise the UserError that tells these mistakes, if there are any; with an example where all are omissions."""
+    is_example_wanted = example and all(" is missing" in each for each in found)
+    added = f"For example: python train.py {example}" if is_example_wanted else ""
     if len(found) == 1:
-        raise UserError(found[0])
+        raise UserError(f"{found[0]} {added}".rstrip())
     if found:
-        raise UserError(f"{len(found)} mistakes:\n  " + "\n  ".join(found))
+        raise UserError(f"{len(found)} mistakes:\n  " + "\n  ".join([*found, added] if added else found))

@@ -105,7 +105,6 @@ def command_parser(name: str) -> Parser:
     function, positional = _function(name), COMMANDS[name].positional
     others = " All other options are those of fit." if COMMANDS[name].takes_recipe else ""
     parser = Parser(prog=f"train.py {name}", description=COMMANDS[name].line + others)
-    parser.example = f"{name} {COMMANDS[name].example}"
     texts = {each.arg_name: each.description for each in docstring_parser.parse(function.__doc__).params}
     for argument, parameter in inspect.signature(function).parameters.items():
         if argument in positional:
@@ -141,7 +140,7 @@ def _values(name: str, parser: Parser, arguments: list[str]) -> dict[str, Any]:
         unnamed = [keys.pop(argument) for argument in command.positional]
         if command.takes_recipe:
             keys.pop(next(iter(keys)))
-        find_mistakes_of_options(arguments, keys, unnamed)
+        find_mistakes_of_options(arguments, keys, unnamed, f"{name} {command.example}" if command.example else "")
     found = parser.parse_args(arguments)
     check_texts(vars(found), "")
     return vars(parser.instantiate(found))

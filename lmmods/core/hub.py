@@ -37,7 +37,12 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
         UserError: The hub has no such name, or does not answer while its cache lacks what is needed.
     """
     if os.path.exists(name):
-        yield
+        try:
+            yield
+        except ValueError as error:
+            if type(error).__name__ != "HFValidationError":  # what is no folder is taken for an id
+                raise
+            raise UserError(f"{key}: {name} is a file. Name the folder that it is in, or an id of the hub.") from error
         return
     _check_name(key, name)
     quiet = silence()

@@ -54,7 +54,7 @@ IN_FILES = {
         "trainer.devices is 0, but must be auto or a number from 1, or on GPUs a list of their indices.",
     "trainer: {val_check_interval: 1.5}":
         "trainer.val_check_interval is 1.5, but must be a share of an epoch up to 1.0, or a whole number of "
-        "micro-batches from 1.",
+        "optimiser steps from 1.",
     "trainer: {max_time: [8]}":
         "trainer.max_time is [8], but must be a text, a mapping of names to whole numbers or null.",
     "trainer: {callbacks: [{class_path: EarlyStoping}]}":
@@ -173,7 +173,8 @@ ON_THE_COMMAND_LINE = {
 # Of commands that take no recipe, where several are told as one.
 OF_COMMANDS = {
     "merge --ru x --outt y": ["--ru is no option. Did you mean --run?", "--outt is no option. Did you mean --out?"],
-    "merge --run x": ["--out is missing: it must be a text."],
+    "merge --run x": ["--out is missing: it must be a text. For example: python train.py merge --run runs/sft_qlora "
+                      "--out merged"],
     "merge --run x --out y --threshold z --dtype half": [
         "--threshold is z, but must be a number.",
         "--dtype is half, but must be one of float32, bfloat16, float16."],
@@ -280,13 +281,15 @@ model:
 def test_what_is_missing(told):
     assert told(base="trainer: {max_epochs: 1}\n") == """2 mistakes:
   model is missing: name its class, as in --model SFT (CLM, MLM, Preference, QA, SFT).
-  data is missing: name its class, as in --data SFTData (CLMData, MLMData, PreferenceData, QAData, SFTData)."""
+  data is missing: name its class, as in --data SFTData (CLMData, MLMData, PreferenceData, QAData, SFTData).
+  For example: python train.py fit --config configs/sft_qlora.yaml"""
     assert told(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
   model.pretrained and model.config: set one of them, a model to start from or a configuration to start from random \
 weights.
   data.source is missing: it must be a text, a mapping of its keys or a list of texts or mappings.
   trainer.max_steps or trainer.max_epochs is missing: say how long to train."""
-    assert told(command="plan") == "--on is missing: it must be a text."
+    assert told(command="plan") == ("--on is missing: it must be a text. For example: python train.py plan --config "
+                                    "configs/sft_qlora.yaml --on 8xH100")
 
 
 def test_what_a_mistake_entails_is_not_told(told):
