@@ -1,6 +1,8 @@
 """Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
 
 import math
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -82,6 +84,7 @@ def check_values(recipe: Any, engine: str) -> None:
     if trainer.max_steps == 0:
         _refuse("trainer.max_steps", 0, "1 or more, or -1 to leave it to trainer.max_epochs")
     check_length(trainer.max_epochs, trainer.max_steps)
+    check_time(trainer.get("max_time"))
     if clip is not None and not 0 <= clip < math.inf:
         _refuse("trainer.gradient_clip_val", clip, "0 or more; null does not clip")
     if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
@@ -91,6 +94,21 @@ def check_values(recipe: Any, engine: str) -> None:
                 "optimiser steps from 1")
     if trainer.default_root_dir is None:
         _refuse("trainer.default_root_dir", None, "the path of a folder")
+
+
+def check_time(value: str | dict[str, int] | timedelta | None) -> None:
+    """A time that passes: a run of none would end without a step, and leave nothing."""
+    try:
+        if isinstance(value, str):
+            parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value).groups()
+            time = timedelta(**dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True)))
+        else:
+            time = timedelta(**value) if isinstance(value, dict) else value
+    except (AttributeError, OverflowError, TypeError):  # of another form; too long; a name that is no unit
+        time = timedelta()
+    if time is not None and time <= timedelta():
+        _refuse("trainer.max_time", value, "more than no time: DD:HH:MM:SS, as 00:08:00:00 for eight hours, or a "
+                "mapping of weeks, days, hours, minutes and seconds, as {hours: 8}")
 
 
 def check_seed(seed: Any) -> None:
