@@ -80,15 +80,29 @@ def test_what_is_allowed_resumes_exactly(recipe, tmp_path, name, stop_at):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch, accumulate):
-    """With a whole step."""
+def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch, capsys, accumulate):
+    """With a whole step; that no time is left is said to who would go on."""
     clock = iter([0.0] * 3 + [3600.0] * 1000)
     monkeypatch.setattr(theirs.Timer, "time_elapsed", lambda *_: next(clock))
-    assert main(["fit", *recipe(trainer__max_time={"minutes": 30}, trainer__max_steps=100,
-                                trainer__accumulate_grad_batches=accumulate)]) == 0
+    timed = recipe(trainer__max_time={"minutes": 30}, trainer__max_steps=100,
+                   trainer__accumulate_grad_batches=accumulate)
+    assert main(["fit", *timed]) == 0
     assert "+" not in RunFolder(tmp_path / "run").find("last").name
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert 0 < metrics["trainer/global_step"] < 5 and (tmp_path / "run" / "completed").exists()
+    capsys.readouterr()
+    assert main(["fit", *timed, "--ckpt_path", "last"]) == 0
+    assert "trainer.max_time has passed. Raise that to go on; nothing was changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "shown"), [
+    ("0", "'0'"), (0, "'0'"), ("12:00", "'12:00'"), ("00:00:00:00", "'00:00:00:00'"), ({"hours": 0}, "{'hours': 0}"),
+    ({"hours": -1}, "{'hours': -1}"), ({"hour": 1}, "{'hour': 1}"), ({"weeks": 10**9}, "{'weeks': 1000000000}")])
+def test_a_max_time_that_is_none_is_refused(recipe, capsys, value, shown):
+    """A run of no time would end with status 0, a step short and without a word."""
+    assert main(["fit", *recipe(trainer__max_time=value)]) == 2
+    said = capsys.readouterr()
+    assert f"trainer.max_time is {shown}, but must be a time above 0: DD:HH:MM:SS" in said.err and not said.out
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])

@@ -244,16 +244,28 @@ def test_axolotl(migrated, tmp_path):
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002  # learning_rate: 0.0002" in text and "schedule: cosine  # default of lr_scheduler" in text
     for lost in ("no_such_option: not known here", "neftune_noise_alpha: ", "trust_remote_code: on the command line",
-                 "at most 100 steps", "val_set_size: the rows set aside"):
+                 "at most 100 steps", "loss_watchdog_threshold: a loss that is no number stops the run, one that is",
+                 "val_set_size: the rows set aside"):
         assert lost in said and lost in " ".join(text.replace("\n#", "").split()), lost
     kernels = "(model.fast_kernels is on already: the same function, computed faster)"
     for unneeded in (f"plugins: [axolotl.integrations.liger.LigerPlugin], liger_rope: true {kernels}",
-                     "loss_watchdog_threshold: 5.0, loss_watchdog_patience: 3 (a loss that is no number stops the run)",
-                     "datasets[].train_on_eos: turn (the token that ends a turn is found from the template"):
+                     "datasets[].train_on_eos: turn (the token that ends a scored turn is scored"):
         assert unneeded in said and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
     assert said.index("Not needed here:") > said.index("No counterpart:")
     _, said = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
     assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl's" in said
+
+
+@pytest.mark.parametrize("key", ["train_on_eos", "train_on_eot"])
+@pytest.mark.parametrize("value", ["none", "last", "all"])
+def test_which_ends_of_turns_axolotl_scores(key, value):
+    """none is a choice and no feature that is off; sets of validation have keys too."""
+    chats = f"[{{path: some/chats, type: chat_template, {key}: {value}, shards: 7}}]"
+    draft = as_draft(yaml.safe_load(f"{{base_model: a/b, datasets: {chats}, test_datasets: {chats}}}"), Path("a.yaml"))
+    for name in ("datasets", "test_datasets"):
+        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the token that ends a scored turn is scored")
+        assert draft.lost[f"{name}[].shards"] == "rows are taken as they are"
+    assert not draft.unneeded
 
 
 def test_llamafactory(migrated, tmp_path):

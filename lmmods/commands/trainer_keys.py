@@ -1,6 +1,7 @@
 """Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
 
 import math
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -86,8 +87,8 @@ def check_values(recipe: Any, engine: str) -> None:
         _refuse("trainer.max_epochs", 0, "more than 0, or -1 to leave it to trainer.max_steps")
     if trainer.get("limit_train_batches") == 0:
         _refuse("trainer.limit_train_batches", 0, "more than 0; null trains on all of an epoch")
-    _check_time(trainer.get("max_time"))
     check_length(trainer.max_epochs, trainer.max_steps)
+    check_time(trainer.get("max_time"))
     if clip is not None and not 0 <= clip < math.inf:
         _refuse("trainer.gradient_clip_val", clip, "0 or more; null does not clip")
     if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
@@ -97,6 +98,21 @@ def check_values(recipe: Any, engine: str) -> None:
                 "optimiser steps from 1")
     if trainer.default_root_dir is None:
         _refuse("trainer.default_root_dir", None, "the path of a folder")
+
+
+def check_time(value: str | dict[str, int] | timedelta | None) -> None:
+    """A time that passes: a run of none would end without a step, and leave nothing."""
+    try:
+        if isinstance(value, str):
+            parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value).groups()
+            time = timedelta(**dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True)))
+        else:
+            time = timedelta(**value) if isinstance(value, dict) else value
+    except (AttributeError, OverflowError, TypeError):  # of another form; too long; a name that is no unit
+        time = timedelta()
+    if time is not None and time <= timedelta():
+        _refuse("trainer.max_time", value, "a time above 0: DD:HH:MM:SS, as 00:08:00:00 for eight hours, or a "
+                "mapping of weeks, days, hours, minutes and seconds, as {hours: 8}")
 
 
 def check_seed(seed: Any) -> None:
@@ -153,20 +169,6 @@ def check_share(key: str, value: int | float | None) -> None:
     """A number of micro-batches, or a share of all."""
     if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
         _refuse(key, value, "a whole number of micro-batches from 0, or a share from 0.0 to 1.0")
-
-
-def _check_time(value: str | timedelta | dict[str, int] | None) -> None:
-    """A time that leaves some for training, in one of Lightning's three forms."""
-    try:
-        if isinstance(value, str):
-            days, hours, minutes, seconds = map(int, value.split(":"))
-            left = timedelta(days, seconds, hours=hours, minutes=minutes)
-        else:
-            left = timedelta(**value) if isinstance(value, dict) else value
-    except (TypeError, ValueError, OverflowError):
-        left = timedelta()
-    if left is not None and left <= timedelta():
-        _refuse("trainer.max_time", value, "a time above 0, as DD:HH:MM:SS or a mapping such as {hours: 8}")
 
 
 def _refuse(key: str, value: Any, wanted: str) -> None:

@@ -236,16 +236,20 @@ class RunFolder:
             copy_file(self.model / "loss.png", self.loss_png)
         write_text(self.completed, "")
 
-    def was_complete(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str]) -> bool:
+    def was_complete(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str],
+                     out_of_time: bool = False) -> bool:
         """Whether a run resumed at a step where nothing is left to train was complete; also says so.
 
         Args:
             stopped: Why callbacks had stopped it; empty texts of those that had not.
+            out_of_time: Whether `trainer.max_time` has passed.
         """
         if any(stopped):
             why = f"{' '.join(filter(None, stopped))} Raise its patience, or take the callback away, to go on"
         elif max_steps not in (-1, None) and step >= max_steps:
             why = f"trainer.max_steps is {max_steps}. Raise that to go on"
+        elif out_of_time:
+            why = "trainer.max_time has passed. Raise that to go on"
         else:
             why = f"trainer.max_epochs is {max_epochs}. Raise that to go on"
         complete = self.completed.exists()

@@ -1,5 +1,7 @@
 """What a resumed run does that has nothing left to train."""
 
+from lightning.pytorch.callbacks import Timer
+
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 
 
@@ -19,4 +21,5 @@ def is_skipped(trainer, skips: bool) -> bool:
                if isinstance(callback, SharedEarlyStopping)]
     if not skips and not any(stopped):
         return False
-    return trainer.run_folder.was_complete(trainer.global_step, *trainer.length, stopped)
+    out_of_time = any(callback.time_remaining() <= 0 for callback in trainer.callbacks if isinstance(callback, Timer))
+    return trainer.run_folder.was_complete(trainer.global_step, *trainer.length, stopped, out_of_time)

@@ -296,7 +296,7 @@ def test_a_logger_without_its_package_is_named(recipe, capsys):
     ({"trainer__min_steps": -1}, "trainer.min_steps is -1"),
     ({"trainer__fast_dev_run": -1}, "trainer: fast_dev_run"),
     ({"trainer__profiler": "none"}, "trainer: "),
-    ({"trainer__max_time": "tomorrow"}, "trainer.max_time is "),
+    ({"trainer__max_time": "tomorrow"}, "trainer.max_time is 'tomorrow'"),
     ({"trainer__reload_dataloaders_every_n_epochs": -1}, "trainer: "),
     ({"trainer__barebones": True}, "trainer: "),
 ])

@@ -21,6 +21,7 @@ FIELDS = {"field_system": "system", "field_instruction": "instruction", "field_i
           "field_output": "output"}
 PARALLEL = ("dp_replicate_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree",
             "expert_parallel_size")  # 1 is off
+TURN_ENDS = ("train_on_eos", "train_on_eot")  # of a dataset; none is a choice of theirs, not a feature that is off
 KERNELS = ("liger", "cut_cross_entropy")  # what the names of plugins with faster kernels contain
 RL_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
 ANSWERS = {"field_chosen": "chosen", "field_rejected": "rejected", "field_label": "label", "field_prompt": "prompt",
@@ -177,14 +178,22 @@ def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> No
     sources = [each for row in rows for each in _sources(draft, row, is_text)]
     draft.put("data.source", sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources,
               "datasets[].path" if draft.get("datasets") else "pretraining_dataset")
+    _account_for(draft, rows, "datasets" if draft.get("datasets") else "pretraining_dataset")
+
+
+def _account_for(draft: Draft, rows: list[dict[str, Any]], name: str) -> None:
+    """Say of each key of the sets under `name` what is not taken over, or not needed."""
     table = rows_of("axolotl")
-    for row in rows:
-        for key in sorted(key for key in row.keys() - ANSWERS.keys() - {"type"} if row[key] not in OFF):
-            known = table.get(f"datasets[].{key}")
-            if key not in KNOWN:
-                draft.lose(f"datasets[].{key}", "rows are taken as they are")
-            elif known and known.cells[1] == NOT_NEEDED:
-                draft.spare(f"datasets[].{key}", row[key], known.note)
+    for key, value in (item for row in rows for item in sorted(row.items())):
+        known = table.get(f"datasets[].{key}")
+        if key in TURN_ENDS and value not in (None, "turn"):
+            draft.lose(f"{name}[].{key}", f"{value}: the token that ends a scored turn is scored, and no other")
+        elif key in ANSWERS or key == "type" or value in OFF:
+            continue
+        elif key not in KNOWN:
+            draft.lose(f"{name}[].{key}", "rows are taken as they are")
+        elif known and known.cells[1] == NOT_NEEDED:
+            draft.spare(f"{name}[].{key}", value, known.note)
 
 
 def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
@@ -235,9 +244,10 @@ def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
         draft.put("data.pad_to_multiple_of", draft.get("sequence_len", 512), "pad_to_sequence_len")
     tests = draft.get("test_datasets")
     if tests:
-        sources = [each for row in (tests if isinstance(tests, list) else [tests])
-                   for each in _sources(draft, row, is_text)]
+        tests = tests if isinstance(tests, list) else [tests]
+        sources = [each for row in tests for each in _sources(draft, row, is_text)]
         draft.put("data.val_source", sources, "test_datasets")
+        _account_for(draft, tests, "test_datasets")
     elif size := draft.get("val_set_size", 0):
         if draft.has("data.streaming"):
             draft.lose("val_set_size", "a stream has no rows to set aside: name data.val_source")
