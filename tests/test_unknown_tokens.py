@@ -108,6 +108,20 @@ def test_options_that_a_tokenizer_does_not_take(cased_folder, byte_level, tmp_pa
     assert CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": False}).tokenizer  # as it reads
 
 
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "BertTokenizer"])
+def test_options_change_what_tokenizer_json_says(cased_folder, tmp_path, name):
+    """Also where that file stands beside no class of BERT's, whose loader knows no such option."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(cased_folder).save_pretrained(tmp_path / "json")
+    settings = tmp_path / "json" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": name}))
+    for value, expected in ((True, ["the"]), (False, ["The"])):
+        data = MLMData("x", tokenizer=str(tmp_path / "json"), tokenizer_options={"do_lower_case": value})
+        data.tokenizer.save_pretrained(tmp_path / "left")
+        assert AutoTokenizer.from_pretrained(tmp_path / "left").tokenize("The") == expected
+
+
 @pytest.fixture
 def byte_level(tokenizer_folder) -> str:
     return str(tokenizer_folder)
@@ -130,6 +144,11 @@ def test_questions_and_rows_of_no_weight(cased_folder, byte_level, tmp_path):
     row = json.dumps({"prompt": "a", "completion": "b", "weight": 0})
     with pytest.raises(UserError, match="no usable row among 1 read: the row's weight is 0"):
         rows_of(SFTData, tmp_path / "b.jsonl", row, byte_level, template="plain")
+
+
+def test_an_added_token_has_characters():
+    with pytest.raises(UserError, match="data.add_tokens holds an empty text, which is no token; take it out"):
+        CLMData("x", add_tokens=["<gene>", ""])
 
 
 # Added tokens -----------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ class DataFields:
         if unknown := set(self.tokenizer_options or {}).difference(TOKENIZER_OPTIONS):
             raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
                             f"{', '.join(TOKENIZER_OPTIONS)}")
+        if "" in (self.add_tokens or []):
+            raise UserError("data.add_tokens holds an empty text, which is no token; take it out")
         if self.val_size and self.val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:

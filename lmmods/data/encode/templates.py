@@ -228,8 +228,9 @@ class TemplateRenderer:
         """The turns. Raises RowProblem where the template has no place for what they do."""
         messages = conversation.messages
         if conversation.tools or any("tool_calls" in message for message in messages):
-            raise RowProblem(f"template {self.name} has no place for tools or calls of them; no named one has: leave "
-                             "data.template out for the tokenizer's own chat template, or name a file of Jinja there")
+            raise RowProblem(f"template {self.name} has no place for tools or calls of them; no named one has: take a "
+                             "tokenizer with a chat template that knows tools and leave data.template out, or name a "
+                             "file of Jinja there")
         if not self.template.tool and any(message["role"] == "tool" for message in messages):
             able = [name for name, template in TEMPLATES.items() if template.tool]
             raise RowProblem(f"template {self.name} has no place for answers of tools; data.template "

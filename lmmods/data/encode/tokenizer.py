@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from lmmods.core import hub
 from lmmods.core.errors import UserError
@@ -23,8 +23,10 @@ KNOWN_NAMES = {
 }
 
 
-# A character, and what each of `data.tokenizer_options` makes of it where it is true.
-EFFECTS = {"do_lower_case": ("A", "a"), "strip_accents": ("é", "e"), "tokenize_chinese_chars": ("中", " 中 ")}
+# The name that each of `data.tokenizer_options` has in BertNormalizer of tokenizers, a character, and what it becomes
+# where the option is true.
+EFFECTS = {"do_lower_case": ("lowercase", "A", "a"), "strip_accents": ("strip_accents", "é", "e"),
+           "tokenize_chinese_chars": ("handle_chinese_chars", "中", " 中 ")}
 
 
 @dataclass
@@ -104,7 +106,7 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
                         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
-    _check_options(tokenizer, options)
+    _set_options(tokenizer, options)
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
     chosen = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
@@ -114,11 +116,17 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
     return result
 
 
-def _check_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
-    """Raise UserError for an option that changes nothing of how the tokenizer reads text."""
+def _set_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
+    """Set what transformers leaves as it is where tokenizer.json stands beside no class of BERT's.
+
+    Raises:
+        UserError: An option is not how the tokenizer then reads text.
+    """
     normalizer = tokenizer.backend_tokenizer.normalizer
     for name, value in (options.options or {}).items():
-        character, changed = EFFECTS[name]
+        attribute, character, changed = EFFECTS[name]
+        if isinstance(normalizer, normalizers.BertNormalizer):
+            setattr(normalizer, attribute, value)
         read = normalizer.normalize_str(character) if normalizer else character
         if (read == changed) is not value:
             raise UserError(f"data.tokenizer_options.{name} is {str(value).lower()}, but the tokenizer of "
