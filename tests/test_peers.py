@@ -187,10 +187,13 @@ import os, pathlib, sys, time
 from lmmods.core.errors import UserError
 from lmmods.core.peers import Peers
 
+if sys.argv[1] == "comes late":
+    time.sleep(2)
 Peers.current().begin()
 with Peers.current().end_together():
     if sys.argv[1] == "refuses":
         time.sleep(1)
+    if sys.argv[1].startswith("refuses"):
         raise UserError("of this process alone")
     pathlib.Path(sys.argv[2], os.environ["RANK"]).touch()
     time.sleep(60)
@@ -229,6 +232,16 @@ def test_a_refusal_of_the_first_alone_reaches_those_that_wait_to_be_connected(tm
     assert f"error: Process 0 on {socket.gethostname()} (PID {first.pid}) has ended with an error" in said
 
 
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refusal_reaches_those_that_come_later(tmp_path, refusing):
+    """Tasks of one job do not start at the same moment."""
+    how = ("refuses at once", "comes late") if refusing == 0 else ("comes late", "refuses at once")
+    processes = early(tmp_path, *how)
+    said = [process.communicate(timeout=30)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], said
+    assert f"error: Process {refusing} on " in said[1 - refusing] and "of this process alone" in said[refusing]
+
+
 def test_a_fork_does_not_keep_the_connections_of_a_dead_process_open(tmp_path):
     """Workers that read data outlive their parent's kill by seconds, and longer where they are busy."""
     program = EARLY.replace("    pathlib.Path", "    if os.environ['RANK'] == '0' and os.fork() == 0:\n"
@@ -263,14 +276,14 @@ def test_a_first_machine_that_nobody_knows_is_named(host):
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "distance"), [("torch", 0), ("jax", 1)])
 def test_a_port_that_another_program_has_is_named(engine, distance, recipe):
-    [environment, _] = environments(2)
+    environment, other = environments(2)
     port = int(environment["MASTER_PORT"]) + distance
     with socket.socket() as taken:
         taken.bind(("", port))
         taken.listen()
-        fork = Fork(train, "fit", *recipe(engine=engine, trainer__strategy="ddp",
-                                          trainer__devices=2 if engine == "torch" else 1),
-                    **environment, LOCAL_RANK="0", NODE_RANK="0")
+        arguments = recipe(engine=engine, trainer__strategy="ddp", trainer__devices=2 if engine == "torch" else 1)
+        fork, _ = (Fork(train, "fit", *arguments, **own, LOCAL_RANK=own["RANK"], NODE_RANK="0")
+                   for own in (environment, other))
         said = fork.communicate()
     assert fork.returncode == 2 and "Traceback" not in said, said
     assert re.search(f"error: The processes of this run cannot meet at 127.0.0.1, port {port}: .*in use", said), said

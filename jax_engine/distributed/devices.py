@@ -1,5 +1,6 @@
 """The devices and processes of a run: their choice and start, and collective calls on the host."""
 
+import atexit
 import ctypes
 import os
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from jax_engine.distributed.interface import Parallel
@@ -22,7 +24,7 @@ from jax_engine.distributed.target import target
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.hardware import no_device
 from lmmods.core.machine import COMPILED, cache_folder
-from lmmods.core.peers import cannot_meet
+from lmmods.core.peers import Peers, cannot_meet
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -156,8 +158,19 @@ def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
                         "srun (docs/cluster.md).") from error
     except RuntimeError as error:
         raise cannot_meet(host or "the first machine", port, first_line(error)) from error
+    atexit.register(_part_after_failure)  # before what JAX has registered
     if jax.process_count() % num_nodes:
         raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
+
+
+def _part_after_failure() -> None:
+    """Where this process has failed, keep JAX from waiting five minutes for all of them to take leave together."""
+    if not Peers.end_alone():
+        return
+    state = distributed.global_state
+    for connected in (state.preemption_sync_manager, state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))  # the destructors would take leave, too
+    state.preemption_sync_manager = state.client = state.service = None
 
 
 def _check_free(host: str, port: int) -> None:

@@ -7,6 +7,7 @@ system finds out by keep-alive packets. Once all have met, a thread on each end 
 a process that is stopped is found out, too; one that is busy for long goes on saying it.
 """
 
+import atexit
 import hashlib
 import math
 import os
@@ -32,7 +33,8 @@ LOST = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75  # the same command 
 FAILED = 1  # another process has ended with an error
 # Seconds: in which processes that die are told of together; that a process whose own call has failed waits to hear
 # whether another one is lost; that one has to end by itself when another has failed.
-GATHERING, HEARING, ENDING = 0.3, 3.0, 10.0
+GATHERING, HEARING, ENDING = 0.3, 3.0, 5.0
+ARRIVING = 10.0  # seconds for which one that fails at once stays to tell those that have not reached the first one yet
 RETRYING = 0.1  # seconds between attempts to reach the first process, and between looks at processes started here
 KEEP_ALIVE = 30  # seconds after which the system finds that a connection is cut, until a recipe says otherwise
 BEATS = 8  # signs of life in the time in which there must be one
@@ -48,13 +50,14 @@ class MeetingPoint:
     """Where the processes of a run find the first one before any library has connected them.
 
     Args:
-        rank: Of this process.
+        rank, size: Of this process, and how many there are.
         host, port: Of the first process.
         token: What processes of this run say to each other, so that those of another one are told apart.
         launcher: PID of the process that has started this one and must outlive it, if that is known.
     """
 
     rank: int
+    size: int
     host: str
     port: int
     token: str
@@ -83,8 +86,8 @@ class MeetingPoint:
         launcher = value(LAUNCHER) if by_lightning and rank != "0" else None
         if "TORCHELASTIC_RUN_ID" in environment:
             launcher = os.getppid()
-        return cls(int(rank), host, int(port) + PORT_DISTANCE, hashlib.sha256(repr(run).encode()).hexdigest()[:32],
-                   int(launcher) if launcher else None)
+        token = hashlib.sha256(repr(run).encode()).hexdigest()[:32]
+        return cls(int(rank), int(size), host, int(port) + PORT_DISTANCE, token, int(launcher) if launcher else None)
 
 
 def _first_host(nodes: str) -> str:
@@ -161,7 +164,11 @@ class Peers:
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._ending = threading.Lock()
-        self._has_left, self._fails, self._is_connected = False, threading.Event(), threading.Event()
+        self._has_left = self._has_failed = self._others_take_leave = False
+        self._fails = threading.Event()
+        self._is_connected = threading.Event()  # to the first process, or this is the first and knows all others
+        self._num_others = 0  # where the environment tells
+        self._stays_until = -math.inf  # `time.monotonic`, for others to arrive
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         if hasattr(os, "register_at_fork"):
             _opened.add(self)
@@ -185,11 +192,14 @@ class Peers:
             return
         check_address(point.host, point.port - PORT_DISTANCE)
         self._rank, self._token, self._launched_by = point.rank, point.token, point.launcher
+        self._num_others = point.size - 1
         if point.rank == 0:
             self._listen(point.port)
         else:
             self._places = [(point.host, point.port)]
         self._thread.start()
+        if point.launcher is None:  # one that has started this process sees how it ends
+            atexit.register(self._tell_late_ones)
 
     def watch_started(self, processes: dict[int, Popen]) -> None:
         """Watch processes by rank that this one has just started, until they have connected: one that dies in its first
@@ -248,6 +258,20 @@ class Peers:
             raise
         self._leave("done")
 
+    @classmethod
+    def end_alone(cls) -> bool:
+        """At the end of the program: whether it has failed, so that the others do not take leave together with it.
+
+        The first process, on which the libraries of the others depend, waits here until these have ended: they know,
+        and take `ENDING` at most.
+        """
+        peers = cls._current
+        if peers is None or not peers._has_failed or peers._others_take_leave:
+            return False
+        if peers._rank == 0 and peers._thread.is_alive():
+            peers._thread.join(ENDING + HEARING)
+        return True
+
     @property
     def _is_watching(self) -> bool:
         return self._thread.is_alive() and not self._has_left
@@ -256,10 +280,17 @@ class Peers:
         with self._ending:
             if self._has_left:
                 return
-            self._has_left = True
+            if word == "failed" and self._num_others and self._launched_by is None:
+                self._stays_until = time.monotonic() + ARRIVING
+            self._has_failed, self._has_left = word == "failed", True
         self._fails.set()
         for connection in list(self._connections):
-            connection.send(word)
+            if connection.name or self._rank:  # the first one introduces itself before
+                connection.send(word)
+
+    def _tell_late_ones(self) -> None:
+        """At the end of the program, when all has been said: where it has failed, wait for others to hear of it."""
+        self._is_connected.wait(max(self._stays_until - time.monotonic(), 0))
 
     # Meeting ---------------------------------------------------------------------------------------------------------
 
@@ -279,6 +310,8 @@ class Peers:
                 connection = Connection(socket.create_connection(place, self._timeout or KEEP_ALIVE),
                                         self._timeout or KEEP_ALIVE)
                 connection.send(f"{self._token} {_name(self._rank)}")
+                if self._has_failed:
+                    connection.send("failed")
                 return self._add(connection)
 
     def _add(self, connection: Connection) -> None:
@@ -294,8 +327,9 @@ class Peers:
 
     def _watch(self) -> None:
         next_beat, next_attempt = 0.0, 0.0
-        while not self._has_left or self._connections:
-            if self._places and not self._connections and not self._has_left and time.monotonic() >= next_attempt:
+        while not self._has_left or self._connections or self._stays:
+            may_connect = self._places and not self._connections and (not self._has_left or self._stays)
+            if may_connect and time.monotonic() >= next_attempt:
                 self._connect()
                 next_attempt = time.monotonic() + RETRYING
             for key, _ in self._selector.select(self._patience(next_beat)):
@@ -318,6 +352,10 @@ class Peers:
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
+
+    @property
+    def _stays(self) -> bool:
+        return time.monotonic() < self._stays_until and not self._is_connected.is_set()
 
     def _patience(self, next_beat: float) -> float:
         """Seconds to wait for words of others."""
@@ -361,12 +399,13 @@ class Peers:
             elif word == ALIVE:
                 connection.is_alive = True
             elif word == "done":
+                self._others_take_leave = True
                 return self._remove(connection)
             elif word == "failed":
-                self._remove(connection)
+                connection.is_alive = False
                 self._wait_to_fail()
-                self._end(FAILED, UserError(f"Process {connection.name} has ended with an error, so this one ends, "
-                                            "too."))
+                return self._end(FAILED, UserError(f"Process {connection.name} has ended with an error, so this one "
+                                                   "ends, too."))
             else:
                 self._end(int(word))
         if words is None:
@@ -378,6 +417,10 @@ class Peers:
         self._known.add(name)
         if self._rank == 0:
             connection.send(f"{self._token} {_name(0)}")
+            if self._has_failed:
+                connection.send("failed")
+            if len(self._known) >= self._num_others:
+                self._is_connected.set()
         else:
             self._places = []
             self._is_connected.set()

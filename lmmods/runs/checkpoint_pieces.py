@@ -99,7 +99,7 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
         groups: The file and the name in it of an array by its path in the tree.
 
     Raises:
-        UserError: The disk failed.
+        UserError: The disk failed, here or for another process.
     """
     temporary = _temporary(folder)
     tree, arrays = split_pieces(content, library)
@@ -113,7 +113,7 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
             key = f"{name}|{number}"
             stored[key] = part
             told[key] = [name, list(array.shape), list(begin)]
-    with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
+    with saving(folder, temporary, sum(array.nbytes for array in arrays.values()), is_share=True):
         for group, (stored, told) in files.items():
             hidden = temporary / f".{shares.file(group)}"
             library.save(stored, hidden, {PIECES: json.dumps(told)})

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,21 +18,26 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 @contextmanager
-def saving(checkpoint: Path, temporary: Path, num_bytes: int) -> Iterator[None]:
+def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_share: bool = False) -> Iterator[None]:
     """While a checkpoint is written: where the disk fails, take away what is half written, and say so.
 
     Args:
         temporary: What it is called until it stands.
         num_bytes: Of its arrays.
+        is_share: Whether other processes write into the same folder.
 
     Raises:
-        UserError: The disk failed. The checkpoints before are as they were.
+        UserError: The disk failed, here or for another process that writes a part of it. The checkpoints before are as
+            they were.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         reason = disk_problem(error)
+        if is_share and reason is None and not temporary.exists():
+            raise UserError(f"{checkpoint} could not be saved: another process could not write its part of it, and "
+                            "says why.") from error
+        _take_away(temporary)
         if reason is None:
             raise
         before = checkpoint_names(checkpoint.parent)
@@ -41,6 +46,14 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int) -> Iterator[None]:
                   if before else "There is none before it: make room, then start again with --overwrite true.")
         raise UserError(f"{checkpoint} could not be saved: {reason}. It takes {num_bytes / 2**20:,.1f} MiB, and "
                         f"{free / 2**20:,.1f} MiB are free there. {stands}") from error
+
+
+def _take_away(folder: Path) -> None:
+    """All at once, so that processes which write into it find it whole or gone."""
+    dropped = folder.with_name(f"{folder.name}-dropped")  # goes with what killed writers leave, should this one be
+    with suppress(OSError):
+        os.replace(folder, dropped)
+    shutil.rmtree(dropped, ignore_errors=True)
 
 
 def disk_error_in(error: BaseException | None) -> UserError | None:

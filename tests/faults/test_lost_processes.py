@@ -1,14 +1,23 @@
-"""Processes are killed while they train; the others end with a message, and another number goes on."""
+"""Processes that are killed while they train, or fail alone, end the others with a message; another number goes on."""
 
+import contextlib
 import json
+import os
+import random
+import re
+import resource
 import signal
+import socket
 import time
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from lmmods.cli import main
 from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.folder import RunFolder
 from tests.faults.test_kills import killed_run
 from tests.forks import Fork, environments, train
 from tests.runs import TIMED, rows
@@ -50,3 +59,109 @@ def test_processes_are_killed_and_one_goes_on(engine, processes, lost, recipe, f
     weights, expected = (read_checkpoint(each.resolve("last"))["state_dict"] for each in (run, whole))
     assert all(np.abs(weights[name] - array).max() < 1e-4 for name, array in expected.items())
     assert json.loads(run.resumes.read_text())["step"] == 2
+
+
+def on_a_full_disk(*arguments: str) -> None:
+    """A command in a process whose files cannot grow beyond 30,000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+    jax.config.update("jax_enable_compilation_cache", False)  # whose files are larger
+    train(*arguments)
+
+
+def ended(forks: list[Fork]) -> list[str]:
+    """What processes say, of which the rest ends within ten seconds behind the first."""
+    while all(fork.poll() is None for fork in forks):
+        time.sleep(0.05)
+    began = time.monotonic()
+    said = [fork.communicate(30) for fork in forks]
+    assert time.monotonic() - began < 10, said
+    return said
+
+
+SHARDED = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"sharded_checkpoints": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_disk_that_is_full_for_one_ends_all(engine, full, recipe, tmp_path, capfd):
+    """At its part of step 10's checkpoint, long before the next one."""
+    run, common = RunFolder(tmp_path / "run"), {
+        "engine": engine, "trainer__max_steps": 30, "model__init_args__quantize": None, "model__init_args__lora": None,
+        "data__init_args__val_size": 0, "checkpoint": {"every_n_steps": 10, "keep_last": 9}}
+    alone = recipe("alone.yaml", **common)
+    assert main(["fit", *alone, "--stop_at", "2"]) == 0
+    two = ["fit", *recipe("two.yaml", **common, data__init_args__batch_size=2,
+                          trainer__strategy=SHARDED if engine == "torch" else "fsdp",
+                          trainer__devices=2 if engine == "torch" else 1), "--ckpt_path", "last"]
+    forks = [Fork(on_a_full_disk if rank == full else train, *two, **own, LOCAL_RANK=str(rank), NODE_RANK="0")
+             for rank, own in enumerate(environments(2))]
+    said = ended(forks)
+    assert "checkpoints/step=10 could not be saved: File too large. It takes 0." in said[full], said
+    assert [len(re.findall("^error: ", text, re.M)) for text in said] == [1, 1], said
+    assert not re.search("Traceback|stack trace", "".join(said)), said
+    assert re.search(rf"error: (Process {full} on .* has ended with an error|.*another process could not write)",
+                     said[1 - full]), said
+    assert forks[full].returncode == 2 and forks[1 - full].returncode in (1, 2), said
+    assert run.names() == ["step=2"] and rows(run)[-1]["step"] < 20
+    assert main(["fit", *alone, "--ckpt_path", "last", "--stop_at", "3"]) == 0
+    assert run.names() == ["step=2", "step=3"] and not list(run.checkpoints.glob(".step=*"))
+
+
+# Started by srun -------------------------------------------------------------------------------------------------
+
+
+def by_srun(processes: int) -> list[dict[str, str]]:
+    """What srun sets for each of so many tasks on one machine; ports follow from the number of the job."""
+    while True:
+        job = random.randrange(1_000, 9_900)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in (15_000 + job, 15_002 + job, 61_440 + job % 4096):  # torch's, ours, JAX's
+                held.enter_context(socket.socket()).bind(("", port))
+            break
+    common = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(processes), "SLURM_JOB_NAME": "sft",
+              "SLURM_STEP_NUM_TASKS": str(processes), "SLURM_NTASKS_PER_NODE": str(processes), "SLURM_NNODES": "1",
+              "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", **dict.fromkeys(
+                  ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"), "localhost")}
+    return [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(processes)]
+
+
+def from_folder(folder: str, *arguments: str) -> None:
+    os.chdir(folder)
+    train(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_file_that_the_first_of_srun_alone_does_not_see_ends_all(engine, recipe, instructions, tmp_path):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "rows.jsonl").write_bytes(Path(instructions).read_bytes())
+    arguments = recipe(engine=engine, data__init_args__source="rows.jsonl", trainer__strategy="ddp",
+                       trainer__devices=2 if engine == "torch" else 1)
+    forks = [Fork(from_folder, str(folder), "fit", *arguments, **own)
+             for folder, own in zip((elsewhere, here), by_srun(2), strict=True)]
+    said = ended(forks)
+    mistake = f"error: rows.jsonl: no such file or folder (working directory {elsewhere})\n"
+    assert forks[0].returncode == 2 and said[0].endswith(mistake) and "Traceback" not in "".join(said), said
+    if engine == "torch":  # before the processes know each other
+        assert forks[1].returncode == 1, said
+        assert said[1] == (f"error: Process 0 on {socket.gethostname()} (PID {forks[0].pid}) has ended with an error, "
+                           "so this one ends, too.\n")
+    else:
+        assert forks[1].returncode == 2 and said[1].endswith(mistake), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_run_folder_that_the_first_of_srun_refuses_ends_all(engine, recipe, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("of another run")
+    arguments = recipe(engine=engine, trainer__strategy="ddp", trainer__devices=2 if engine == "torch" else 1)
+    forks = [Fork(train, "fit", *arguments, **own) for own in by_srun(2)]
+    said = ended(forks)
+    assert [fork.returncode for fork in forks] == [2, 2] and "Traceback" not in "".join(said), said
+    assert all(text.endswith(f"error: {folder} holds config.yaml, which no run wrote, and a run needs this name. Move "
+                             "them, or choose another trainer.default_root_dir.\n") for text in said), said

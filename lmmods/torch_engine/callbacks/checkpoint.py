@@ -66,6 +66,12 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         path = self.path(trainer)
         return path == self._latest or path.is_dir()
 
+    def check(self, trainer: L.Trainer) -> None:
+        """Raise what went wrong with the latest checkpoint, if anything has by now; waits for nothing."""
+        writer = trainer.strategy.checkpoint_io.writer
+        if writer is not None:
+            writer.check()
+
     def wait(self, trainer: L.Trainer) -> None:
         """Return when the latest checkpoint stands; raises what went wrong. All processes must call this."""
         writer = trainer.strategy.checkpoint_io.writer

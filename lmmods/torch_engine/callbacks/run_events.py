@@ -62,6 +62,8 @@ class RunEvents(L.Callback):
             trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
         else:
             trainer.interruption.note_step(trainer.global_step)
+        if self._checkpoint is not None:
+            self._checkpoint.check(trainer)
         self._perform(self._events.after_batch(self._moment(trainer, module)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
