@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
+from lmmods.core.adapters import fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.core.recipes import as_yaml, read_recipe
@@ -108,13 +109,14 @@ def _merged(recipe: FinishedRun, kind: str, dtype: str):
     a merge after that is garbage.
     """
     import torch
-    from peft import PeftModel
 
     saved = recipe.saved_quantization()
     model = recipe.unpack() if saved else recipe.load(None)
     if kind == "dequantized" and recipe.quantize and not saved:
         copy_dequantized(recipe.load(recipe.quantize), model)
-    merged = PeftModel.from_pretrained(model, recipe.folder.model).merge_and_unload(safe_merge=True)
+    adapted = recipe.with_adapter(model)
+    with fitting_adapter(recipe.folder.model, recipe.option):  # an adapter with NaNs is refused here
+        merged = adapted.merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, dtype))
 
 
