@@ -9,6 +9,7 @@ from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.core.adapters import fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
+from lmmods.core.markdown import code, escaped, fenced
 from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.inside import fresh_folder
@@ -151,7 +152,7 @@ def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], i
 
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = as_yaml({"library_name": "transformers", **base_model})
-    return (f"---\n{header}---\n\n# {recipe.folder.root.name}, merged\n\nThe adapter of this run merged into `"
-            f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n\n"
+    return (f"---\n{header}---\n\n# {escaped(recipe.folder.root.name)}, merged\n\nThe adapter of this run merged into "
+            f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base))}\n\n"
             + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)
             + "\n")
