@@ -1,5 +1,6 @@
 """The card of every task: its own words load the model, and the hub's reader understands its metadata."""
 
+import html
 import json
 import re
 import shutil
@@ -67,6 +68,32 @@ def test_a_chat_is_shown_as_it_was_trained(run):
     assert "[{'role': 'system', 'content': 'Be kind.'}, {'role': 'user', 'content': 'Hello!'}]" in card
     assert "return_tensors=\"pt\", **{'enable_thinking': False})" in card
     assert "apply_chat_template" not in model_card(folder, None, False, "AutoModelForCausalLM")
+
+
+NASTY = ("<script>alert(1)</script>\n```\n<script>\n````\n# Mine\r\r</code></pre><script>\r[x]](javascript:alert(1)) "
+         "`a`` <img src=x onerror=alert(1)> \u2028<script>")
+
+
+def rendered(markdown: str) -> tuple[list[str], list[str]]:
+    """Tags of a page and texts of its blocks of code, by a reader of Markdown that passes HTML on."""
+    page = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
+    return re.findall(r"<(\w+)", page), [html.unescape(text) for text in re.findall(
+        r"<pre><code.*?>(.*?)</code></pre>", page, re.DOTALL)]
+
+
+def test_nothing_that_a_run_says_is_markup(run):
+    data = {"init_args": {"system_prompt": NASTY, "source": NASTY}}
+    metrics = {"val/loss": 1.0, f"eval/{NASTY}": 2.0}
+    model = {"class_path": "Preference", "init_args": {"loss": NASTY}}
+    plain, folder = run({"val/loss": 1.0}, data={}, model={"class_path": "Preference"}), None
+    tags, _ = rendered(model_card(plain, "base", True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
+    folder = run(metrics, data=data, samples={"prompts": [NASTY]}, model=model)
+    source = REPORT["sources"]["someone/rows"]
+    write_json(folder.data_report, {**REPORT, "sources": {NASTY.replace("/", "|"): source}})
+    found, blocks = rendered(model_card(folder, NASTY, True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
+    assert set(found) == set(tags) and found.count("h1") == 1 and found.count("h2") == tags.count("h2")
+    assert found.count("pre") == tags.count("pre") == len(blocks)
+    assert repr(NASTY) in blocks[0] and yaml.safe_load(blocks[-1])["samples"] == {"prompts": [NASTY]}
 
 
 def test_a_card_says_the_method_of_preferences(run):

@@ -3,8 +3,10 @@
 import csv
 import json
 import random
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def block(**changes) -> dict:
 
 
 def samples(folder: RunFolder) -> list[dict]:
-    return [json.loads(line) for line in folder.samples.read_text().splitlines()]
+    return [json.loads(line) for line in folder.samples.read_text().split("\n")[:-1]]
 
 
 def metrics(folder: RunFolder) -> list[dict[str, str]]:
@@ -296,6 +298,21 @@ def test_wandb_gets_tables_and_tensorboard_texts(recipe, folder, engine, tmp_pat
     events.Reload()
     texts = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/text_summary")}
     assert list(texts) == [0, 2, 4, 6] and all(f"    {prompt}" in texts[6] for prompt in PROMPTS)
+
+
+def test_a_sample_on_tensorboard_is_text(tmp_path):
+    """No line of a prompt leaves its block, by TensorBoard's own reader; the file keeps what was asked."""
+    render = pytest.importorskip("tensorboard.plugin_util").markdown_to_safe_html
+    prompt = "<b>a</b>\n```\r# mine\r\r<b>b</b>\r[x](javascript:y) [z](http://z)\u2028\r\n`c`\x0c<i>d</i>\n\n* e"
+    writer, kept = SampleWriter([prompt], compare_base=False), []
+    writer.begin(RunFolder(tmp_path / "run"), None)
+    logger = SimpleNamespace(experiment=SimpleNamespace(add_text=lambda _, text, __: kept.append(text)))
+    writer.write(1, [prompt], [logger])
+    page = render(kept[0])
+    assert re.sub(r"<pre><code>.*?</code></pre>", "", page, flags=re.DOTALL).split() == [
+        "<p>prompt:</p>", "<p>output:</p>"]
+    assert set(re.findall(r"<(\w+)", page)) == {"p", "pre", "code"}
+    assert samples(RunFolder(tmp_path / "run"))[0]["prompt"] == prompt
 
 
 # Both engines, several devices ---------------------------------------------------------------------------------------

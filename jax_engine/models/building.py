@@ -18,7 +18,7 @@ from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
 from jax_engine.models.quantizing import Sharers
 from lmmods.core import hf_config
-from lmmods.core.adapters import quantised_in_full, tokens_to_train
+from lmmods.core.adapters import does_not_fit, quantised_in_full, tokens_to_train
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
@@ -71,12 +71,18 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
         return network, outline(network, stored, precision, *codes) if abstract else params, {}
-    settings = fields.lora or adapters.adapter_settings(fields.adapter)
-    if not fields.lora and not fields.adapter_drops:
-        settings = dataclasses.replace(settings, dropout=0.0)
-    rows = (adapters.rows_beside(network, settings, tokens_to_train(data, num_rows)) if fields.lora
-            else adapters.adapter_rows(network, settings, fields.adapter))
-    network = hub.network(network.config, head, lora=settings, rows=rows, **options)
+    if fields.lora:
+        rows = adapters.rows_beside(network, fields.lora, tokens_to_train(data, num_rows))
+        network = hub.network(network.config, head, lora=fields.lora, rows=rows, **options)
+    else:
+        settings = adapters.adapter_settings(fields.adapter)
+        if not fields.adapter_drops:
+            settings = dataclasses.replace(settings, dropout=0.0)
+        rows = adapters.adapter_rows(network, settings, fields.adapter)
+        try:
+            network = hub.network(network.config, head, lora=settings, rows=rows, **options)
+        except UserError as error:  # which names a key that the recipe does not have
+            raise does_not_fit(fields.adapter, error) from error
     if abstract:
         params = outline(network, stored, precision, *codes)
         return network, params, unflatten({path: leaf for path, leaf in flatten(params).items()

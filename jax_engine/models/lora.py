@@ -17,11 +17,17 @@ from jax_engine.models.quant import Quantized
 from lmmods.core.adapters import (
     ANSWER_HEADS,
     SETTINGS,
+    WEIGHTS,
     adapted_layers,
     adapted_parameters,
     adapter_config,
+    adapter_weights,
     check_rows,
+    does_not_fit,
+    fitting_adapter,
+    left_over,
     modules_in_full,
+    no_numbers,
     saved_name,
     token_indices,
     trained_rows,
@@ -31,7 +37,6 @@ from lmmods.core.errors import UserError
 from lmmods.core.initialization import row_norms
 from lmmods.core.settings import LoRA
 
-WEIGHTS = "adapter_model.safetensors"
 TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
 # What an adapter made elsewhere may have beyond these settings, and the value with which it changes nothing.
 NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
@@ -180,16 +185,22 @@ def adapter_settings(folder: str | Path) -> LoRA:
     for name, neutral in NEUTRAL.items():
         if found.get(name, neutral) not in (neutral, None, []):  # PEFT writes an empty list of experts' parameters
             raise _unsupported(folder, name, found[name])
-    targets = found["target_modules"]
+    targets = found.get("target_modules")
+    if targets is None and not found.get("target_parameters"):
+        raise _unsupported(folder, "target_modules", None)  # which PEFT chooses by the type of the model
+    targets = targets or []
     if isinstance(targets, str) and targets != "all-linear":
         raise UserError(f"model.adapter: {folder}/{SETTINGS} has a pattern as target_modules, {targets!r}; the JAX "
                         "engine takes lists of names. Use engine: torch.")
     # For qa PEFT notes one name of the head whatever the model's is; the head trains in full anyway.
     to_save = [name for name in found.get("modules_to_save") or [] if name not in ANSWER_HEADS]
-    return LoRA(rank=found["r"], alpha=found["lora_alpha"], dropout=found.get("lora_dropout", 0.0), targets=targets,
-                target_parameters=found.get("target_parameters") or None,
-                modules_to_save=to_save or None, dora=found.get("use_dora", False),
-                rslora=found.get("use_rslora", False))
+    try:
+        return LoRA(rank=found.get("r", 8), alpha=found.get("lora_alpha", 8), dropout=found.get("lora_dropout", 0.0),
+                    targets=targets, target_parameters=found.get("target_parameters") or None,
+                    modules_to_save=to_save or None, dora=found.get("use_dora", False),
+                    rslora=found.get("use_rslora", False))
+    except UserError as error:  # which names a key that the recipe does not have
+        raise does_not_fit(folder, error) from error
 
 
 def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, list[int]]:
@@ -222,18 +233,22 @@ def load_adapter(network: Network, folder: str | Path) -> Tree:
     Raises:
         UserError: Weights that are missing, left over or of another shape.
     """
-    file = Path(folder) / WEIGHTS
-    if not file.is_file():
-        raise UserError(f"model.adapter: {folder} holds no {WEIGHTS}.")
-    tensors = load_file(file)
+    file = adapter_weights(folder)
+    if file.name != WEIGHTS:
+        raise UserError(f"model.adapter: {folder} holds no {WEIGHTS}, and the JAX engine does not read {file.name}. "
+                        "Use engine: torch.")
+    with fitting_adapter(folder):
+        tensors = load_file(file)
     wanted = {saved_name(name): (name, network.shape(path)) for name, path, _ in network.names()
               if network.trains(path)}
     wrong = [f"{name} {tensors[name].shape} (wanted {shape})" for name, (_, shape) in wanted.items()
              if name in tensors and tensors[name].shape != shape]
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra or wrong:
-        raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model. "
-                        f"Missing: {missing[:5] or 'nothing'}. Not expected: {extra[:5] + wrong[:5] or 'nothing'}.")
+        raise does_not_fit(folder, left_over(missing, [*extra, *wrong]))
+    for name, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise does_not_fit(folder, no_numbers(name))
     return network.from_torch({wanted[name][0]: value for name, value in tensors.items()})
 
 

@@ -12,9 +12,10 @@ from lmmods.commands.argument_parser import Parser
 from lmmods.commands.exported_model import model_block
 from lmmods.commands.trust import check_remote_code, guarded_imports, is_trusted
 from lmmods.core import hub
-from lmmods.core.adapters import SETTINGS
+from lmmods.core.adapters import SETTINGS, adapter_config
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
+from lmmods.core.files import read_text
 from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLING
 from lmmods.core.recipes import read_recipe
 from lmmods.core.settings import Generation
@@ -151,7 +152,7 @@ def _connect(data: Any, model: CausalFields) -> None:
 
 def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
     """What model/ is made of."""
-    if (folder.model / SETTINGS).is_file():
+    if (folder.model / SETTINGS).exists():
         return replace(model, lora=None, adapter=str(folder.model))
     if not (folder.model / "config.json").is_file():
         raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished."
@@ -184,7 +185,7 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
     if (Path(name) / "config.yaml").is_file() and (Path(name) / "checkpoints").is_dir():
         raise UserError(f"--model {name} is a run folder: --run {name}")
     adapter = _file_of(name, SETTINGS)
-    base = _fields_of(name, SETTINGS).get("base_model_name_or_path")
+    base = adapter_config(adapter.parent, f"--model {name}").get("base_model_name_or_path") if adapter else None
     if adapter and not base:
         raise UserError(f"--model {name}: {SETTINGS} does not say what the adapter's base model is.")
     model = CausalFields(pretrained=base or name, adapter=name if adapter else None,
@@ -240,7 +241,7 @@ def _file_of(name: str, file: str) -> Path | None:
         UserError: The hub does not answer.
     """
     if Path(name).is_dir():
-        return Path(name) / file if (Path(name) / file).is_file() else None
+        return Path(name) / file if (Path(name) / file).exists() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -255,8 +256,8 @@ def _fields_of(name: str, file: str) -> dict[str, Any]:
     """What a JSON file of a model says, nothing where it has none. Raises UserError: it cannot be read."""
     path = _file_of(name, file)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path else {}
-    except (OSError, ValueError, TypeError) as error:
+        return dict(json.loads(read_text(path))) if path else {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"--model {name}: {path} cannot be read ({error}). Mend or remove it.") from error
 
 

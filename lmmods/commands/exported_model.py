@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmmods.commands.trust import check_remote_code
+from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import read_recipe
 from lmmods.runs.folder import RunFolder
@@ -34,9 +35,12 @@ class FinishedRun:
         folder = RunFolder(run)
         if not folder.config.is_file():
             raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
-        has_adapter = (folder.model / "adapter_config.json").is_file()
+        has_adapter = (folder.model / SETTINGS).exists()
         if not has_adapter and not (folder.model / "config.json").is_file():
             raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished.")
+        if has_adapter:
+            adapter_config(folder.model, f"--run {run}")
+            adapter_weights(folder.model, f"--run {run}")
         model = model_block(run, command)
         options = model["init_args"]
         check_remote_code(options)
@@ -70,15 +74,15 @@ class FinishedRun:
         return (model if device is None or quantize or self.saved_quantization() else model.to(device)).eval()
 
     def with_adapter(self, base):
-        """The base with the run's adapter on it, if it has one."""
-        from peft import PeftModel
+        """The base with the run's adapter on it, if it has one. Raises UserError: it does not fit."""
+        from lmmods.torch_engine.nn.lora import load_adapter
 
-        from lmmods.torch_engine.nn.packed_experts import stand_ins
+        return load_adapter(base, self.folder.model, self.option).eval() if self.has_adapter else base
 
-        if not self.has_adapter:
-            return base
-        with stand_ins(base):
-            return PeftModel.from_pretrained(base, self.folder.model).eval()
+    @property
+    def option(self) -> str:
+        """What has led to the run."""
+        return f"--run {self.folder.root}"
 
     def saved_quantization(self) -> str | None:
         """How the base itself is saved, if it is not read into plain numbers."""

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
+from lmmods.core.adapters import fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
+from lmmods.core.markdown import code, escaped, fenced
 from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.inside import fresh_folder
@@ -108,13 +110,14 @@ def _merged(recipe: FinishedRun, kind: str, dtype: str):
     a merge after that is garbage.
     """
     import torch
-    from peft import PeftModel
 
     saved = recipe.saved_quantization()
     model = recipe.unpack() if saved else recipe.load(None)
     if kind == "dequantized" and recipe.quantize and not saved:
         copy_dequantized(recipe.load(recipe.quantize), model)
-    merged = PeftModel.from_pretrained(model, recipe.folder.model).merge_and_unload(safe_merge=True)
+    adapted = recipe.with_adapter(model)
+    with fitting_adapter(recipe.folder.model, recipe.option):  # an adapter with NaNs is refused here
+        merged = adapted.merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, dtype))
 
 
@@ -149,7 +152,7 @@ def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], i
 
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = as_yaml({"library_name": "transformers", **base_model})
-    return (f"---\n{header}---\n\n# {recipe.folder.root.name}, merged\n\nThe adapter of this run merged into `"
-            f"{recipe.pretrained}` ({base} weights).\n\n```\n{_table(report, base)}\n```\n\n"
+    return (f"---\n{header}---\n\n# {escaped(recipe.folder.root.name)}, merged\n\nThe adapter of this run merged into "
+            f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base))}\n\n"
             + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)
             + "\n")

@@ -1,16 +1,23 @@
 """LoRA adapters on both engines: which modules carry one, which train in full beside it, and what a folder holds."""
 
 import json
+import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lmmods.core.console import say
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, first_line
+from lmmods.core.files import read_text
+from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.settings import LoRA
+from lmmods.core.weights_files import UNREADABLE, check_file
 
 SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+KEY = "model.adapter"  # which leads to an adapter, where no command has an option for it
 # Names of the layer that gives the logits of answer spans; it is new to a model and trains in full beside an adapter.
 ANSWER_HEADS = ("qa_outputs", "classifier")
 # Layers of a type of model that PEFT (0.21) takes for its experts, which have had these names.
@@ -136,13 +143,126 @@ def saved_name(name: str) -> str:
     return re.sub(r"\.(lora_\w+|trainable_tokens_delta)\.default\b", r".\1", name)
 
 
-def adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Settings in a PEFT folder. Raises UserError where there are none."""
+# Reading a PEFT folder, which may be anybody's --------------------------------------------------------------------
+
+MAX_RANK, MAX_NUMBER, MAX_SETTINGS = 2**16, 1e30, 2**24  # the last in bytes
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_NUMBER
+
+
+def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(of, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_NAMES = ("a list of names or null", lambda value: value is None or _is_list(value, _is_text))
+_TEXT = ("a text or null", lambda value: value is None or _is_text(value))
+_PATTERN = ("a pattern, a list of names or null", lambda value: _TEXT[1](value) or _NAMES[1](value))
+_FLAG = ("true or false", _is_bool)
+# Settings of LoRA that are used here or by PEFT as what they should be, unchecked.
+_LORA = {
+    "r": (f"a whole number from 1 to {MAX_RANK}", _is_rank),
+    "lora_alpha": ("a number", _is_number),
+    "lora_dropout": ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    "target_modules": _PATTERN, "exclude_modules": _PATTERN, "layers_pattern": _PATTERN,
+    "modules_to_save": _NAMES, "target_parameters": _NAMES,
+    "bias": ("none, all or lora_only", lambda value: value in ("none", "all", "lora_only")),
+    "use_dora": _FLAG, "use_rslora": _FLAG, "fan_in_fan_out": _FLAG, "lora_bias": _FLAG,
+    "rank_pattern": ("ranks by name", lambda value: isinstance(value, dict) and all(map(_is_rank, value.values()))),
+    "alpha_pattern": ("numbers by name",
+                      lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
+    "layers_to_transform": ("a number of a layer, a list of them or null",
+                            lambda value: value is None or _is_id(value) or _is_list(value, _is_id)),
+    "trainable_token_indices": ("a list of token ids, such lists by name, or null", lambda value: value is None or all(
+        _is_list(ids, _is_id) for ids in (value.values() if isinstance(value, dict) else [value]))),
+}
+_ANY_KIND = {"peft_type": ("a text", _is_text), "base_model_name_or_path": _TEXT, "revision": _TEXT,
+             "task_type": _TEXT, "inference_mode": _FLAG}
+
+
+def adapter_config(folder: str | Path, key: str = KEY) -> dict[str, Any]:
+    """Settings in a PEFT folder, of the types that PEFT gives them.
+
+    Args:
+        key: Key or option that has led to the folder.
+
+    Raises:
+        UserError: There are none, they cannot be read, or one has a value that it cannot have.
+    """
+    path = Path(folder) / SETTINGS
     try:
-        return json.loads((Path(folder) / SETTINGS).read_text())
+        found = json.loads(read_text(path, MAX_SETTINGS))
     except FileNotFoundError as error:
-        raise UserError(f"model.adapter: {folder} holds no {SETTINGS}. Name a folder written by PEFT's "
+        raise UserError(f"{key}: {folder} holds no {SETTINGS}. Name a folder written by PEFT's "
                         "save_pretrained, for example runs/NAME/model.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{key}: {path} cannot be read ({error}). Fetch or save the adapter again.") from error
+    if not isinstance(found, dict) or "peft_type" not in found:
+        raise UserError(f"{key}: {path} does not say its peft_type, so PEFT has not written it. Fetch or save the "
+                        "adapter again.")
+    for name, (kind, fits) in {**_ANY_KIND, **(_LORA if found["peft_type"] == "LORA" else {})}.items():
+        if name in found and not fits(found[name]):
+            shown = repr(found[name])
+            raise UserError(f"{key}: {path} has {name}: {shown if len(shown) <= 60 else f'{shown[:60]}…'}, which must "
+                            f"be {kind}. Mend it, or fetch or save the adapter again.")
+    return found
+
+
+def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
+    """The file of an adapter's weights that PEFT reads. Raises UserError: there is none, or it is none at first sight.
+    """
+    for name in (WEIGHTS, "adapter_model.bin"):
+        if os.path.lexists(path := Path(folder) / name):
+            check_file(key, path)
+            return path
+    raise UserError(f"{key}: {folder} holds no {WEIGHTS}. Fetch or save the adapter again.")
+
+
+def does_not_fit(folder: str | Path, reason: object, key: str = KEY) -> UserError:
+    """What to raise for an adapter that no network can be made with."""
+    return UserError(f"{key}: the adapter in {folder} does not fit the base model: {reason}")
+
+
+def left_over(missing: Iterable[str], extra: Iterable[str]) -> str:
+    """Why an adapter does not fit: names of weights that its file lacks, and of those that the model has no place for.
+    """
+    missing, extra = sorted(missing)[:5], sorted(extra)[:5]
+    return f"Missing: {', '.join(missing) or 'nothing'}. Not expected: {', '.join(extra) or 'nothing'}."
+
+
+def no_numbers(name: str) -> str:
+    """Why an adapter is refused where a weight of it is infinite or not a number."""
+    return f"{name} holds values that are no numbers."
+
+
+@contextmanager
+def fitting_adapter(folder: str | Path, key: str = KEY) -> Iterator[None]:
+    """While PEFT or safetensors take up an adapter. Raises UserError where they refuse it, in whatever way."""
+    try:
+        yield
+    except (*UNREADABLE, ArithmeticError, AssertionError, ImportError, LookupError, re.error) as error:
+        if is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+        plain = isinstance(error, OSError | ValueError | RuntimeError)
+        raise does_not_fit(folder, reason if plain else f"{type(error).__name__}: {reason}", key) from error
 
 
 def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[str], note: str = "",

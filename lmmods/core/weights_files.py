@@ -39,11 +39,16 @@ def check_weights(pretrained: str) -> None:
     """Raise UserError for files that are not weights at all, for which libraries have unhelpful messages."""
     folder = Path(pretrained)
     for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
-        with open(file, "rb") as opened:
-            start = opened.read(len(POINTER))
-        if start == POINTER:
-            raise UserError(f"model.pretrained: {file} is a pointer of Git LFS, not the weights: run git lfs pull in "
-                            "its folder.")
-        if not start or file.suffix == ".bin" and not start.startswith(TORCH_FILES):
-            raise UserError(f"model.pretrained: {file} is {'empty' if not start else 'no file of torch'}: fetch it "
-                            "again.")
+        check_file("model.pretrained", file)
+
+
+def check_file(key: str, file: Path) -> None:
+    """`check_weights` of one file that `key` has led to."""
+    if not file.is_file():
+        raise UserError(f"{key}: {file} is no regular file: fetch it again.")
+    with open(file, "rb") as opened:
+        start = opened.read(len(POINTER))
+    if start == POINTER:
+        raise UserError(f"{key}: {file} is a pointer of Git LFS, not the weights: run git lfs pull in its folder.")
+    if not start or file.suffix == ".bin" and not start.startswith(TORCH_FILES):
+        raise UserError(f"{key}: {file} is {'empty' if not start else 'no file of torch'}: fetch it again.")

@@ -5,6 +5,7 @@ from typing import Any
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
+from lmmods.core.markdown import indented
 from lmmods.core.settings import Generation, require
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples
@@ -104,8 +105,8 @@ def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
 
 def _markdown(row: dict[str, Any]) -> str:
     """A row with its texts as code blocks, in which nothing is interpreted as markup."""
-    return "\n\n".join(f"{name}:\n\n" + "\n".join(f"    {line}" for line in row[name].split("\n"))
-                       for name in ("prompt", "base", "output") if row[name] is not None)
+    return "\n\n".join(f"{name}:\n\n{indented(row[name])}" for name in ("prompt", "base", "output")
+                       if row[name] is not None)
 
 
 def _short(text: str, width: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lmmods.core.markdown import code, escaped, fenced
 from lmmods.core.recipes import Loader, as_yaml
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.report import render_table
@@ -38,7 +39,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     shown_base = base and shown_path(base, folder.root)
     parts = [
         f"---\n{as_yaml(header)}---",
-        f"# {folder.root.name}",
+        f"# {escaped(folder.root.name)}",
         _origin(shown_base, is_adapter) + _method(recipe),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
     ]
@@ -46,9 +47,9 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         parts.append("## Metrics\n\n" + _table(metrics))
     if folder.metrics_csv.exists():
         parts.append("![Training and validation loss](loss.png)")
-    parts.append(f"## Data\n\n```text\n{render_table(shown_paths(report, folder.root))}\n```")
+    parts.append("## Data\n\n" + fenced(render_table(shown_paths(report, folder.root)), "text"))
     if recipe:
-        parts.append(f"## Recipe\n\n```yaml\n{as_yaml(shown_paths(redacted(recipe), folder.root)).strip()}\n```")
+        parts.append("## Recipe\n\n" + fenced(as_yaml(shown_paths(redacted(recipe), folder.root)).strip(), "yaml"))
     return redact("\n\n".join(parts) + "\n")
 
 
@@ -74,7 +75,7 @@ def _header(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter
 def _origin(base: str | None, is_adapter: bool) -> str:
     if not base:
         return "Trained from scratch."
-    return f"{'An adapter for' if is_adapter else 'Fine-tuned from'} `{base}`."
+    return f"{'An adapter for' if is_adapter else 'Fine-tuned from'} {code(base)}."
 
 
 def _preference(recipe: dict) -> dict | None:
@@ -96,7 +97,8 @@ def _method(recipe: dict) -> str:
     options = _preference(recipe)
     if options is None:
         return ""
-    return (f" Trained on preferences: loss `{options.get('loss', 'sigmoid')}`, beta {options.get('beta', 0.1)}"
+    loss = code(str(options.get("loss", "sigmoid")))
+    return (f" Trained on preferences: loss {loss}, beta {options.get('beta', 0.1)}"
             + (f", sft_weight {options['sft_weight']}" if options.get("sft_weight") else "") + ".")
 
 
@@ -145,12 +147,13 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) 
     else:
         options = recipe.get("model", {}).get("init_args", {})
         chosen = "".join(f", {key}={options[key]!r}" for key in ("revision", "trust_remote_code") if options.get(key))
-        lines = ["from peft import PeftModel", *lines, f'base = {auto_class}.from_pretrained("{base}"{chosen})',
+        quoted = json.dumps(base, ensure_ascii=False)
+        lines = ["from peft import PeftModel", *lines, f"base = {auto_class}.from_pretrained({quoted}{chosen})",
                  "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
                  "    base.resize_token_embeddings(len(tokenizer))",
                  *(["base.generation_config = GenerationConfig.from_pretrained(name)"] if generates else []),
                  "model = PeftModel.from_pretrained(base, name)"]
-    return "## Load\n\n```python\n" + "\n".join([*lines, *(_how_to_ask(recipe) if is_chat else [])]) + "\n```"
+    return "## Load\n\n" + fenced("\n".join([*lines, *(_how_to_ask(recipe) if is_chat else [])]), "python")
 
 
 def _how_to_ask(recipe: dict) -> list[str]:
@@ -168,6 +171,7 @@ def _how_to_ask(recipe: dict) -> list[str]:
 
 
 def _table(values: dict) -> str:
-    rows = [f"| {name} | {value:.6g} |" if isinstance(value, float) else f"| {name} | {value} |"
+    rows = [f"| {escaped(name)} | {value:.6g} |" if isinstance(value, float) else
+            f"| {escaped(name)} | {escaped(str(value))} |"
             for name, value in values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])

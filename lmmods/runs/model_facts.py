@@ -34,7 +34,9 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
             return {}
         folder, facts["commit"] = config.parent, config.parent.name
     elif weights:
-        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        # who loads it refuses a pipe, which this would wait for
+        files = [path for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+                 if path.is_file()]
         facts["weights"] = fingerprints.joined(fingerprints.sampled_file(path) for path in files)
     if (folder / file).is_file():
         facts["config"] = _configuration(folder / file)

@@ -407,3 +407,28 @@ def test_a_run_on_a_big_disk(recipe, run, tmp_path, engine, capfd):
     assert "checkpoints is a link to" in capfd.readouterr().err and tree(tmp_path / "disk") == before
     assert main(["fit", *arguments, "--overwrite", "true"]) == 0
     assert run.names() == ["step=2"]
+
+
+def test_pipes_of_a_stranger_are_read_by_nobody(finished, recipe, capfd):
+    """`verify` of a manifest.json, and resume with a list, that are named pipes, for which a reader would wait."""
+    run = finished("run", **PLAIN)
+    arguments = recipe(**{**PLAIN, "trainer__max_steps": 4})
+    for path, words in ((run.manifest, ["verify", str(run.root)]),
+                        (run.root / LIST, ["fit", *arguments, "--ckpt_path", "last"])):
+        kept = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        capfd.readouterr()
+        assert main(words) == 2
+        said = capfd.readouterr().err
+        assert said.startswith("error: ") and f"{path} is damaged" in said, said
+        path.unlink()
+        path.write_bytes(kept)
+
+
+def test_the_temporary_folder_of_merge_is_no_way_out(finished, thesis, tmp_path):
+    run = finished("run", **PLAIN)
+    (tmp_path / ".merged").symlink_to(thesis)
+    before = tree(thesis)
+    assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "merged")]) == 0
+    assert tree(thesis) == before and not (tmp_path / "merged").is_symlink()

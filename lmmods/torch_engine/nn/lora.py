@@ -1,5 +1,10 @@
 """LoRA adapters on a network, through PEFT: new ones, and those of a folder."""
 
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,16 +12,24 @@ from torch import nn
 
 from lmmods.core.adapters import (
     ANSWER_HEADS,
+    KEY,
     adapted_layers,
     adapted_parameters,
+    adapter_config,
+    adapter_weights,
     check_rows,
+    does_not_fit,
+    fitting_adapter,
+    left_over,
     modules_in_full,
+    no_numbers,
     quantised_in_full,
+    saved_name,
     token_indices,
     trained_rows,
 )
 from lmmods.core.console import say
-from lmmods.core.errors import UserError, first_line
+from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.torch import has_values
@@ -89,10 +102,29 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
     """
-    from peft import PeftConfig, PeftModel, get_peft_model
-
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
-    try:
+    return _cast_trainable(load_adapter(model, folder, drops=drops, trains=True), dtype)
+
+
+def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bool = True, trains: bool = False
+                 ) -> nn.Module:
+    """Wrap `model` with the adapter in `folder`; on the meta device without reading its weights.
+
+    Args:
+        key: Key or option that has led to the folder.
+        drops: Whether it keeps its own dropout.
+        trains: Whether it goes on; it is then of the type of the base's numbers, not of float32 at least.
+
+    Raises:
+        UserError: The folder holds no adapter, or one that does not fit the model.
+    """
+    from peft import PeftConfig, PeftModel, PeftType, get_peft_model
+
+    kind = adapter_config(folder, key)["peft_type"]
+    if kind not in PeftType.__members__:
+        raise does_not_fit(folder, f"PEFT has no adapters of peft_type {kind}.", key)
+    adapter_weights(folder, key)
+    with fitting_adapter(folder, key):
         config = PeftConfig.from_pretrained(folder)
         if not _is_plain(config) and fill(model):
             say(f"Base: each process reads all of it, which the adapter in {folder} may need.")
@@ -101,14 +133,35 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
         with stand_ins(model):
             if not has_values(torch.empty(0)):
                 config.inference_mode = False
-                wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-            else:
-                wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, config=config,
-                                                    autocast_adapter_dtype=False)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"model.adapter: the adapter in {folder} does not fit the base model: "
-                        f"{first_line(error)}") from error
-    return _cast_trainable(wrapped, dtype)
+                return get_peft_model(model, config, autocast_adapter_dtype=False)
+            with _all_loaded(model, folder, key):
+                wrapped = PeftModel.from_pretrained(model, folder, is_trainable=trains, config=config,
+                                                    autocast_adapter_dtype=not trains)
+    for name, parameter in wrapped.named_parameters():
+        if ".default" in name and not parameter.isfinite().all():
+            raise does_not_fit(folder, no_numbers(saved_name(name)), key)
+    return wrapped
+
+
+@contextmanager
+def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None]:
+    """UserError where PEFT has loaded part of an adapter: it goes on without, and draws at random what is missing."""
+    missing, extra = [], []
+
+    def note(_: nn.Module, found: Any) -> None:
+        missing.extend(name for name in found.missing_keys
+                       if re.search(r"\.lora_\w+\.default\b|\.modules_to_save\.default\.", name))
+        extra.extend(found.unexpected_keys)
+
+    handle = model.register_load_state_dict_post_hook(note)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error here
+            yield
+    finally:
+        handle.remove()
+    if missing or extra:
+        raise does_not_fit(folder, left_over(map(saved_name, missing), map(saved_name, extra)), key)
 
 
 def _is_plain(config: Any) -> bool:
