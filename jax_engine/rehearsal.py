@@ -15,6 +15,7 @@ from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.events import Events
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
+from lmmods.runs.progress import Cut
 from lmmods.runs.step_metrics import StepMetrics
 
 
@@ -43,8 +44,9 @@ def rehearse(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[
     if run.schedule.num_val_batches:
         evaluation.evaluate("val", limit=1, keep=False)
     run.schedule = run.schedule.without_validation()
+    cut = Cut(run.data.batch_size, accumulate, run.parallel.data_parallel_size)
     loop = Loop(run, accumulate, Events(None, samples, mmlu, publish, may_stop_early=False), evaluation,
-                Checkpointer(run, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
+                Checkpointer(run, cut, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
                 Interruption(saves=False))
     loop.train(loader, resumed=False)
     run.bar.close()

@@ -68,7 +68,7 @@ def test_a_recipe_is_found_by_name_behind_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("clm", "configs/clm.yaml"):
         assert main(["inspect", "--config", name]) == 2
-        assert "data.source is demo/corpus/train.txt, a file of the demo" in (said := capsys.readouterr().err), said
+        assert "data.tokenizer is demo/llama, a file of the demo" in (said := capsys.readouterr().err), said
     assert main(["recipes", "--show", "clm"]) == 0
     assert capsys.readouterr().out == (ROOT / "configs/clm.yaml").read_text()
     (tmp_path / "clm").write_text("data: 1")

@@ -361,7 +361,7 @@ def noisy_questions(monkeypatch):
     ("torch", None, {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "trainer__accumulate_grad_batches": 3}),
     pytest.param("jax", 1, {"model__init_args__lora": {"rank": 4, "dropout": 0.2},
                             "trainer__accumulate_grad_batches": 3}, marks=pytest.mark.slow),
-], ids=["qlora-by-steps", "qlora-inside-windows", "jax"])
+], ids=["qlora-by-steps", "qlora-by-validations", "jax"])
 def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, noisy_questions, engine, every, changes):
     without, asking = RunFolder(tmp_path / "without"), RunFolder(tmp_path / "asking")
     states = []
@@ -371,8 +371,8 @@ def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, no
         states.append((torch.get_rng_state().tolist(), np.random.get_state()[1:3], random.getstate()))
     assert str(states[0]) == str(states[1])
     rows = logged(asking)
-    # An epoch of 8 micro-batches has windows of 3, 3 and 2; validation is after every 4.
-    assert asked_at(asking) == ([1, 2, 3, 4, 5, 6] if every else [1, 3, 4, 6])
+    # An epoch of 8 micro-batches has steps of 3, 3 and 2; validation is after every fourth step and at the end.
+    assert asked_at(asking) == ([1, 2, 3, 4, 5, 6] if every else [4, 6])
     assert [{name: value for name, value in row.items() if not name.startswith("mmlu/")} for row in rows
             ] == logged(without)
     assert_same_checkpoint(asking, without)

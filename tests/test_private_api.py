@@ -9,7 +9,8 @@ import pytest
 from tests.private_api import is_private, private_uses
 from tests.test_architecture import MODULES, modules
 
-COMPAT = {"lmmods.core.compat", "lmmods.commands.jsonargparse_compat", "lmmods.commands.lightning_compat"}
+COMPAT = {"lmmods.core.compat", "lmmods.commands.jsonargparse_compat", "lmmods.commands.lightning_compat",
+          "jax_engine.distributed.compat"}
 PACKAGES = ("lmmods", "jax_engine")
 
 

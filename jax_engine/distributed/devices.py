@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from jax_engine.distributed.compat import forget_the_others
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.replicas import Replicas
@@ -165,12 +165,8 @@ def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
 
 def _part_after_failure() -> None:
     """Where this process has failed, keep JAX from waiting five minutes for all of them to take leave together."""
-    if not Peers.end_alone():
-        return
-    state = distributed.global_state
-    for connected in (state.preemption_sync_manager, state.client, state.service):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))  # the destructors would take leave, too
-    state.preemption_sync_manager = state.client = state.service = None
+    if Peers.end_alone():
+        forget_the_others()
 
 
 def _check_free(host: str, port: int) -> None:

@@ -156,7 +156,7 @@ def attempt(arguments: list[str], capfd) -> tuple[int | None, str]:
         return status, f"status {status}"
     if "Traceback" in said.err + said.out:
         return status, said.err
-    if status == 2 and (len(told) != 1 or len(told[0]) < 20):
+    if status == 2 and (len(told) != 1 or len(said.err.partition("error: ")[2]) < 13):
         return status, f"says {said.err!r}"
     return status, ""
 

@@ -205,7 +205,7 @@ def test_a_run_folder_as_of_the_other_engine(jax_recipe):
 
 
 def test_early_stopping(jax_recipe):
-    run, arguments = jax_recipe("run", trainer__max_steps=40, trainer__val_check_interval=3, trainer__callbacks=[
+    run, arguments = jax_recipe("run", trainer__max_steps=40, trainer__val_check_interval=1, trainer__callbacks=[
         {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2, "min_delta": 100.0}}])
     assert main(["fit", *arguments]) == 0
     assert json.loads(run.metrics_json.read_text())["trainer/global_step"] == 3  # the first is the best, then two more
