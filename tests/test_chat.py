@@ -408,4 +408,6 @@ def test_a_models_own_settings(llama_folder, tmp_path, capsys):
         (tmp_path / name).write_text("{")
         assert f"{name} cannot be read" in refused(capsys, "--model", str(tmp_path))
         (tmp_path / name).write_text("{}")
+    assert "adapter_config.json does not say its peft_type" in refused(capsys, "--model", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "does not say what the adapter's base model is" in refused(capsys, "--model", str(tmp_path))
