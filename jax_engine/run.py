@@ -118,7 +118,8 @@ class Training(Run):
             names = ("weight", "grad_norm", "num_tokens", "num_rows", *self.task.metric_names)
             return {"loss": fetched["loss"], "lr": lr, **{name: fetched[name] for name in names if name in fetched}}
 
-        self.metrics.add(progress.step, progress.step / schedule.steps_per_epoch, fetch, figures["total"].is_ready)
+        self.metrics.add(progress.step, progress.epoch + progress.batches / schedule.batches_per_epoch, fetch,
+                         figures["total"].is_ready)
         self.bar.update(progress.step)
 
     def replace_state(self, state: Tree) -> None:

@@ -23,7 +23,7 @@ class PendingStep:
     """An optimiser step that is under way, or done, but not counted yet.
 
     Args:
-        epoch: Epochs done with it; within one the share of its optimiser steps, whatever they are cut into.
+        epoch: Epochs done with it, a fraction within an epoch.
         figures: Fetches its `loss` and the `weight` that it is the mean over, `lr`, `grad_norm`, `num_tokens`,
             `num_rows` and metrics of the task by their names; waits for the device.
         is_done: Whether the device has computed them; waits for nothing.

@@ -34,7 +34,6 @@ class Metrics(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._steps_per_epoch = trainer.schedule().steps_per_epoch
         device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
         if (peak := peak_flops(device)) is not None:
             self.steps.flops_share = module.flops_per_token() / (peak * trainer.world_size)
@@ -44,9 +43,9 @@ class Metrics(L.Callback):
 
     def log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Note the step just done, and log it if it is its turn."""
-        step = trainer.global_step
-        self.steps.add(step, step / self._steps_per_epoch, module.accumulation.last.figures)
-        if step % self.steps.every == 0:
+        epoch = trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
+        self.steps.add(trainer.global_step, epoch, module.accumulation.last.figures)
+        if trainer.global_step % self.steps.every == 0:
             self._put(module, self.steps.fetch())
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
