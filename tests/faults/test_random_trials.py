@@ -91,6 +91,8 @@ def material(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
             fields |= {name: 2 * LENGTH for name in ("max_position_embeddings", "n_positions") if name in fields}
             # More than two layers show nothing, and one is compiled fastest.
             fields |= {name: 1 for name in ("num_hidden_layers", "n_layer", "n_layers") if fields.get(name, 0) > 2}
+            if "num_hidden_groups" in fields:  # of albert, each of a layer at least
+                fields["num_hidden_groups"] = 1
             if "pad_token_id" in fields:
                 fields["pad_token_id"] = 0
             torch.manual_seed(0)
