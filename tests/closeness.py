@@ -55,7 +55,7 @@ def in_both(function: Callable[[torch.nn.Module], Any], model: torch.nn.Module) 
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a model's parameters that the loss reaches, by name; the model is left without, and what it had is no part."""
+    """Gradients of a loss alone, by the names of the parameters it reaches; those the model had are dropped, too."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}

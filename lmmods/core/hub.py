@@ -40,7 +40,9 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
         try:
             yield
         except ValueError as error:
-            if type(error).__name__ != "HFValidationError":  # what is no folder is taken for an id
+            from huggingface_hub.errors import HFValidationError
+
+            if not isinstance(error, HFValidationError):  # of a library that takes what is no folder for an id
                 raise
             raise UserError(f"{key}: {name} is a file. Name the folder that it is in, or an id of the hub.") from error
         return

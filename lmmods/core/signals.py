@@ -95,7 +95,7 @@ class Interruption:
     def listen(self) -> None:
         """Install the signal handlers."""
         signal.set_wakeup_fd(-1)  # a step may take long
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (*ASKED, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def note_step(self, step: int) -> None:

@@ -197,7 +197,7 @@ def test_values(recipe, capsys, tmp_path, key, value, pattern, engine):
 def test_a_gpu_that_is_not_here(recipe, tmp_path, engine, accelerator):
     """In processes of their own: JAX keeps the devices with which it has started."""
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     said = Fork(train, "inspect", "--engine", engine, *recipe(trainer__accelerator=accelerator)).communicate()
     name = {"torch": "torch", "jax": "JAX"}[engine]
     assert f"error: trainer.accelerator is {accelerator}, but {name} finds none on this machine" in said, said
@@ -206,7 +206,7 @@ def test_a_gpu_that_is_not_here(recipe, tmp_path, engine, accelerator):
 
 def test_indices_of_gpus_where_there_is_none(recipe, capsys):
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     told(capsys, ["inspect", *recipe(trainer__accelerator="auto", trainer__devices=[3, 4])],
          r"trainer\.devices is \[3, 4\], indices of GPUs, but torch finds none")
 

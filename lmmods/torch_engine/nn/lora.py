@@ -113,7 +113,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
     Args:
         key: Key or option that has led to the folder.
         drops: Whether it keeps its own dropout.
-        trains: Whether it goes on; it is then of the type of the base's numbers, not of float32 at least.
+        trains: Whether it is trained further. If not, PEFT casts weights in half precision to float32.
 
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
