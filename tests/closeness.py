@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 EPS = 2.0**-23  # of float32
 
@@ -40,9 +39,9 @@ class Float64(TorchFunctionMode):
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model whose parameters are float64; run it within `Float64`."""
     found = copy.deepcopy(model).double()
-    for part in found.modules():
-        if isinstance(part, PreTrainedModel) and part.config._experts_implementation is not None:
-            part.set_experts_implementation("eager")  # the kernel for groups takes no float64
+    for part in found.modules():  # the experts too: those that PEFT trains in full have a configuration of their own
+        if getattr(getattr(part, "config", None), "_experts_implementation", None) is not None:
+            part.config._experts_implementation = "eager"  # the kernel for groups takes no float64
     return found
 
 

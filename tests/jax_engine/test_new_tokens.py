@@ -140,7 +140,8 @@ def test_rows_of_other_tables_and_of_one_alone_are_taken_up(make_ref, tmp_path):
         ("gpt2", None, {}),
     ):
         lora = LoRA(rank=2, targets=["q_proj" if name == "llama" else "c_attn"])
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"trainable_token_indices": indices}))
+        settings = {"peft_type": "LORA", "trainable_token_indices": indices}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
         assert adapters.adapter_rows(make_ref(name, "causal").net, lora, tmp_path) == expected
 
 
