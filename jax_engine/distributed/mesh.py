@@ -97,7 +97,8 @@ def look_up(table: Array, ids: Array) -> Array:
     axes = tuple(axis for axis in ("tensor", *_FSDP) if sizes.get(axis, 1) > 1)
     if not on_mesh() or not axes or any(length % math.prod(sizes[axis] for axis in axes) for length in table.shape):
         return jnp.take(table, ids, axis=0)
-    table = _gather(PartitionSpec(axes), PartitionSpec(None, axes), table)
+    for spec in (PartitionSpec(axes), PartitionSpec(None, axes)):  # its gradient goes the same way back
+        table = jax.lax.with_sharding_constraint(table, spec)
     found = jnp.take(table, jax.lax.with_sharding_constraint(ids, PartitionSpec("data")), axis=0)
     # From columns to rows axis by axis, the last ones first, as shards are nested.
     without = tuple(axis for axis in axes if axis != SEQUENCE)
