@@ -18,6 +18,7 @@ from jax_engine.models.quant import Quantized
 from jax_engine.models.quantizing import quantize
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
+from tests.closeness import assert_as_close
 
 V, WIDTH, INNER, LAYERS, ROWS, T = 96, 128, 256, 2, 8, 6
 LLAMA = {"model_type": "llama", "vocab_size": V, "hidden_size": WIDTH, "intermediate_size": INNER,
@@ -73,9 +74,11 @@ def over_mesh(mesh: ShardedMesh, step, trainable, frozen):
         return compiled, compiled(*args)
 
 
-def assert_close(found, wanted):
-    for ours, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+def assert_same(found, wanted):
+    """Loss and gradients over a mesh and on one device: the same sums in another order."""
+    for ours, theirs in zip(found, wanted, strict=True):
+        ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+        assert_as_close(ours, theirs, theirs, terms=4096)  # to the vocabulary's width, and all tokens
 
 
 @pytest.mark.parametrize(("kind", "double", "sizes"), [
@@ -87,7 +90,7 @@ def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     wanted = step(trainable, frozen, batch())
     mesh = ShardedMesh(**sizes)
     compiled, found = over_mesh(mesh, step, trainable, frozen)
-    assert_close(found, wanted)
+    assert_same(found, wanted)
     gathers, tensor = collectives(compiled, "all-gather"), mesh.mesh.shape["tensor"]
     matrices = [leaf for leaf in flatten(frozen["layers"]).values() if isinstance(leaf, Quantized)]
     codes = sum(leaf.size for matrix in matrices for leaf in jax.tree.leaves(matrix) if leaf.itemsize == 1) // LAYERS
@@ -111,6 +114,6 @@ def test_no_device_holds_a_whole_table(sizes, changes):
     step = gradient(network)
     wanted = step(params, {}, batch())
     compiled, found = over_mesh(ShardedMesh(**sizes), step, params, {})
-    assert_close(found, wanted)
+    assert_same(found, wanted)
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())}
     assert max(map(math.prod, shapes)) < wide * WIDTH
