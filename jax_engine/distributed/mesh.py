@@ -97,7 +97,9 @@ def look_up(table: Array, ids: Array) -> Array:
     axes = tuple(axis for axis in ("tensor", *_FSDP) if sizes.get(axis, 1) > 1)
     if not on_mesh() or not axes or any(length % math.prod(sizes[axis] for axis in axes) for length in table.shape):
         return jnp.take(table, ids, axis=0)
-    for spec in (PartitionSpec(axes), PartitionSpec(None, axes)):  # its gradient goes the same way back
+    # A constraint holds for the gradient, too: it is made in columns, then brought into rows. Left to choose, XLA may
+    # gather all of it on every device.
+    for spec in (PartitionSpec(axes), PartitionSpec(None, axes)):
         table = jax.lax.with_sharding_constraint(table, spec)
     found = jnp.take(table, jax.lax.with_sharding_constraint(ids, PartitionSpec("data")), axis=0)
     # From columns to rows axis by axis, the last ones first, as shards are nested.

@@ -144,7 +144,7 @@ print("goes on")
 
 @pytest.mark.slow
 def test_signals_of_a_child_are_its_own():
-    # Newer Pythons warn of a fork beside threads, of which watch_blocked_calls has one: it is what is tried here.
+    # Python warns of a fork beside threads from 3.12 on, and watch_blocked_calls has one: that is what is tried here.
     process = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING], cwd=ROOT, text=True,
                              capture_output=True, timeout=60)
     assert (process.returncode, process.stdout, process.stderr) == (0, "goes on\n", "")

@@ -1,4 +1,4 @@
-"""What a step over a mesh gathers, read from the compiled program, and that its numbers are those of one device."""
+"""What a step over a mesh gathers, read from the compiled program, and its numbers, which are those without a mesh."""
 
 import math
 import re
@@ -7,6 +7,9 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from jax_engine.distributed.interface import DATA_AXES
 from jax_engine.distributed.loss import shift_labels, token_loss
@@ -18,7 +21,7 @@ from jax_engine.models.quant import Quantized
 from jax_engine.models.quantizing import quantize
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
-from tests.closeness import assert_as_close
+from tests.closeness import assert_as_close, gradients, in_both
 
 V, WIDTH, INNER, LAYERS, ROWS, T = 96, 128, 256, 2, 8, 6
 LLAMA = {"model_type": "llama", "vocab_size": V, "hidden_size": WIDTH, "intermediate_size": INNER,
@@ -74,11 +77,12 @@ def over_mesh(mesh: ShardedMesh, step, trainable, frozen):
         return compiled, compiled(*args)
 
 
-def assert_same(found, wanted):
-    """Loss and gradients over a mesh and on one device: the same sums in another order."""
-    for ours, theirs in zip(found, wanted, strict=True):
-        ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
-        assert_as_close(ours, theirs, theirs, terms=4096)  # to the vocabulary's width, and all tokens
+def of_transformers(model):
+    """Loss and gradients, by the names of torch."""
+    rows = {name: torch.tensor(x).long() for name, x in batch().items()}
+    labels = rows.pop("labels")
+    loss = F.cross_entropy(model(**rows).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return loss, gradients(model, loss)
 
 
 @pytest.mark.parametrize(("kind", "double", "sizes"), [
@@ -90,7 +94,9 @@ def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     wanted = step(trainable, frozen, batch())
     mesh = ShardedMesh(**sizes)
     compiled, found = over_mesh(mesh, step, trainable, frozen)
-    assert_same(found, wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+        assert_as_close(ours, theirs, theirs, terms=4096)
     gathers, tensor = collectives(compiled, "all-gather"), mesh.mesh.shape["tensor"]
     matrices = [leaf for leaf in flatten(frozen["layers"]).values() if isinstance(leaf, Quantized)]
     codes = sum(leaf.size for matrix in matrices for leaf in jax.tree.leaves(matrix) if leaf.itemsize == 1) // LAYERS
@@ -107,13 +113,16 @@ def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     pytest.param({"fsdp": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
     pytest.param({"fsdp": 2, "sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow)])
 def test_no_device_holds_a_whole_table(sizes, changes):
-    """Neither the embedding nor the head, nor a gradient of one; numbers are those of one device."""
+    """Neither the embedding nor the head, nor a gradient of one; numbers are those of transformers."""
     wide = 2048
-    network = hub.network(load_config(LLAMA | {"vocab_size": wide, "num_hidden_layers": 1} | changes), "causal")
+    config = load_config(LLAMA | {"vocab_size": wide, "num_hidden_layers": 1} | changes)
+    network = hub.network(config, "causal")
     params = jax.tree.map(lambda leaf: 4 * leaf, network.init(0))
-    step = gradient(network)
-    wanted = step(params, {}, batch())
-    compiled, found = over_mesh(ShardedMesh(**sizes), step, params, {})
-    assert_same(found, wanted)
+    compiled, (loss, grads) = over_mesh(ShardedMesh(**sizes), gradient(network), params, {})
+    model = LlamaForCausalLM(LlamaConfig(**config.to_dict()))
+    model.load_state_dict({name: torch.tensor(x) for name, x in network.to_torch(params).items()}, strict=False)
+    theirs, exact = in_both(of_transformers, model)
+    for found in zip((loss, network.to_torch(grads)), theirs, exact, strict=True):
+        assert_as_close(*found, terms=1024)
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())}
     assert max(map(math.prod, shapes)) < wide * WIDTH
