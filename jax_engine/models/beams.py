@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_engine.distributed.tree import Tree
 from jax_engine.models.decoding import Forward, constrained, narrowed
-from jax_engine.models.network import Network, Tree
+from jax_engine.models.network import Network
 from lmmods.core.settings import Generation
 
 LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_engine.models.network import Network, Tree
+from jax_engine.distributed.tree import Tree
+from jax_engine.models.network import Network
 from lmmods.core.settings import Generation
 
 OUT = -jnp.inf

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_engine.distributed.tree import Tree
 from jax_engine.models.beams import beam_search
 from jax_engine.models.decoding import Forward, constrained, narrowed
-from jax_engine.models.network import Network, Tree
+from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.sampling import UNIT, draws
 from lmmods.core.settings import Generation, check_beam_groups

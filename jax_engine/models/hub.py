@@ -13,11 +13,12 @@ from safetensors.numpy import save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from jax_engine.distributed.target import target
+from jax_engine.distributed.tree import Tree
 from jax_engine.models import expert_files, families, fused
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
-from jax_engine.models.network import Network, Tree
+from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import MXFP4, saved_quantization
 from lmmods.core.settings import LoRA

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_engine.distributed.tree import Path as LeafPath
-from jax_engine.distributed.tree import flatten, unflatten
+from jax_engine.distributed.tree import Tree, flatten, unflatten
 from jax_engine.models import expert_files, mxfp4, quant, quantizing
 from jax_engine.models import lora as adapters
-from jax_engine.models.network import Network, Tree
+from jax_engine.models.network import Network
 from jax_engine.models.quantizing import Scales, Sharers, from_bitsandbytes, piece_of
 from lmmods.core import hub, lazy_array
 from lmmods.core.console import say

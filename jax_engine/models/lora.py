@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jax_engine.distributed.tree import flatten, split, unflatten
+from jax_engine.distributed.tree import Tree, flatten, split, unflatten
 from jax_engine.models.architecture import Head
 from jax_engine.models.experts import MATRICES
 from jax_engine.models.names import EXPERTS, TOKEN_ROWS
-from jax_engine.models.network import Network, Tree
+from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
 from lmmods.core.adapters import (
     ANSWER_HEADS,

@@ -1,11 +1,10 @@
 """Torch's parameter names of every leaf of the tree, one per layer and in torch's order, in both directions."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from jax_engine.distributed.tree import Path, flatten, unflatten
+from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
 from lmmods.core import lazy_array
 from lmmods.core.adapters import saved_name
@@ -14,7 +13,6 @@ from lmmods.core.hf_config import some
 from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.checkpoint_pieces import Pieces
 
-Tree = dict[str, Any]
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
 TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train beside an adapter
 ADAPTER_LEAVES = (*LORA_LEAVES, TOKEN_ROWS)

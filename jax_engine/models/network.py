@@ -4,9 +4,9 @@ Flax NNX modules define the parts; between calls there is only a nested dict of 
 `{embed, layers, norm, head}`, in which every leaf of `layers` has the layer as its leading axis.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,205 @@ from jax import Array
 from transformers import PreTrainedConfig
 
 from jax_engine.distributed.interface import cut, num_sequence_parts, on_mesh
-from jax_engine.distributed.tree import Path, flatten, merge, unflatten
+from jax_engine.distributed.tree import Path, Tree, flatten, merge, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
-from jax_engine.models.attention import attention_mask, cached_mask, real_tokens
-from jax_engine.models.block import Block
+from jax_engine.models.attention import Attention, attention_mask, cached_mask, real_tokens
 from jax_engine.models.cut_rows import CutRows
-from jax_engine.models.decoder import DecoderEmbedding, LMHead
-from jax_engine.models.depth import Loop, joined, loops_of
-from jax_engine.models.dropout import Seeds, site_seeds, token_words
-from jax_engine.models.encoder import EncoderEmbedding, MLMHead, SpanHead
-from jax_engine.models.experts import MATRICES, Load
-from jax_engine.models.linear import Build, Linear, Norm
-from jax_engine.models.names import EXPERTS, Names
-from jax_engine.models.parameters import FirstValues, Start, starts
+from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
+from jax_engine.models.experts import MATRICES, Load, SparseMLP
+from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, capped, product, vocabulary_logits
+from jax_engine.models.names import EXPERTS, TOKEN_ROWS, Names
+from jax_engine.models.parameters import FirstValues, Start, parameter, starts
+from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
+from lmmods.core.initialization import Normal
 from lmmods.core.settings import decays
 from lmmods.core.task_fields import Quantize
 
-Tree = dict[str, Any]
+# ---------------------------------------------------------------------------------------------------------------------
+# The two ends of a decoder: embedding of tokens and positions, and the head that names the next token.
+
+class DecoderEmbedding(nnx.Module):
+    """Tokens, and positions unless they are rotary."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.arch = arch
+        self.tokens = Embedding(arch.vocab_size, arch.hidden_size, std=arch.init_std, padding_id=arch.padding_id,
+                                tokens=build.rows.get("embed.tokens", ()))
+        self.positions = Embedding(arch.max_positions, arch.hidden_size, std=arch.init_std
+                                   ) if arch.positions == "learned" else None
+
+    def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
+        """Residual stream [B, T, D] at the bottom."""
+        x = self.tokens(batch["input_ids"])
+        x = x * jnp.asarray(self.arch.embedding_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions(position_ids)
+        if self.arch.positions == "sinusoid":
+            x = x + jnp.asarray(sinusoids(self.arch), x.dtype)[position_ids]
+        return dropout(x, self.arch.embedding_dropout, seeds, "embed")
+
+
+def sinusoids(arch: Architecture) -> np.ndarray:
+    """Sines of all frequencies, then cosines of all: [max_positions, hidden_size] float32 (Keskar et al. 2019)."""
+    size = arch.hidden_size
+    rates = 1 / np.float32(10000) ** (np.arange(0, size, dtype=np.float32) // 2 * 2 / np.float32(size))
+    angles = np.arange(arch.max_positions, dtype=np.float32)[:, None] * rates
+    return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
+
+
+class LMHead(nnx.Module):
+    """Logits over the vocabulary in float32; the matrix is the embedding's where the two are tied."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.build, self.scale, self.cap = build, arch.logit_scale, arch.logit_cap
+        self.weight = None if arch.tied else parameter((arch.vocab_size, arch.hidden_size), Normal(arch.init_std))
+        self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
+        self.tokens = build.rows.get("embed.tokens" if arch.tied else "head", ())
+        if self.tokens and not arch.tied:
+            self.trainable_tokens_delta = parameter((len(self.tokens), arch.hidden_size), 0.0)
+
+    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
+        """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding."""
+        if self.weight is None:
+            matrix, rows = embedding["weight"], embedding.get(TOKEN_ROWS)
+        else:
+            matrix, rows = self.weight[...], self.trainable_tokens_delta[...] if self.tokens else None
+        logits = vocabulary_logits(hidden, matrix, self.build, self.tokens, rows)
+        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+        return capped(logits if self.scale == 1.0 else logits * self.scale, self.cap)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two ends of an encoder: embeddings with their norm, and the heads for masked tokens and answer spans.
+
+class EncoderEmbedding(nnx.Module):
+    """Tokens, types, and positions unless they are rotary, normed; widened where the tables are narrower."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.arch = arch
+        size = arch.embedding_size or arch.hidden_size
+        self.tokens = Embedding(arch.vocab_size, size, std=arch.init_std, padding_id=arch.padding_id,
+                                tokens=build.rows.get("embed.tokens", ()), cut=build.cut)
+        self.positions = Embedding(
+            arch.max_positions, size, std=arch.init_std, padding_id=arch.padding_id if arch.positions_after_padding
+            else None) if arch.positions == "learned" else None
+        if arch.sinusoid_init:
+            self.positions.weight = parameter((arch.max_positions, size), interleaved_sinusoids)
+        self.relative = Embedding(2 * arch.relative.span, arch.hidden_size, std=arch.init_std
+                                  ) if arch.relative else None
+        self.relative_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps
+                                  ) if arch.relative and arch.relative.normed else None
+        self.types = Embedding(arch.num_types, size, std=arch.init_std) if arch.num_types else None
+        self.norm = Norm(size, arch.norm, arch.norm_eps)
+        self.conv = Neighbours(arch, build) if arch.convolution else None
+        self.conv_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if arch.convolution else None
+        self.project = Linear(size, arch.hidden_size, "embed.project", build, std=arch.init_std
+                              ) if arch.embedding_size else None
+
+    def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
+        """Residual stream [B, T, D] at the bottom."""
+        x = self.tokens(batch["input_ids"])
+        x = x if self.positions is None else x + self.positions(position_ids)
+        if self.types is not None:
+            x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
+        x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
+        return x if self.project is None else self.project(x, seeds).astype(x.dtype)
+
+    def beside_first(self, x: Array, real: Array, seeds: Seeds | None) -> Callable[[Array], Array]:
+        """What the residual stream goes through after the first layer: the convolution of these embeddings is added.
+
+        Args:
+            real: [B, T] which tokens are not padding; of the others nothing is read, and zeros are left.
+        """
+        real = real[..., None].astype(x.dtype)
+        found = dropout(self.conv(x * real) * real, self.arch.residual_dropout, seeds, "embed.conv")
+        found = ACTIVATIONS[self.arch.convolution.activation](found)
+        return lambda x: self.conv_norm(x + found) * real
+
+    def places(self, length: int) -> Table:
+        """Relative positions in rows of this length."""
+        rows = self.relative.weight[...]
+        rows = rows if self.relative_norm is None else self.relative_norm(rows)
+        return Table(rows, jnp.asarray(self.arch.relative.buckets(length)))
+
+
+class Neighbours(nnx.Module):
+    """A convolution over the tokens of a row, [B, T, D] of [B, T, D]; the weight is torch's, [out, in, width]."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.build, self.groups = build, arch.convolution.groups
+        size, width = arch.hidden_size, arch.convolution.width
+        self.weight = parameter((size, size // self.groups, width), build.normal(arch.init_std))
+        self.bias = parameter((size,), 0.0)
+
+    def __call__(self, x: Array) -> Array:
+        # As a product of matrices: of XLA's convolution over parts of rows the gradient was wrong on some meshes.
+        dtype, (batch, length, size) = self.build.dtype, x.shape
+        weight = self.weight[...].astype(dtype).reshape(self.groups, size // self.groups, *self.weight.shape[1:])
+        room = weight.shape[-1] // 2
+        padded = jnp.pad(x.astype(dtype), ((0, 0), (room, room), (0, 0))).reshape(batch, -1, self.groups,
+                                                                               size // self.groups)
+        near = jnp.stack([padded[:, start:start + length] for start in range(weight.shape[-1])], axis=-1)
+        found = jnp.einsum("btgiw,goiw->btgo", near, weight).reshape(x.shape)
+        return (found + self.bias[...].astype(dtype)).astype(x.dtype)
+
+
+def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
+    """Sine and cosine of each frequency side by side: [num, size] (Vaswani et al. 2017)."""
+    angles = np.arange(num)[:, None] / np.power(10000, 2 * (np.arange(size) // 2) / size)
+    return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
+
+
+class EncoderHead(nnx.Module):
+    """What an encoder's head begins with: dense layer, activation, norm."""
+
+    def __init__(self, arch: Architecture, build: Build, size: int):
+        self.activation, self.build = arch.head_activation, build
+        self.dense = Linear(arch.hidden_size, size, "head.dense", build, bias=arch.head_dense_bias,
+                            std=arch.head_std or arch.init_std)
+        self.norm = Norm(size, arch.norm, arch.norm_eps)
+
+    def transformed(self, hidden: Array, seeds: Seeds | None = None) -> Array:
+        """[..., size] of hidden states [..., D]."""
+        return self.norm(ACTIVATIONS[self.activation](self.dense(hidden, seeds)).astype(hidden.dtype))
+
+
+class MLMHead(EncoderHead):
+    """Then the embedding's table and a bias: float32 logits over the vocabulary."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        super().__init__(arch, build, arch.embedding_size or arch.hidden_size)
+        self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
+
+    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
+        """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding, a table [V, E]."""
+        logits = product(self.transformed(hidden), embedding["weight"], self.build, result=jnp.float32)
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+
+class SpanHead(EncoderHead):
+    """Logits of an answer's start and end at each position, float32 [..., 2]; of few families after a dense layer."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.arch, self.build = arch, build
+        if arch.qa_dense:
+            super().__init__(arch, build, arch.hidden_size)
+        self.weight = parameter((2, arch.hidden_size), build.normal(arch.qa_std or arch.init_std))
+        self.bias = parameter((2,), 0.0)
+
+    def features(self, hidden: Array, seeds: Seeds | None) -> Array:
+        """What the logits are made of, [B, T, D] as the hidden states."""
+        hidden = self.transformed(hidden, seeds) if self.arch.qa_dense else hidden
+        return dropout(hidden, self.arch.qa_dropout, seeds, "head")
+
+    def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
+        logits = product(features, self.weight[...], self.build, result=jnp.float32)
+        return logits + self.bias[...].astype(jnp.float32)
+
+
 ROUTED = "_with_experts"
 HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 # So few layers need no loop on a CPU where all of them train: between its steps XLA copies what layers keep, and
@@ -305,3 +484,173 @@ def _chosen(kinds: list[Any], number: Array | None) -> Any:
     if len(kinds) < 2:
         return kinds[0] if kinds else None
     return jax.tree.map(lambda *alike: jnp.stack(alike)[number], *kinds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One layer: attention and MLP with their norms and residual sums.
+
+class MLP(nnx.Module):
+    """down(act(up(x))), gated (Shazeer 2020): down(act(gate(x)) * up(x))."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
+        self.inner_dropout = arch.mlp_inner_dropout
+        kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d, "std": arch.layer_std}
+        if self.fused:
+            self.gate_up = Linear(arch.hidden_size, 2 * arch.mlp_size, "layers.mlp.gate_up", **kwargs)
+        else:
+            self.gate = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.gate", **kwargs) if arch.gated else None
+            self.up = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.up", **kwargs)
+        self.down = Linear(arch.mlp_size, arch.hidden_size, "layers.mlp.down", **kwargs | {"std": arch.residual_std})
+
+    def __call__(self, x: Array, seeds: Seeds | None) -> Array:
+        return self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
+
+    def _inner(self, x: Array, seeds: Seeds | None) -> Array:
+        act = ACTIVATIONS[self.activation]
+        if self.fused:
+            gate, up = jnp.split(self.gate_up(x, seeds), 2, axis=-1)
+            return act(gate) * up
+        up = self.up(x, seeds)
+        return act(self.gate(x, seeds)) * up if self.gated else act(up)
+
+
+class Block(nnx.Module):
+    """One layer of a decoder or encoder; the residual stream keeps the dtype in which it comes.
+
+    `attn_norm` and `mlp_norm` are on a sublayer's input or on the sum after it, `..._out_norm` on its output.
+
+    Args:
+        routed: With experts.
+    """
+
+    def __init__(self, arch: Architecture, build: Build, routed: bool):
+        self.arch, self.routed = arch, routed
+        self.attn = Attention(arch, build)
+        self.mlp = SparseMLP(arch, build) if routed else MLP(arch, build)
+        for name in ("attn", "mlp"):
+            own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
+            own = own and len(arch.layers_with(f"layers.{name}_norm")) > 0
+            for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
+                setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
+
+    def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | Table | None, seeds: Seeds | None,
+                 cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
+                 has_norm: Array | None = None, real: Array | None = None
+                 ) -> tuple[Array, dict[str, Array] | None, Load | None]:
+        """Residual stream [B, T, D] after this layer, the layer's cache, and the load of its experts.
+
+        Args:
+            has_norm: Whether this layer's attention has a norm on its input, where some have none.
+            real: [B, T] which tokens the load counts; None counts none.
+        """
+        arch = self.arch
+        normed = self._input(x, self.attn_norm)
+        normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
+        mixed, cache = self.attn(normed, mask, scale, angles, seeds, cache, start, key_angles)
+        after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
+        if arch.parallel:
+            normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
+        else:
+            normed = self._input(after, self.mlp_norm)
+        update, load = self.mlp(normed, real) if self.routed else (self.mlp(normed, seeds), None)
+        return self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds,
+                           "layers.mlp"), cache, load
+
+    def _input(self, x: Array, norm: Norm | None) -> Array:
+        return norm(x) if norm is not None and "input" in self.arch.norms else x
+
+    def _added(self, x: Array, update: Array, norm: Norm | None, out_norm: Norm | None, rate: float,
+               seeds: Seeds | None, site: str) -> Array:
+        """x plus what a sublayer made."""
+        update = update if out_norm is None else out_norm(update)
+        update = dropout(update, rate, seeds, site) * self.arch.residual_scale
+        x = x + update.astype(x.dtype)
+        return norm(x) if "sum" in self.arch.norms else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loops of a network's depth: neighbouring layers of one kind share one, and so do kinds that take turns.
+
+class Loop(NamedTuple):
+    """Neighbouring layers, some in each step.
+
+    Args:
+        first: Number of the first layer.
+        kinds: Of each layer of a step whether it has experts.
+        num_steps: Number of steps.
+    """
+
+    first: int
+    kinds: tuple[bool, ...]
+    num_steps: int
+
+    def cut(self, steps: Tree, arch: Architecture) -> Tree:
+        """What the loop's steps take, by step: layers of one step that a leaf has stand in a second axis, if several.
+
+        Args:
+            steps: Leaves with a row for each layer of the network; those of `params` for each that has them.
+        """
+        def rows(leaf: jax.Array, before: int, count: int) -> jax.Array:
+            leaf = leaf[before:before + count * self.num_steps]
+            return leaf if count == 1 else leaf.reshape(self.num_steps, count, *leaf.shape[1:])
+
+        found = {}
+        for path, leaf in flatten(steps).items():
+            has = _layers_with(path, arch)
+            if own := self._own(has):
+                before = sum(layer < self.first for layer in has)
+                found[path] = jax.tree.map(lambda part, at=(before, len(own)): rows(part, *at), leaf)
+        return unflatten(found)
+
+    def of_layer(self, step: Tree, arch: Architecture, number: int) -> Tree:
+        """Of what a step takes that of the layer with this number in it."""
+        found = {}
+        for path, leaf in flatten(step).items():
+            own = self._own(_layers_with(path, arch))
+            if number in own:
+                place = own.index(number)
+                found[path] = leaf if len(own) == 1 else jax.tree.map(lambda part, at=place: part[at], leaf)
+        return unflatten(found)
+
+    def _own(self, has: Sequence[int]) -> list[int]:
+        """Numbers within a step of the layers that are among these."""
+        return [number for number in range(len(self.kinds)) if self.first + number in has]
+
+
+def _layers_with(path: tuple[str, ...], arch: Architecture) -> Sequence[int]:
+    """Layers that have a leaf of what steps take; rows of a norm that the first layer lacks are filled up before."""
+    if path[0] != "params" or not arch.dense_layers:
+        return range(arch.num_layers)
+    return arch.layers_with(".".join(("layers", *path[1:-1])))
+
+
+def loops_of(arch: Architecture) -> list[Loop]:
+    """Loops over all layers, each as long as it can be."""
+    kinds = [arch.experts is not None and layer not in arch.dense_layers for layer in range(arch.num_layers)]
+    loops, first = [], 0
+    while first < len(kinds):
+        found = []
+        for period in range(1, len(kinds) - first + 1):
+            pattern, num_steps = kinds[first:first + period], 1
+            while kinds[first + num_steps * period:first + (num_steps + 1) * period] == pattern:
+                num_steps += 1
+            if num_steps > 1 or period == 1:
+                found.append(Loop(first, tuple(pattern), num_steps))
+        loops.append(max(found, key=lambda loop: len(loop.kinds) * loop.num_steps))
+        first += len(loops[-1].kinds) * loops[-1].num_steps
+    return loops
+
+
+def joined(kept: list[list[Tree | None]]) -> Tree | None:
+    """What loops have kept of their layers, a row for each layer in order; layers without anything have none.
+
+    Args:
+        kept: For each loop and each layer of its steps, leaves with a row for each step.
+    """
+    parts = []
+    for layers in kept:
+        if own := [layer for layer in layers if layer is not None]:
+            parts.append(own[0] if len(own) == 1 else jax.tree.map(
+                lambda *rows: jnp.stack(rows, 1).reshape(-1, *rows[0].shape[1:]), *own))
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts) if len(parts) > 1 else parts[0] if parts else None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf_reference import labels_of
 
-from jax_engine.models.depth import Loop, loops_of
+from jax_engine.models.network import Loop, loops_of
 
 D, S = False, True
 
