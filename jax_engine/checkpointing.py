@@ -1,22 +1,28 @@
 """Checkpoints of a run on JAX: what one holds, when it is restored, and how it is written beside training."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 from jax_engine.callbacks import EarlyStopping
-from jax_engine.checkpoint_arrays import pack, pack_accumulation, unpack, unpack_accumulation, unpack_trainable
 from jax_engine.distributed import devices as machines
+from jax_engine.distributed.tree import SUMS, Tree
 from jax_engine.distributed.weights import Weights
+from jax_engine.optim import step_scalars
 from jax_engine.run import Run, Training
+from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.core.settings import Optimizer, decays
+from lmmods.runs.checkpoint_content import AccumulatedGradients, CheckpointContent
 from lmmods.runs.checkpoint_format import check_manifest
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint
 from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
 from lmmods.runs.folder import checkpoint_name
-from lmmods.runs.identity import RunIdentity
+from lmmods.runs.identity import RunIdentity, check_parameters
 from lmmods.runs.progress import Cut, read_progress
 from lmmods.runs.wandb import log_checkpoint
 
@@ -147,3 +153,148 @@ def load_weights(run: Run, checkpoint: Path) -> None:
     like = run.parallel.shapes(weights.trainable)
     trainable = unpack_trainable(content, like, network.to_torch, network.from_torch)
     run.weights = Weights(run.parallel, run.parallel.put_state(trainable), weights.frozen)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters, optimiser state and accumulated gradients as the torch engine names and numbers them, and back.
+
+# The torch engine's networks are the attribute `model` of a LightningModule.
+PREFIX = "model."
+# Under this key bitsandbytes wraps the slots of its optimisers when it saves them; it also reads them unwrapped.
+_BITSANDBYTES = "__bnb_optimizer_quant_state__"
+
+ToTorch = Callable[[Tree], dict[str, Any]]
+FromTorch = Callable[[dict[str, np.ndarray]], Tree]
+
+# What torch's optimisers keep beside their slots, from the number of steps taken.
+_COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "adamw": lambda step: {"step": np.array(step, np.float32)},
+    "adafactor": lambda step: {"step": step, "RMS": 0},
+    "sgd": lambda step: {},
+    "lion": lambda step: {"step": step},
+}
+
+
+def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> CheckpointContent:
+    """The part of a checkpoint that holds parameters, optimiser and schedule.
+
+    Args:
+        state: On the host (`Parallel.fetch_state`).
+        step: Optimiser steps taken, of `num_steps`.
+        to_torch: `Network.to_torch`.
+    """
+    params = {PREFIX + name: array for name, array in to_torch(state["trainable"]).items()}
+    entries: dict[int, dict[str, Any]] = {index: _COUNTERS[settings.name](step) for index in range(len(params))}
+    index_of = {name: index for index, name in enumerate(_by_group(params))}
+    for slot, tree in state["optimizer"].items():
+        for name, array in to_torch(tree).items():
+            entries[index_of[PREFIX + name]][slot] = array
+    groups = _groups(params, settings, float(step_scalars(settings, step, num_steps)["lr"]))
+    return {
+        "state_dict": params,
+        "param_names": list(params),
+        "optimizer_states": [{"state": {index: entry for index, entry in entries.items() if entry and step},
+                              "param_groups": groups}],
+        "lr_schedulers": [_schedule_state(settings, len(groups), step, num_steps)],
+    }
+
+
+def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+    """State on the host from a checkpoint; `Parallel.put_state` brings it to the devices.
+
+    Args:
+        like: Shapes and dtypes of this run's state (`Parallel.shapes`).
+
+    Raises:
+        UserError: It is the checkpoint of another model or optimiser.
+    """
+    saved = content["state_dict"]
+    trainable = unpack_trainable(content, like["trainable"], to_torch, from_torch)
+    like = jax.tree.map(_stand_in, like)
+    names = _by_group({name: saved[name] for name in content["param_names"]})
+    (optimizer,) = content["optimizer_states"]
+    by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
+    slots = {slot: from_torch(_filled(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
+    return {"trainable": trainable, "optimizer": slots}
+
+
+def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+    """The trained parameters alone, on the host; arguments and errors as of `unpack`."""
+    saved = content["state_dict"]
+    wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
+    check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, wanted)))
+    return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
+
+
+def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, metric_names: Sequence[str] = ()
+                      ) -> AccumulatedGradients:
+    """What a step under way has summed over all devices, but for its statistics, which are found again from its rows.
+
+    Args:
+        accumulation: On the host, added up over devices (`Parallel.add_up`).
+        num_batches: Micro-batches of each rank in it.
+        metric_names: Of the task, in the order in which a checkpoint has their sums.
+    """
+    gradients = {PREFIX + name: gradient for name, gradient in to_torch(accumulation["gradients"]).items()}
+    sums = np.concatenate([np.ravel(accumulation["sums"][name]).astype(np.float64) for name in (*SUMS, *metric_names)])
+    return {"sums": sums, "num_batches": num_batches, "divisor": 1.0, "gradients": gradients}
+
+
+def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
+    """Undo `pack_accumulation`, for `Parallel.put_sums`."""
+    divisor = np.float32(saved["divisor"])
+    gradients = {name.removeprefix(PREFIX): lazy_array.of(gradient).astype(np.float32).scaled(divisor)
+                 for name, gradient in saved["gradients"].items()}
+    numbers = np.asarray(saved["sums"])
+    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), numbers)}
+    pairs = numbers[len(SUMS):].reshape(-1, 2).astype(np.float32)
+    sums |= dict(zip(metric_names, pairs, strict=True))
+    return {"gradients": from_torch(gradients), "sums": sums}
+
+
+def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: int) -> dict[str, Any]:
+    """State of torch's LambdaLR after `step` optimiser steps."""
+    lr = settings.lr_at(step, num_steps)
+    return {"base_lrs": [settings.lr] * num_groups, "last_epoch": step, "_step_count": step + 1, "_is_initial": False,
+            "_get_lr_called_within_step": False, "_last_lr": [lr] * num_groups, "lr_lambdas": [None] * num_groups}
+
+
+def _by_group(params: dict[str, np.ndarray]) -> list[str]:
+    """Names in the order of torch's indices: matrices are the first parameter group, all else the second."""
+    return sorted(params, key=lambda name: not decays(name, params[name].ndim))
+
+
+def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
+    """torch's parameter groups."""
+    options = {
+        "adamw": {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
+                  "foreach": None, "capturable": False, "differentiable": False, "fused": True,
+                  "decoupled_weight_decay": True},
+        "adafactor": {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "beta1": None,
+                      "scale_parameter": False, "relative_step": False, "warmup_init": False},
+        "sgd": {"momentum": settings.momentum, "dampening": 0, "nesterov": False, "maximize": False, "foreach": None,
+                "differentiable": False, "fused": None},
+        "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
+    }[settings.name]
+    num_matrices = sum(decays(name, p.ndim) for name, p in params.items())
+    parts = ((range(num_matrices), settings.weight_decay), (range(num_matrices, len(params)), 0.0))
+    return [{"params": list(numbers), "lr": lr, "initial_lr": settings.lr, "weight_decay": decay, **options}
+            for numbers, decay in parts if numbers]
+
+
+def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """An array of that shape and dtype; its zeros are never touched, so it takes no memory."""
+    return np.zeros(leaf.shape, leaf.dtype)
+
+
+def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One slot of the optimiser by name; zeros before the first step."""
+    found = {}
+    for name, array in wanted.items():
+        entry = by_name.get(PREFIX + name, {}) if by_name else {slot: lazy_array.zeros(array.shape)}
+        in_8_bits = slot in entry and entry[slot].dtype == np.uint8  # codes of bitsandbytes, not the values
+        if slot not in entry or in_8_bits or entry[slot].shape != array.shape:
+            raise UserError(f"This checkpoint holds no {slot} of {name}: it is of another optimizer. Resume with the "
+                            "optimizer.name that the run was started with (config.yaml in its folder).")
+        found[name] = entry[slot].astype(array.dtype)
+    return found

@@ -1,25 +1,29 @@
 """What a training step of a recipe needs on devices that need not be here: its own programs, lowered and compiled."""
 
 import copy
+import math
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.collectives import collectives
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import made_for
-from jax_engine.distributed.topologies import devices_of, plugin
 from jax_engine.distributed.tree import Tree, flatten, merge, new_state
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
+from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import score_flops
@@ -191,3 +195,209 @@ def _kernels(programs: dict[str, Any]) -> dict[str, int]:
     """Fused attention: calls that stand in the programs, by name."""
     found = Counter("".join(names) for program in programs.values() for names in _ATTENTION.findall(program.as_text()))
     return {name.replace("cudnn$", "cuDNN "): count for name, count in sorted(found.items())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives of a compiled program, counted in its HLO: how often each runs in a call, and on how many bytes.
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s4": 4, "u4": 4}
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+_CALLED = re.compile(r"(?:body|calls|to_apply|async_computation)=%?([\w.\-]+)")
+
+
+def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
+    """Traffic by kind of one call of a program, and loops whose number of passes its text does not tell.
+
+    Bodies of loops count as often as they run; those whose passes are not known count once.
+
+    Args:
+        hlo: Text of the compiled module.
+    """
+    computations = _computations(hlo)
+    # A TPU's program names one collective in several fusions, which start it and wait for it: these by their channel.
+    found_once: dict[str, tuple[str, int, int, int]] = {}
+    unknown = set()
+
+    def walk(name: str, times: int, above: tuple[str, ...], in_fusion: bool = False) -> None:
+        if name in above:
+            return
+        for line in computations.get(name, ()):
+            if (found := _INSTRUCTION.match(line)) is None:
+                continue
+            kind, passes = found[2].removesuffix("-start"), times
+            if kind in KINDS:
+                group, channel = _group(line), re.search(r"channel_id=(\d+)", line)
+                size = _whole_bytes(kind, found[1], found[2], group)
+                # A TPU's program spells one as a fusion of a sum and a slice, in a computation of this name.
+                one = ("reduce-scatter" if "all-reduce-scatter" in name else kind, times, size, group)
+                key = channel[1] if channel and in_fusion else line
+                found_once[key] = max(found_once.get(key, one), one, key=lambda each: each[1])
+            if kind == "while":
+                known = _passes(line, computations)
+                passes = times * (known or 1)
+                if known is None:
+                    unknown.add(line)
+            branches = [part.strip().lstrip("%") for part in ",".join(
+                re.findall(r"branch_computations=\{([^}]*)\}", line)).split(",") if part]
+            for called in (*_CALLED.findall(line), *branches):
+                walk(called, passes, (*above, name), in_fusion or kind == "fusion")
+
+    walk("", 1, ())
+    total: dict[str, Traffic] = {}
+    for kind, times, size, group in found_once.values():
+        if group > 1:
+            total[kind] = total.get(kind, Traffic(0, 0, group)).plus(Traffic(times, times * size, group))
+    return total, len(unknown)
+
+
+def _computations(hlo: str) -> dict[str, list[str]]:
+    """Lines of each computation by its name; that of the entry is empty."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in hlo.splitlines():
+        if line and not line[0].isspace() and line.rstrip().endswith("{"):
+            name = "" if line.startswith("ENTRY") else line.split()[0].lstrip("%").split("(")[0]
+            lines = found[name] = []
+        else:
+            lines.append(line)
+    return found
+
+
+def _bytes(shapes: str) -> list[int]:
+    return [math.prod(int(size) for size in sizes.split(",") if size) * _BITS.get(kind, _width(kind)) // 8
+            for kind, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shapes)]
+
+
+def _width(kind: str) -> int:
+    digits = re.search(r"\d+", kind)
+    return int(digits[0]) if digits else 0
+
+
+def _whole_bytes(kind: str, shapes: str, operation: str, group: int) -> int:
+    """Bytes of the whole array of a collective, whose results have these shapes."""
+    sizes = _bytes(shapes)
+    if operation.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
+        sizes = sizes[len(sizes) // 2:]  # behind the operands
+    elif operation.endswith("-start") and kind == "collective-permute":
+        sizes = sizes[:1]
+    return sum(sizes) * (group if kind == "reduce-scatter" else 1)
+
+
+def _group(line: str) -> int:
+    """Devices that take part in a collective."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return listed[1].count(",") + 1
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2]))
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
+    return int(counted[2]) if counted else 2
+
+
+def _passes(line: str, computations: dict[str, list[str]]) -> int | None:
+    """How often a loop runs: as the compiler says, or by the constant that its counter stays below."""
+    if known := re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    text = "\n".join(computations.get(condition[1], ())) if condition else ""
+    limits = re.findall(r"= s32\[\](?:\{[^}]*\})? constant\((\d+)\)", text)
+    return int(limits[0]) if len(limits) == 1 and "direction=LT" in text else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices that are not here, for XLA to compile for: of TPUs (jax[tpu]), of GPUs (jax[cuda12]), or simulated ones.
+
+# What XLA must know of a GPU beside its memory, from the vendor's tables: multiprocessors, float32 lanes of one, KiB of
+# shared memory of one and of a block, MiB of cache, GHz, compute capability.
+GPUS = {"H100": (132, 128, 228, 227, 50, 1.98, (9, 0)), "H200": (132, 128, 228, 227, 50, 1.98, (9, 0)),
+        "H100-PCIe": (114, 128, 228, 227, 50, 1.755, (9, 0)), "A100": (108, 64, 164, 163, 40, 1.41, (8, 0)),
+        "A100-80GB": (108, 64, 164, 163, 40, 1.41, (8, 0)), "A100-PCIe": (108, 64, 164, 163, 40, 1.41, (8, 0)),
+        "L4": (58, 128, 100, 99, 48, 2.04, (8, 9)), "L40S": (142, 128, 100, 99, 96, 2.52, (8, 9)),
+        "A10": (72, 128, 100, 99, 6, 1.695, (8, 6)), "RTX4090": (128, 128, 100, 99, 72, 2.52, (8, 9))}
+
+
+def plugin(on: Target) -> str | None:
+    """The package of JAX that compiles for a target; None: what is here does, or nothing."""
+    if on.platform == "tpu":
+        return "libtpu"
+    return "jax_cuda12_plugin" if on.kind is not None and on.kind.name in GPUS else None
+
+
+def has(package: str) -> bool:
+    """Whether this environment has it."""
+    return find_spec(package) is not None
+
+
+def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
+    """Devices to lower and compile for, and whether they are simulated ones of this machine's processor.
+
+    Raises:
+        UserError: JAX has started already, with fewer devices than are to be simulated.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    package = plugin(on)
+    if package is None or not has(package):
+        with suppress(RuntimeError):  # they are there already; their number is checked
+            jax.config.update("jax_num_cpu_devices", on.num_devices)
+        found = jax.devices("cpu")[:on.num_devices]
+        if len(found) < on.num_devices:
+            raise UserError(f"--on: JAX has started with {len(found)} devices, so {on.num_devices} cannot be "
+                            "simulated. Plan in a process of its own.")
+        return found, on.platform != "cpu"
+    if on.platform == "gpu":
+        found = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=_description(on),
+                                             topology=f"1x1x{on.num_devices}")
+    else:
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no server to ask what is attached
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at once: none uses a chip
+        bounds = tpu_shape(on)
+        # As one host, so that this process counts as that of all devices.
+        found = topologies.get_topology_desc(
+            platform="tpu", chips_per_host_bounds=bounds, wrap=tpu_rings(bounds, on.kind.cores == 1),
+            topology_name=f"{on.kind.name}:" + "x".join(map(str, bounds[:2] if on.kind.cores == 1 else bounds)))
+    return found.devices[:on.num_devices], False
+
+
+def tpu_shape(on: Target) -> tuple[int, int, int]:
+    """Chips of a slice along each axis: v5e and v6e lie in a plane, v4 and v5p in space; as even as it goes.
+
+    Raises:
+        UserError: Their number is no power of two.
+    """
+    bits = on.num_devices.bit_length() - 1
+    if on.num_devices != 1 << bits:
+        raise UserError(f"--on: no slice of {on.kind.name} has {on.num_devices} chips: take a power of two.")
+    axes = 2 if on.kind.cores == 1 else 3
+    shape = [1 << ((bits + place) // axes) for place in range(axes)]
+    assert math.prod(shape) == on.num_devices
+    return (*shape, 1)[:3] if axes == 2 else tuple(shape)
+
+
+def tpu_rings(shape: tuple[int, int, int], is_plane: bool) -> tuple[bool, bool, bool]:
+    """Along which axes the last chip of a slice is linked with the first: of whole pods of v5e and v6e, 16 x 16 chips,
+    and of slices of v4 and v5p that are made of cubes of 4 x 4 x 4.
+    """
+    if is_plane:
+        return (shape == (16, 16, 1),) * 2 + (False,)
+    return (all(size % 4 == 0 for size in shape),) * 3
+
+
+def _description(on: Target) -> str:
+    """A GPU in the words of XLA's GpuTargetConfigProto."""
+    cores, lanes, shared, block, cache, clock, (major, minor) = GPUS[on.kind.name]
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+          shared_memory_per_core: {shared * 1024} threads_per_core_limit: {2048 if minor == 0 else 1536}
+          core_count: {cores} fpus_per_core: {lanes} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+          block_dim_limit_z: 65535 memory_bandwidth: {int(on.kind.bandwidth)} l2_cache_size: {cache * 2**20}
+          clock_rate_ghz: {clock} device_memory_size: {int(on.memory)} shared_memory_per_block_optin: {block * 1024}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 28 }}
+        runtime_version {{ major: 12 minor: 9 patch: 0 }}
+        device_description_str: "NVIDIA {on.device}"
+    """

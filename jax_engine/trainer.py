@@ -4,16 +4,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
+from jax import monitoring
 
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.checkpointing import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.compile_clock import compile_clock
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
@@ -24,10 +25,10 @@ from jax_engine.export import Exporter
 from jax_engine.loop import Loop
 from jax_engine.models.experts import check_shared
 from jax_engine.optim import build
-from jax_engine.parity import measure
-from jax_engine.rehearsal import rehearse
+from jax_engine.parity import measure, rehearse
 from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Task
+from lmmods.core import throughput
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import peak_flops
@@ -335,3 +336,37 @@ class Trainer(JaxTrainerFields):
         """What is known of a run before its first step."""
         return Outlook(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
                        at_hand().memory)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A clock that stands while programs are traced and compiled, so that no speed and no time left counts that.
+
+# Durations of tracing, lowering and compiling (or fetching from the cache on disk), which may lie within one another.
+MAKING = "/jax/core/compile/"
+
+
+class CompileClock:
+    """Seconds of the clock by which training is timed, but for those in which this process made programs."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = [(float("-inf"), 0.0)]  # begin, seconds of all up to this one
+
+    def __call__(self) -> float:
+        return throughput.now() - self._spans[-1][1]
+
+    def note(self, event: str, seconds: float, **_: object) -> None:
+        """Called at the end of what is timed; what lies within it was told before."""
+        if not event.startswith(MAKING):
+            return
+        begin = throughput.now() - seconds
+        while self._spans[-1][0] >= begin:
+            self._spans.pop()
+        self._spans.append((begin, self._spans[-1][1] + seconds))
+
+
+@cache
+def compile_clock() -> CompileClock:
+    """The one of this process, which listens from now on."""
+    clock = CompileClock()
+    monitoring.register_event_duration_secs_listener(clock.note)
+    return clock

@@ -10,7 +10,7 @@ from tests.private_api import is_private, private_uses
 from tests.test_architecture import MODULES, modules
 
 COMPAT = {"lmmods.core.compat", "lmmods.commands.jsonargparse_compat", "lmmods.commands.lightning_compat",
-          "jax_engine.distributed.compat"}
+          "jax_engine.distributed.devices"}
 PACKAGES = ("lmmods", "jax_engine")
 
 

@@ -45,7 +45,7 @@ def fit(arguments, tmp_path):
 def no_computing(monkeypatch):
     """From its call on nobody computes log-probabilities of a reference."""
     def forbid():
-        for module in ("lmmods.torch_engine.nn.reference_cache", "jax_engine.tasks.reference_cache"):
+        for module in ("lmmods.torch_engine.nn.reference_cache", "jax_engine.tasks.preference"):
             monkeypatch.setattr(f"{module}._computed", None)
 
     return forbid

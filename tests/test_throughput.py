@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jax_engine.distributed.compile_clock import MAKING, CompileClock
+from jax_engine.trainer import MAKING, CompileClock
 from lmmods.cli import main
 from lmmods.core import throughput
 from lmmods.core.errors import UserError

@@ -15,8 +15,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.experts import MATRICES
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
-from jax_engine.models.quant import Quantized
-from jax_engine.models.quantizing import Sharers
+from jax_engine.models.quant import Quantized, Sharers
 from lmmods.core import hf_config
 from lmmods.core.adapters import does_not_fit, quantised_in_full, tokens_to_train
 from lmmods.core.console import say

@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, on_mesh
 from jax_engine.models.architecture import Architecture, Experts
-from jax_engine.models.linear import ACTIVATIONS, Build, lora_scaling, product
-from jax_engine.models.parameters import parameter
+from jax_engine.models.linear import ACTIVATIONS, Build, lora_scaling, parameter, product
 from jax_engine.models.quant import FourBit, Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, lora_a

@@ -14,10 +14,10 @@ import numpy as np
 
 from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import Tree, flatten, unflatten
-from jax_engine.models import expert_files, mxfp4, quant, quantizing
+from jax_engine.models import expert_files, mxfp4, quant
 from jax_engine.models import lora as adapters
 from jax_engine.models.network import Network
-from jax_engine.models.quantizing import Scales, Sharers, from_bitsandbytes, piece_of
+from jax_engine.models.quant import Scales, Sharers, from_bitsandbytes, piece_of
 from lmmods.core import hub, lazy_array
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -144,7 +144,7 @@ class Leaves:
         if isinstance(value, LazyArray):
             value = value.astype(self.dtype)
             if path in self._coded:
-                value = quantizing.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d,
+                value = quant.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d,
                                             self._sharers, self._scales, place)
         self.found.setdefault(path, {})[layer] = value
 

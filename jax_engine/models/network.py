@@ -23,9 +23,21 @@ from jax_engine.models.attention import Attention, attention_mask, cached_mask, 
 from jax_engine.models.cut_rows import CutRows
 from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
-from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Linear, Norm, capped, product, vocabulary_logits
+from jax_engine.models.linear import (
+    ACTIVATIONS,
+    Build,
+    Embedding,
+    FirstValues,
+    Linear,
+    Norm,
+    Start,
+    capped,
+    parameter,
+    product,
+    starts,
+    vocabulary_logits,
+)
 from jax_engine.models.names import EXPERTS, TOKEN_ROWS, Names
-from jax_engine.models.parameters import FirstValues, Start, parameter, starts
 from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError

@@ -1,27 +1,120 @@
 """Preference optimisation on JAX: pairs of answers, or answers judged one by one; full or with adapters."""
 
+import dataclasses
+import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.devices import gather
+from jax_engine.distributed.devices import gather, on_first
 from jax_engine.distributed.loss import LossSums, shift_labels, token_log_probs
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps
-from jax_engine.distributed.tree import Tree, split
+from jax_engine.distributed.tree import Tree, flatten, split, unflatten
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
-from jax_engine.models.reference import COPIES, Reference
 from jax_engine.tasks.causal_task import CausalTask
-from jax_engine.tasks.reference_cache import cache_references
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.core.task_fields import PreferenceFields
+from lmmods.data.store.references import COMPUTING
+from lmmods.runs.model_facts import first_weights
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities of all answers under the network as it stands before the first step, computed once and kept.
+
+def cache_references(run: Any) -> None:
+    """Give the batches of a preference task their `reference_logps`, computed where the cache lacks them.
+
+    All processes must call this. Raises UserError: the data are a stream.
+
+    Args:
+        run: A `Run` whose weights are the first ones.
+    """
+    data, trainer = run.data, run.data.trainer
+    network = first_weights(run.task, trainer.precision, data.run_seed)
+    for role in data.begin_references(trainer.state.fn.value):
+        store = data.reference_store(role, network)
+        found = on_first(store.read)
+        if found is None:
+            if run.is_first:
+                say(COMPUTING.format(rows=store.shape[0], role=role))
+            found = _computed(run, role, store.shape)
+            on_first(lambda store=store, found=found: store.write(found))
+        data.adopt_references(role, found)
+
+
+def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
+    """Log-probabilities [rows, answers] of a set."""
+    data, steps = run.data, run.steps
+    batch_size = data.eval_batch_size
+    found = [(group.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, group.batch)["logps"])
+             for group in run.batches(data.reference_loader(role), batch_size, math.inf)]
+    parts = {(number, rank): (index[place], values[place]) for number, (index, rows) in enumerate(found)
+             for values in [steps.fetch_rows(rows)] for place, rank in enumerate(steps.local_ranks)}
+    logps = np.zeros(shape, np.float32)
+    for index, values in gather(parts).values():
+        logps[index[index >= 0]] = values[index >= 0]
+    return logps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference of preference optimisation: the network as it was before training, beside the one in training.
+#
+# What does not train is shared. What does is either left out (adapters switched off) or kept as a copy, which lies in
+# the
+# tree of frozen parameters under a name of its own.
+
+COPIES = "reference"  # of the leaves under it, in the tree of frozen parameters
+
+
+class Reference:
+    """A network that does not train beside one that does.
+
+    Args:
+        network: The one that trains.
+        kind: `base` is this network with its adapter switched off; `copy` is as it was when training started.
+    """
+
+    def __init__(self, network: Network, kind: Literal["base", "copy"]):
+        self.kind, self.network = kind, network
+        if kind == "base":
+            build = dataclasses.replace(network.build, lora=None, adapted=frozenset())
+            self.network = Network(network.config, network.family, network.arch, network.head, build, network.to_save,
+                                   unroll=network.unroll)
+        self._paths = flatten(self.network.shapes).keys()
+
+    def copies(self, trainable: Tree, base: Tree) -> Tree:
+        """What to add to the frozen parameters, on the host; empty where everything is shared.
+
+        Args:
+            trainable: First values of what trains.
+            base: The base's values of what an adapter trains in full.
+        """
+        # arrays of their own, as the first step takes the memory of those that train
+        kept = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+                            base if self.kind == "base" else trainable)
+        return {COPIES: kept} if kept else {}
+
+    def hidden(self, params: Tree, rows: dict[str, Array]) -> Array:
+        """As `Network.hidden`, without dropout and without a gradient; `params` are those of the one in training."""
+        return jax.lax.stop_gradient(self.network.hidden(self._own(params), rows))
+
+    def logits(self, params: Tree, hidden: Array) -> Array:
+        """As `Network.logits`."""
+        return self.network.logits(self._own(params), hidden)
+
+    def _own(self, params: Tree) -> Tree:
+        leaves = flatten(params)
+        own = {path: leaves.get((COPIES, *path), leaves.get(path)) for path in self._paths}
+        return jax.lax.stop_gradient(unflatten(own))
+
 
 Rows = dict[str, Array]
 BASELINE = "kl"

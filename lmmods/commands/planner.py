@@ -43,7 +43,7 @@ def plan(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
 
 def _compiler(on: Target) -> Path | None:
     """Python of the environment that compiles for a target; None: this one does, or there is none."""
-    from jax_engine.distributed.topologies import has, plugin
+    from jax_engine.planning import has, plugin
 
     package = plugin(on)
     if package is None or has(package):

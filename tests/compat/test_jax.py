@@ -1,11 +1,11 @@
-"""What `jax_engine.distributed.compat` relies on."""
+"""What `jax_engine.distributed.devices` relies on."""
 
 import socket
 
 import jax
 from jax._src import distributed
 
-from jax_engine.distributed.compat import forget_the_others
+from jax_engine.distributed.devices import forget_the_others
 from tests.forks import together
 
 

@@ -9,9 +9,9 @@ import pytest
 from hf_reference import VOCAB
 from transformers import BitsAndBytesConfig
 
+from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import made_for
 from jax_engine.distributed.tree import flatten

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.checkpoint_arrays import pack, pack_accumulation, unpack, unpack_accumulation
+from jax_engine.checkpointing import pack, pack_accumulation, unpack, unpack_accumulation
+from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Steps
 from jax_engine.optim import build, step_scalars
 from lmmods.core import lazy_array

@@ -16,7 +16,7 @@ from tested import MAIN, cells, every_pair
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten
-from jax_engine.models import building, hub, loading, parameters
+from jax_engine.models import building, hub, linear, loading
 from jax_engine.models import lora as adapters
 from lmmods.core.hf_config import load_config
 from lmmods.core.initialization import draw, lora_a
@@ -63,7 +63,7 @@ def test_a_process_draws_what_its_devices_keep(dtype, monkeypatch):
         asked.append([len(range(length)[cut]) for length, cut in zip(shape, part, strict=True)])
         return draw(seed, name, distribution, shape)[part]
 
-    monkeypatch.setattr(parameters, "draw_part", drawn)
+    monkeypatch.setattr(linear, "draw_part", drawn)
     placed = flatten(mesh.put_state(net.first_values(3, dtype)))
     monkeypatch.undo()
     whole = flatten(net.init(3, dtype))

@@ -17,8 +17,7 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split, unflatten
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
-from jax_engine.models.quant import Quantized
-from jax_engine.models.quantizing import quantize
+from jax_engine.models.quant import Quantized, quantize
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
 from tests.closeness import assert_as_close, gradients, in_both

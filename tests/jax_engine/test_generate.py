@@ -11,7 +11,7 @@ from tested import MAIN, cells
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
 
-from jax_engine.models import decoding as filters
+from jax_engine.models import generate as filters
 from jax_engine.models import generate as ours
 from lmmods.core.errors import UserError
 from lmmods.core.sampling import draws

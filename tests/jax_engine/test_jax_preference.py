@@ -14,19 +14,18 @@ from peft import LoraConfig, get_peft_model
 from test_lora import wrapped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jax_engine.checkpoint_arrays import pack_accumulation, unpack_accumulation
+from jax_engine.checkpointing import pack_accumulation, unpack_accumulation
+from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Group
-from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.distributed.weights import Weights
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
-from jax_engine.models.reference import COPIES
 from jax_engine.optim import build, step_scalars
-from jax_engine.tasks.preference import Preference
+from jax_engine.tasks.preference import COPIES, Preference
 from lmmods.core.dropout import token_seeds
 from lmmods.core.preference_losses import METHODS, PreferenceLoss
 from lmmods.core.settings import LoRA, Optimizer

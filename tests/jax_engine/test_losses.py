@@ -9,7 +9,7 @@ import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_engine.distributed import lines
+from jax_engine.distributed import loss
 from jax_engine.distributed import loss as losses
 from jax_engine.distributed.interface import DATA_AXES
 from jax_engine.distributed.loss import IGNORED, span_loss, token_log_probs, token_loss
@@ -50,14 +50,14 @@ def as_close(found, wanted):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(lines, "CHUNK_BYTES", 4 * V * 5)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
 
 
 @pytest.mark.parametrize("labelled", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("form", ["chunks", "one chunk", "plain"])
 def test_token_loss_equals_torchs(labelled, form, monkeypatch):
     if form == "chunks":
-        monkeypatch.setattr(lines, "CHUNK_BYTES", 4 * V * 5)
+        monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
     hidden, targets, params = draw(labelled)
     wanted, wanted_gradients = theirs(hidden, targets, params)
     with Float64():
@@ -144,7 +144,7 @@ def test_memory_of_a_wide_vocabulary(trains_head, form):
         return jnp.square(token_log_probs(hidden, targets, lambda h: h @ weight.T, wide).sum(1)).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 2) if trains_head else (0,))).lower(*shapes).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * lines.CHUNK_BYTES < 4 * rows * length * wide / 10
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * loss.CHUNK_BYTES < 4 * rows * length * wide / 10
 
 
 def test_a_frozen_head_costs_no_gradient():

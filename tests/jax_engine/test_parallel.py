@@ -14,10 +14,10 @@ import pytest
 import torch
 from toy import Toy
 
+from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh, laid_out
 from jax_engine.distributed.prefetch import Prefetcher
-from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.collectives import collectives
-from jax_engine.distributed.topologies import tpu_rings, tpu_shape
+from jax_engine.planning import collectives, tpu_rings, tpu_shape
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Prefetcher, rounded
-from jax_engine.distributed.replicas import Replicas
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.sampler import evaluation_order, training_order

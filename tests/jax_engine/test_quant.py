@@ -18,7 +18,7 @@ from tested import MAIN, cases, cells
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten, merge, split
-from jax_engine.models import hub, loading, quant, quantizing
+from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
@@ -48,7 +48,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def quantized(*args, **options):
-    return jax.tree.map(np.asarray, quantizing.quantize(*args, **options))
+    return jax.tree.map(np.asarray, quant.quantize(*args, **options))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *STACKS])
@@ -81,7 +81,7 @@ def test_eight_bits_are_those_of_bitsandbytes(shape):
 
 def test_large_matrices_are_quantised_in_pieces(monkeypatch):
     whole = quantized(weight((24, 96)).numpy(), "nf4")
-    monkeypatch.setattr(quantizing, "_CHUNK", 256)
+    monkeypatch.setattr(quant, "_CHUNK", 256)
     pieces = quantized(weight((24, 96)).numpy(), "nf4")
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True))
 
@@ -110,7 +110,7 @@ def test_parts_are_those_of_the_whole(kind, double, shape, transposed):
         return found
 
     def parts(rank):
-        lazy = quantizing.quantize(values, kind, double, transposed, quantizing.Sharers(rank, 3, gather))
+        lazy = quant.quantize(values, kind, double, transposed, quant.Sharers(rank, 3, gather))
         for array, expected in zip(jax.tree.leaves(lazy), whole, strict=True):
             cut = tuple(slice(length * rank // 3, length * (rank + 1) // 3) for length in array.shape)
             for axis in range(array.ndim + 1):
@@ -322,11 +322,11 @@ def test_a_damaged_folder_is_an_error():
     state = np.frombuffer(json.dumps({"quant_type": "nf4", "blocksize": 128, "shape": [2, 64]}).encode(), np.uint8)
     pieces = {"weight": np.zeros((64, 1), np.uint8), "weight.absmax": np.ones(2, np.float32)}
     with pytest.raises(UserError, match="saved without weight.quant_state"):
-        quantizing.from_bitsandbytes(pieces)
+        quant.from_bitsandbytes(pieces)
     pieces |= {"weight.quant_state.bitsandbytes__nf4": state}
     with pytest.raises(UserError, match="blocks of 128"):
-        quantizing.from_bitsandbytes(pieces)
+        quant.from_bitsandbytes(pieces)
     with pytest.raises(UserError, match="saved without weight.absmax"):
-        quantizing.from_bitsandbytes({name: piece for name, piece in pieces.items() if name != "weight.absmax"})
+        quant.from_bitsandbytes({name: piece for name, piece in pieces.items() if name != "weight.absmax"})
     with pytest.raises(UserError, match="saved without weight"):
-        quantizing.from_bitsandbytes({"SCB": np.ones(2, np.float32)})
+        quant.from_bitsandbytes({"SCB": np.ones(2, np.float32)})

@@ -7,8 +7,8 @@ import optax
 import pytest
 import torch
 
+from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
-from jax_engine.distributed.replicas import Replicas
 from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.optim import build, step_scalars

@@ -8,9 +8,8 @@ import torch
 from transformers import LlamaConfig
 
 from jax_engine.models import attention, hub
-from jax_engine.models import cpu_attention as blocked
-from jax_engine.models.attention import attend, attention_mask
-from jax_engine.models.cpu_attention import attend_blocked
+from jax_engine.models import attention as blocked
+from jax_engine.models.attention import attend, attend_blocked, attention_mask
 from tests.closeness import assert_as_close
 
 LENGTH = 10

@@ -11,7 +11,7 @@ from hf_reference import labels_of
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from jax_engine.distributed.loss import LossSums
-from jax_engine.tasks.expert_load import with_load
+from jax_engine.tasks.causal_task import with_load
 from jax_engine.tasks.sft import SFT
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance, note_quantized

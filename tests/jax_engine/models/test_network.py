@@ -10,7 +10,7 @@ import torch
 from hf_reference import labels_of, our_loss
 from tested import MAIN, cases, cells, every_pair
 
-from jax_engine.distributed import lines
+from jax_engine.distributed import loss
 from jax_engine.distributed import loss as losses
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
@@ -248,7 +248,7 @@ def test_a_deep_network_is_no_larger_a_program(make_ref, name):
     "granite", "cohere2"))])
 def test_chunked_losses_scale_and_cap_logits_too(make_ref, name, monkeypatch):
     ref = make_ref(name, "causal")
-    monkeypatch.setattr(lines, "CHUNK_BYTES", 4 * 37 * 5)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * 37 * 5)
     batch = ref.batch()
     labels = labels_of(batch)
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.target import made_for
-from jax_engine.models import fused, splash
+from jax_engine.models import fused
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import SPLASH, Fused, choose, mismatch
 from lmmods.core.hardware import target_named
@@ -27,7 +27,7 @@ CAUSAL = Fused(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", causal=
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
-    monkeypatch.setattr(splash, "BLOCKS", (128,))
+    monkeypatch.setattr(fused, "BLOCKS", (128,))
     fused.mismatch.cache_clear()
     yield
     fused.mismatch.cache_clear()
