@@ -20,7 +20,7 @@ from work import CLASSES, CONFIGS
 from lmmods.core.dropout import token_seeds
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
-from lmmods.torch_engine.nn.mlm_head import MLMHead, masked_loss
+from lmmods.torch_engine.tasks.mlm import MLMHead, masked_loss
 
 RATE, BATCH_SIZE = 0.1, 8
 

@@ -10,14 +10,13 @@ import numpy as np
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import SUMS, Tree
-from jax_engine.distributed.weights import Weights
 from jax_engine.optim import step_scalars
 from jax_engine.run import Run, Training
+from jax_engine.tasks.base import Weights
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, decays
-from lmmods.runs.checkpoint_content import AccumulatedGradients, CheckpointContent
-from lmmods.runs.checkpoint_format import check_manifest
+from lmmods.runs.checkpoint_format import AccumulatedGradients, CheckpointContent, check_manifest
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint
 from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints

@@ -3,9 +3,9 @@
 import math
 
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.weights import Weights
 from jax_engine.models.generate import generate
 from jax_engine.run import Run
+from jax_engine.tasks.base import Weights
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 

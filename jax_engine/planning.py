@@ -23,11 +23,10 @@ from jax_engine.distributed.target import made_for
 from jax_engine.distributed.tree import Tree, flatten, merge, new_state
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, is_out_of_memory
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import score_flops
-from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 

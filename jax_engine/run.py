@@ -10,9 +10,8 @@ from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.prefetch import Group, Prefetcher
 from jax_engine.distributed.steps import Steps, fetch_figures
 from jax_engine.distributed.tree import Tree
-from jax_engine.distributed.weights import Weights
 from jax_engine.optim import step_scalars
-from jax_engine.tasks.base import Task
+from jax_engine.tasks.base import Task, Weights
 from lmmods.core.progress_bar import Bar
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.csv_logger import Logger

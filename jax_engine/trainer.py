@@ -19,7 +19,6 @@ from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
-from jax_engine.distributed.weights import Weights
 from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter
 from jax_engine.loop import Loop
@@ -27,7 +26,7 @@ from jax_engine.models.experts import check_shared
 from jax_engine.optim import build
 from jax_engine.parity import measure, rehearse
 from jax_engine.run import Run, Training
-from jax_engine.tasks.base import Task
+from jax_engine.tasks.base import Task, Weights
 from lmmods.core import throughput
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -35,10 +34,9 @@ from lmmods.core.hardware import peak_flops
 from lmmods.core.parity import Row
 from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.progress_bar import Bar, describe
-from lmmods.core.run_length import check_length
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
-from lmmods.core.trainer_fields import JaxTrainerFields
+from lmmods.core.trainer_fields import JaxTrainerFields, check_length
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain

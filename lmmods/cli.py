@@ -42,9 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes them from the command line.
     """
     from lmmods.commands.trust import taken_flag, trusting
-    from lmmods.core.errors import user_error_in
+    from lmmods.core.errors import is_out_of_memory, user_error_in, what_to_lower
     from lmmods.core.files import wrong_path_in
-    from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
     from lmmods.core.recipes import with_shipped_recipes
 
     if argv is None:  # a program of its own
@@ -78,8 +77,8 @@ def run_interruptible(arguments: list[str]) -> int:
     from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, check_command, program_help, run_command
     from lmmods.core.console import quiet_libraries, tell
     from lmmods.core.errors import UserError
+    from lmmods.core.progress_bar import keep_last_line
     from lmmods.core.signals import Interrupted, Stopped
-    from lmmods.core.terminal import keep_last_line
 
     # A process that Lightning has started beside the first one prints on the same terminal.
     keep_last_line(erases=os.environ.get("LOCAL_RANK", "0") != "0")

@@ -75,7 +75,7 @@ def cheap_ends():
     """Nobody draws the plug here, and few look at the picture with which a run ends: a tenth of its time each."""
     from matplotlib.figure import Figure
 
-    from lmmods.data.store import building
+    from lmmods.data.store import cache
     from lmmods.runs import manifest
 
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def cheap_ends():
         # Each run hashes all source files, which stay as they are meanwhile.
         patch.setattr(manifest, "code_version", functools.cache(manifest.code_version))
         # To say whether the libraries are spared it counts a million objects, for each of a thousand small stores.
-        patch.setattr(building, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
+        patch.setattr(cache, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
                                                       get_freeze_count=lambda: frozen["objects"]))
         patch.setattr(Figure, "savefig",
                       functools.wraps(Figure.savefig)(lambda figure, path, **_: Path(path).write_bytes(b"a picture")))
@@ -379,7 +379,7 @@ def clock(monkeypatch) -> Clock:
 @pytest.fixture
 def stop_at(monkeypatch):
     """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
-    from lmmods.torch_engine.callbacks.startup_report import StartReport
+    from lmmods.torch_engine.callbacks.run_events import StartReport
 
     left = {"batches": 0}
 

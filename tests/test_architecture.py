@@ -142,8 +142,8 @@ def test_a_setting_that_nobody_reads_is_found():
         sources[module] = ast.unparse(ast.fix_missing_locations(tree))
     assert len(wanted) > 60 and dead_settings(sources) - before == wanted
     sources = modules()
-    text = sources["lmmods.data.conversation_data"]
-    sources["lmmods.data.conversation_data"] = text.replace("self.chat_template_kwargs", "None")
+    text = sources["lmmods.data.sft"]
+    sources["lmmods.data.sft"] = text.replace("self.chat_template_kwargs", "None")
     assert dead_settings(sources) - before == {("lmmods.data.fields.ConversationFields", "chat_template_kwargs")}
 
 

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder, write_json, write_text
-from lmmods.runs.local_paths import hub_id
+from lmmods.runs.inside import hub_id
 from lmmods.runs.model_card import model_card
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture

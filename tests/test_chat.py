@@ -16,8 +16,7 @@ import yaml
 from transformers import AutoTokenizer, BertConfig
 
 from lmmods.cli import main
-from lmmods.commands.chat_session import Session, answer_lines, converse
-from lmmods.commands.chat_source import read_model, read_run
+from lmmods.commands.chat import Session, answer_lines, converse, read_model, read_run
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
 from lmmods.data.encode.detokenizer import Detokenizer

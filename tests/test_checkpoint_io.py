@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmmods.commands.replay import first_difference
+from lmmods.commands.verify import first_difference
 from lmmods.core.errors import UserError
 from lmmods.runs import checkpoint_io, checkpoint_pieces
 from lmmods.runs.checkpoint_format import check_manifest, write_manifest

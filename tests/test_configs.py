@@ -12,8 +12,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.recipes import COLUMNS, describe
-from lmmods.core.recipes import may_overwrite
-from lmmods.core.shipped_recipes import header_of, shipped_recipes
+from lmmods.core.recipes import header_of, may_overwrite, shipped_recipes
 from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent

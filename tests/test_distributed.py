@@ -14,7 +14,7 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
 from lmmods.runs.folder import RunFolder
-from lmmods.torch_engine.nn.tensor_parallel import check_network
+from lmmods.torch_engine.nn.sharding import check_network
 from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 from tests import losses_in_turn
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture

@@ -15,7 +15,7 @@ from lmmods.commands import declarations, engine_cli
 from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import CommandLine
 from lmmods.commands.early_check import EarlyCommandLine, check_early
-from lmmods.commands.find.measuring import Finder
+from lmmods.commands.find.command import Finder
 from lmmods.commands.inspector import Inspector
 from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.commands.planner import Planning

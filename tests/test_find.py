@@ -11,8 +11,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.find import command as find_command
-from lmmods.commands.find.batch_size import Measured, Sizes, best, search
-from lmmods.commands.find.recipe_file import RecipeFiles, as_text, edited
+from lmmods.commands.find.command import Measured, RecipeFiles, Sizes, as_text, best, edited, search
 from lmmods.core.errors import UserError
 from lmmods.core.range_test import DIVERGED, SMOOTHING, RangeTest
 from lmmods.core.settings import Optimizer

@@ -16,9 +16,18 @@ from lmmods.data.base import DataModule
 from lmmods.data.sft import SFTData
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.folder import RunFolder, write_json
-from lmmods.runs.identity import Comparison, Cuts, fitting, identity_tree
-from lmmods.runs.identity_keys import CUT, NOT_COMPARED, REFUSED, REPORTED, is_among
-from lmmods.runs.model_facts import model_facts
+from lmmods.runs.identity import (
+    CUT,
+    NOT_COMPARED,
+    REFUSED,
+    REPORTED,
+    Comparison,
+    Cuts,
+    fitting,
+    identity_tree,
+    is_among,
+)
+from lmmods.runs.model_card import model_facts
 from lmmods.runs.progress import Cut
 from tests.test_docs import by_task  # noqa: F401 - a fixture
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmmods.core import initialization, ziggurat
+from lmmods.core import initialization
 from lmmods.core.initialization import BLOCK, Normal, Uniform, draw, draw_part, fill, lora_a, mean_row, row_norms
 
 SIZE = 16 * BLOCK + 3
@@ -42,15 +42,16 @@ def test_normal_numbers_fill_the_bell():
     assert expected.min() > 15 and found.sum() == values.size
     surplus = ((found - expected)**2 / expected).sum() - (len(expected) - 1)
     assert abs(surplus) < 5 * math.sqrt(2 * len(expected))
-    tail = np.abs(values[np.abs(values) > ziggurat.TAIL])
-    of_all = math.erfc(ziggurat.TAIL / math.sqrt(2))
+    tail = np.abs(values[np.abs(values) > initialization.TAIL])
+    of_all = math.erfc(initialization.TAIL / math.sqrt(2))
     assert abs(tail.size - of_all * values.size) < 5 * math.sqrt(of_all * values.size)
-    mean = math.exp(-ziggurat.TAIL**2 / 2) * math.sqrt(2 / math.pi) / of_all  # of |x| beyond it
+    mean = math.exp(-initialization.TAIL**2 / 2) * math.sqrt(2 / math.pi) / of_all  # of |x| beyond it
     assert abs(tail.mean() - mean) < 5 * tail.std() / math.sqrt(tail.size)
-    assert ziggurat.EDGES[0] > ziggurat.EDGES[1] == ziggurat.TAIL and (np.diff(ziggurat.EDGES) < 0).all()
-    top = ziggurat.AREA / ziggurat.EDGES[255] + ziggurat.HEIGHTS[255]
+    assert initialization.EDGES[0] > initialization.EDGES[1] == initialization.TAIL
+    assert (np.diff(initialization.EDGES) < 0).all()
+    top = initialization.AREA / initialization.EDGES[255] + initialization.HEIGHTS[255]
     assert abs(top - 1) < 1e-9  # the layers end where the curve does
-    assert len(ziggurat.standard_normal(np.random.default_rng(0), 7)) == 7
+    assert len(initialization.standard_normal(np.random.default_rng(0), 7)) == 7
 
 
 def test_mean_std_and_bounds_are_applied():

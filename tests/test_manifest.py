@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmmods.cli import main
-from lmmods.commands import replay
-from lmmods.core import fingerprints, machine, versions
+from lmmods.commands import verify
+from lmmods.core import fingerprints, hardware, versions
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.manifest import Manifest
@@ -25,7 +25,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def in_process(monkeypatch):
     """A replay trains in this process."""
-    monkeypatch.setattr(replay, "train", main)
+    monkeypatch.setattr(verify, "train", main)
 
 
 # Hashes and versions -------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_variables_that_change_numbers_are_kept_without_secrets(monkeypatch):
     monkeypatch.setattr("os.environ", {
         "OMP_NUM_THREADS": "3", "XLA_FLAGS": "--x", "CUDA_VISIBLE_DEVICES": "1", "HF_TOKEN": "hf_" + "a" * 30,
         "JAX_COMPILATION_CACHE_DIR": "/c", "CUDA_HOME": "/u", "JAX_PLATFORMS": "http://u:word@host", "PATH": "/bin"})
-    assert machine.variables() == {"OMP_NUM_THREADS": "3", "XLA_FLAGS": "--x", "CUDA_VISIBLE_DEVICES": "1",
+    assert hardware.variables() == {"OMP_NUM_THREADS": "3", "XLA_FLAGS": "--x", "CUDA_VISIBLE_DEVICES": "1",
                                    "JAX_PLATFORMS": "http://***@host"}
 
 
@@ -124,7 +124,7 @@ def start(step: int, lr: float = 1.0, folder: str = "a") -> dict:
 
 def test_stretches_of_a_run():
     def found(starts: list[dict], steps: int) -> list[tuple[float, int]]:
-        return [(each["recipe"]["model"]["lr"], end) for each, end in replay.stretches(starts, steps)]
+        return [(each["recipe"]["model"]["lr"], end) for each, end in verify.stretches(starts, steps)]
 
     assert found([start(0)], 5) == [(1, 5)]
     assert found([start(0), start(3, folder="b")], 5) == [(1, 5)]

@@ -13,10 +13,9 @@ from lmmods.commands.migration import axolotl, llamafactory, training, trl
 from lmmods.commands.migration.advice import told
 from lmmods.commands.migration.command import as_draft
 from lmmods.commands.migration.detection import MARKS
-from lmmods.commands.migration.draft import Draft
+from lmmods.commands.migration.draft import OPTIMIZERS, PRECISIONS, SCHEDULES, TEMPLATES, Draft
 from lmmods.commands.migration.foreign_keys import NO_KEY, TABLES, counterparts, read_rows, rows_of
 from lmmods.commands.migration.training import zero_stage
-from lmmods.commands.migration.values import OPTIMIZERS, PRECISIONS, SCHEDULES, TEMPLATES
 from lmmods.core.errors import UserError
 from lmmods.core.preference_losses import PreferenceLoss
 from lmmods.core.settings import Optimizer, OptimizerName

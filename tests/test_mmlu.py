@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import choice_scores
-from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sft import SFTData
 from lmmods.evaluation.mmlu import MMLUEvaluator, choice_tokens
 from lmmods.runs.folder import RunFolder

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder
-from lmmods.torch_engine.callbacks.publish import Publish
+from lmmods.torch_engine.callbacks.export import Publish
 
 TOKEN = "hf_secretOfThisTest"
 

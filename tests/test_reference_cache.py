@@ -12,7 +12,7 @@ from lmmods.core.task_fields import PreferenceFields
 from lmmods.data.preference import PreferenceData
 from lmmods.data.store.references import ReferenceStore
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.model_facts import first_weights
+from lmmods.runs.model_card import first_weights
 from tests.runs import rows
 
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
@@ -45,7 +45,7 @@ def fit(arguments, tmp_path):
 def no_computing(monkeypatch):
     """From its call on nobody computes log-probabilities of a reference."""
     def forbid():
-        for module in ("lmmods.torch_engine.nn.reference_cache", "jax_engine.tasks.preference"):
+        for module in ("lmmods.torch_engine.nn.reference", "jax_engine.tasks.preference"):
             monkeypatch.setattr(f"{module}._computed", None)
 
     return forbid

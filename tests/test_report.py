@@ -21,11 +21,11 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import lmmods.commands.report.page as page_module
+import lmmods.commands.report.command as page_module
 from lmmods.cli import main
 from lmmods.commands.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
+from lmmods.commands.report.command import COLOURS, SHAPES, render
 from lmmods.commands.report.numbers import full, short
-from lmmods.commands.report.page import COLOURS, SHAPES, render
 from lmmods.commands.report.reading import Run, labels, read_curves, read_runs, read_samples
 from lmmods.commands.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
 from lmmods.core.errors import UserError

@@ -8,11 +8,10 @@ from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
 from lmmods.cli import main
-from lmmods.commands.serving import PROGRAMS, find_layout, modelfile, serving_lines
+from lmmods.commands.merge import PROGRAMS, find_layout, modelfile, serving_lines
 from lmmods.data.encode.chat_template import ChatTemplate
-from lmmods.data.encode.template_jinja import template_jinja
-from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
-from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.encode.encoder import TextEncoder
+from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from tests.data.conftest import CHAT_TEMPLATE
 from tests.jax_engine.tested import CAUSAL

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.strategies.choose import choose_strategy
 from lmmods.torch_engine.strategies.fsdp2 import FSDP2
+from lmmods.torch_engine.trainer import choose_strategy
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.test_distributed import same_figures, same_weights, task, with_two  # noqa: F401 - a fixture
 

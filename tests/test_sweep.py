@@ -14,9 +14,8 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands import registry
-from lmmods.commands.sweep import trials as trials_module
-from lmmods.commands.sweep.space import Parameter, grid, read_space
-from lmmods.commands.sweep.study import Study
+from lmmods.commands.sweep import command as trials_module
+from lmmods.commands.sweep.study import Parameter, Study, grid, read_space
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder
 

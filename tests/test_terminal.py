@@ -6,10 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmmods.core import progress_bar, terminal
+from lmmods.core import progress_bar
 from lmmods.core.console import printable, say
-from lmmods.core.progress_bar import Bar
-from lmmods.core.terminal import Above, StatusLine, shows_colour
+from lmmods.core.progress_bar import Above, Bar, StatusLine, shows_colour
 from lmmods.runs.inspect import marked_text
 from tests.screen import Screen
 
@@ -26,12 +25,12 @@ def on(screen):
     """stdout and stderr of this process are on the screen, with a status line. pytest sets both before each test."""
     with pytest.MonkeyPatch.context() as patch, screen.open() as out, screen.open() as err:
         patch.setenv("TERM", "xterm")
-        patch.setattr(terminal, "_line", None)
+        patch.setattr(progress_bar, "_line", None)
         patch.setattr(progress_bar, "REDRAWN", 0.0)
         patch.setattr(progress_bar, "STEPS_MEASURED", 10**9)
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        terminal.keep_last_line()
+        progress_bar.keep_last_line()
         yield sys.stdout, sys.stderr
 
 
@@ -94,7 +93,7 @@ def test_dumb_terminals_and_those_without_colour(screen, monkeypatch):
                 patch.delenv("NO_COLOR", raising=False)
                 for name, value in settings.items():
                     patch.setenv(name, value)
-                assert (terminal.is_terminal(stream), shows_colour(stream)) == (moves, colours)
+                assert (progress_bar.is_terminal(stream), shows_colour(stream)) == (moves, colours)
 
 
 def test_rows_are_marked_and_command_no_terminal():

@@ -24,8 +24,7 @@ from jax_engine.distributed.interface import Compiled, Parallel, own_positions, 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.target import lowering_platforms, target
 from lmmods.core.errors import UserError, first_line
-from lmmods.core.hardware import no_device
-from lmmods.core.machine import COMPILED, cache_folder
+from lmmods.core.hardware import COMPILED, cache_folder, no_device
 from lmmods.core.peers import Peers, cannot_meet
 from lmmods.runs.checkpoint_pieces import Pieces, own_part
 

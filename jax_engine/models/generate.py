@@ -12,7 +12,7 @@ from jax import Array
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
-from lmmods.core.sampling import UNIT, draws
+from lmmods.core.generation_config import UNIT, draws
 from lmmods.core.settings import Generation, check_beam_groups
 
 BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few shapes are compiled

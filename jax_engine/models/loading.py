@@ -19,11 +19,11 @@ from jax_engine.models import lora as adapters
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Scales, Sharers, from_bitsandbytes, piece_of
 from lmmods.core import hub, lazy_array
+from lmmods.core.adapters import check_weights, reading_weights
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import loading_notes, no_model, some
 from lmmods.core.lazy_array import LazyArray, Part
-from lmmods.core.weights_files import check_weights, reading_weights
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.",
             "deberta.")

@@ -4,17 +4,18 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import Array
 
+from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps, Survey
-from jax_engine.distributed.tree import Tree, flatten, split
-from jax_engine.distributed.weights import Weights
+from jax_engine.distributed.tree import Tree, flatten, merge, split
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
@@ -25,6 +26,21 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.model_sizes import describe_sizes, flops_per_token, step_bytes, widths_of
 from lmmods.core.task_fields import TaskFields
 from lmmods.core.text_metrics import perplexity
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parameters of a network on the devices.
+
+class Weights:
+    """Trainable and frozen parameters, trees of kind state."""
+
+    def __init__(self, parallel: Parallel, trainable: Tree, frozen: Tree):
+        self._parallel, self.trainable, self.frozen = parallel, trainable, frozen
+
+    @cached_property
+    def replica(self) -> Tree:
+        """All of them as one network's parameters, for programs outside the steps. All processes must call this."""
+        return self._parallel.replica(merge(self.trainable, self.frozen))
+
 
 # Fields of which this engine takes some values only, and what to do about the others.
 SUPPORTED = {

@@ -11,10 +11,9 @@ from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, t
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
-from jax_engine.distributed.weights import Weights
 from jax_engine.models.experts import Load
 from jax_engine.models.generate import check_supported, generate
-from jax_engine.tasks.base import Task
+from jax_engine.tasks.base import Task, Weights
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.labels import IGNORED
 from lmmods.core.task_fields import CausalFields

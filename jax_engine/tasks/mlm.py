@@ -10,8 +10,7 @@ from jax_engine.distributed.loss import LossSums, token_loss
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
-from jax_engine.distributed.weights import Weights
-from jax_engine.tasks.base import Task
+from jax_engine.tasks.base import Task, Weights
 from lmmods.core.task_fields import MLMFields
 
 

@@ -15,16 +15,16 @@ from jax_engine.distributed.loss import LossSums, shift_labels, token_log_probs
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree, flatten, split, unflatten
-from jax_engine.distributed.weights import Weights
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
+from jax_engine.tasks.base import Weights
 from jax_engine.tasks.causal_task import CausalTask
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.core.task_fields import PreferenceFields
 from lmmods.data.store.references import COMPUTING
-from lmmods.runs.model_facts import first_weights
+from lmmods.runs.model_card import first_weights
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Log-probabilities of all answers under the network as it stands before the first step, computed once and kept.

@@ -2,19 +2,36 @@
 
 import contextlib
 import importlib
+import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, fields, make_dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
+from lmmods.commands import declarations
+from lmmods.commands.argument_parser import Parser
+from lmmods.commands.exported_model import model_block
+from lmmods.commands.trust import check_remote_code, guarded_imports, is_trusted
+from lmmods.core import hub
+from lmmods.core.adapters import SETTINGS, adapter_config
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
+from lmmods.core.files import read_text
+from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLING
+from lmmods.core.recipes import read_recipe
 from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
-from lmmods.core.task_fields import Quantize
+from lmmods.core.task_fields import CausalFields, Quantize
+from lmmods.data.encode.detokenizer import Detokenizer
+from lmmods.data.sources.conversation import Message, RowProblem
+from lmmods.data.sources.formats import find_format
+from lmmods.runs.folder import RunFolder
 
 Changes = make_dataclass("GenerationChanges", [(item.name, item.type | None, None) for item in fields(Generation)],
                          frozen=True, namespace={"__doc__": Generation.__doc__, "__module__": __name__})
@@ -52,8 +69,6 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
     Raises:
         UserError: No such run, checkpoint or model; no causal LM; settings that do not fit.
     """
-    from lmmods.commands.chat_session import Session, answer_lines, converse  # reads data modules, which help does not
-    from lmmods.commands.chat_source import read_model, read_run
 
     _check_options(run, model, prompt, ckpt_path=ckpt_path, template=template,
                    chat_template_kwargs=chat_template_kwargs, quantize=quantize)
@@ -125,3 +140,493 @@ def _end_when_interrupted() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whom `chat` talks to: a run, one of its checkpoints, a model folder or a hub id, and how it is to be asked.
+
+CHAT, TEXT = "messages", "text"  # layouts of rows: turns, and whole texts
+NO_ROWS = "none"  # source of a data module that reads none
+# Of generation_config.json: what is used in another way, or says nothing of the text.
+USED_ELSEWHERE = {*BOOKKEEPING, "eos_token_id", "bos_token_id", "pad_token_id", "max_length", "early_stopping",
+                  "output_attentions", "output_hidden_states", "return_dict_in_generate", "cache_implementation"}
+
+
+@dataclass
+class Source:
+    """What is talked to, before it is loaded.
+
+    Args:
+        title: What it is, in words.
+        model: What its network is made of.
+        data: The data module that writes its prompts and knows its tokens.
+        layout: Of the rows that it was trained on; None for language models, which go on with texts.
+        generation: As its recipe, or its generation_config.json, says it.
+        stop_token_ids: Tokens that end an answer.
+        precision: Of the run; None where there is no run.
+        seed: Of the run.
+        checkpoint: Whose weights are taken; None takes those of `model`.
+        frozen: Whether it may be stored in the narrower types of a model that never trains.
+        base: What it was trained from, to compare; None where that is not known.
+    """
+
+    title: str
+    model: CausalFields
+    data: Any
+    layout: str | None
+    generation: Generation
+    stop_token_ids: list[int]
+    engine: str = "torch"
+    precision: str | None = None
+    seed: int = 0
+    checkpoint: Path | None = None
+    frozen: bool = False
+    base: CausalFields | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it knows turns; otherwise it goes on with whatever text it is given."""
+        return self.layout is not None and find_format(self.layout).template is None
+
+    @cached_property
+    def _encoder(self) -> Any:
+        return self.data.prompt_encoder(self.layout)
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """Token ids of the prompt of a conversation. Raises UserError: its template cannot write it."""
+        if self.layout is None:
+            return self.data.encode_prompts([messages[-1]["content"]])[0]
+        try:
+            return self._encoder.prompts([messages])[0]
+        except RowProblem as problem:
+            raise UserError(f"This conversation cannot be written: {problem}.") from problem
+
+
+# A run -------------------------------------------------------------------------------------------------------------
+
+
+def read_run(run: str, ckpt_path: str | None) -> Source:
+    """A run's model, or one of its checkpoints. Raises UserError: no run of a causal model, or no model yet."""
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        is_model = any((folder.root / name).is_file() for name in ("config.json", SETTINGS))
+        raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder."
+                        + (f" It is a model folder: --model {run}" if is_model else ""))
+    options = model_block(run, "chat")["init_args"]
+    check_remote_code(options)
+    model, declared = _blocks(run, folder)
+    model.compile, model.gradient_checkpointing = False, False  # which serve training alone
+    data = _data_module(declared)
+    checkpoint = folder.resolve(ckpt_path) if ckpt_path is not None else None
+    recipe = read_recipe(folder.config)
+    exported = model if checkpoint else _exported(run, folder, model)
+    if checkpoint:
+        from lmmods.runs.checkpoint_format import read_plain
+
+        data.go_on_from(read_plain(checkpoint))
+    else:
+        data.tokenizer = str(folder.model)
+    _connect(data, model)
+    trainer = recipe.get("trainer") if isinstance(recipe.get("trainer"), dict) else {}
+    return Source(_title(str(checkpoint or folder.model), model), exported, data, _layout(folder, declared),
+                  model.generation, data.stop_token_ids, recipe.get("engine", "torch"),
+                  trainer.get("precision", "32-true"), _seed(recipe), checkpoint,
+                  base=without_training(model) if model.pretrained else None)
+
+
+def _title(name: str, model: CausalFields) -> str:
+    quantized = f" in {model.quantize}" if model.quantize else ""
+    return f"{name}, an adapter on {model.pretrained}{quantized}" if model.trains_adapter else f"{name}{quantized}"
+
+
+def without_training(model: CausalFields) -> CausalFields:
+    """The model that a run starts from, which may be quantised without an adapter as nothing of it trains."""
+    start = replace(model, lora=None, quantize=model.quantize if model.adapter else None)
+    start.quantize = model.quantize
+    return start
+
+
+def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
+    """The blocks `model` and `data` of config.yaml as the fields that they declare."""
+    recipe = read_recipe(folder.config)
+    parser = Parser(prog="train.py chat")
+    for key, base in (("model", declarations.TaskModule), ("data", declarations.DataModule)):
+        parser.add_subclass(base, key)
+    with guarded_imports((declarations.__name__, "lmmods.core.settings", "lmmods.data.sources.source")):
+        config = parser.parse_object({key: recipe.get(key) for key in ("model", "data")})
+    made = parser.instantiate_classes(config)
+    if not isinstance(made.model, CausalFields):
+        raise UserError(f"--run {run}: config.yaml is not of a run of SFT, CLM or Preference.")
+    return made.model, made.data
+
+
+def _data_module(declared: Any) -> Any:
+    """The data module of declared fields, which reads no rows for this."""
+    name = type(declared).__name__
+    kind = getattr(importlib.import_module(f"lmmods.data.{name.removesuffix('Data').lower()}"), name)
+    return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
+
+
+def _connect(data: Any, model: CausalFields) -> None:
+    data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
+    """What model/ is made of."""
+    if (folder.model / SETTINGS).exists():
+        return replace(model, lora=None, adapter=str(folder.model))
+    if not (folder.model / "config.json").is_file():
+        raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished."
+                        + (" A checkpoint can be asked: --ckpt_path last" if folder.names() else ""))
+    return replace(model, pretrained=str(folder.model), config=None, config_overrides=None, revision=None)
+
+
+def _layout(folder: RunFolder, declared: Any) -> str | None:
+    """The layout of the training rows, from the report on them; turns where it is not known."""
+    if isinstance(declared, declarations.CLMData):
+        return None
+    try:
+        sources = json.loads(folder.data_report.read_text(encoding="utf-8"))["sources"]
+        return next(iter(sources.values()))["format"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
+        return declared.dataset_format or CHAT
+
+
+def _seed(recipe: dict[str, Any]) -> int:
+    seed = recipe.get("seed_everything")
+    return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
+
+
+# A model -----------------------------------------------------------------------------------------------------------
+
+
+def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] | None, quantize: Quantize | None
+               ) -> Source:
+    """A folder or hub id of a model or an adapter. Raises UserError: it is neither, or no causal LM."""
+    if (Path(name) / "config.yaml").is_file() and (Path(name) / "checkpoints").is_dir():
+        raise UserError(f"--model {name} is a run folder: --run {name}")
+    adapter = _file_of(name, SETTINGS)
+    base = adapter_config(adapter.parent, f"--model {name}").get("base_model_name_or_path") if adapter else None
+    if adapter and not base:
+        raise UserError(f"--model {name}: {SETTINGS} does not say what the adapter's base model is.")
+    model = CausalFields(pretrained=base or name, adapter=name if adapter else None,
+                         trust_remote_code=is_trusted())
+    model.quantize = quantize
+    _check_causal(model)
+    tokenizer = name if _file_of(name, "tokenizer_config.json") else model.pretrained
+    data = _data_of(tokenizer, model, template, template_kwargs)
+    said = _fields_of(name, GENERATION_CONFIG) or _fields_of(model.pretrained, GENERATION_CONFIG)
+    ends = said.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    layout = CHAT if type(data).__name__ == "SFTData" else None
+    ends = sorted({*data.stop_token_ids, *ends})  # the first finds out whether the template is one
+    return Source(_title(name, model), model, data, layout, _generation(said), ends, frozen=True,
+                  base=without_adapter(model) if adapter else None)
+
+
+def without_adapter(model: CausalFields) -> CausalFields:
+    """The base of an adapter."""
+    base = replace(model, adapter=None, quantize=None)
+    base.quantize = model.quantize
+    return base
+
+
+def _check_causal(model: CausalFields) -> None:
+    from lmmods.core.hf_config import load_config
+
+    kinds = load_config(model.pretrained, trust_remote_code=model.trust_remote_code).architectures or []
+    if kinds and not any(kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for kind in kinds):
+        raise UserError(f"--model {model.pretrained} is a {kinds[0]}; chat takes causal language models.")
+
+
+def _data_of(tokenizer: str, model: CausalFields, template: str | None, template_kwargs: dict[str, Any] | None) -> Any:
+    """A data module for chats where there is a template, for texts otherwise."""
+    from lmmods.data.clm import CLMData
+    from lmmods.data.sft import SFTData
+
+    data = SFTData(NO_ROWS, tokenizer=tokenizer, template=template, chat_template_kwargs=template_kwargs)
+    _connect(data, model)
+    if template or data.tokenizer.chat_template:
+        return data
+    if template_kwargs:
+        raise UserError(f"--chat_template_kwargs: {tokenizer} has no chat template.")
+    data = CLMData(NO_ROWS, tokenizer=tokenizer)
+    _connect(data, model)
+    return data
+
+
+def _file_of(name: str, file: str) -> Path | None:
+    """A file of a folder or of a hub repository, downloaded where it must be; None where it has no such file.
+
+    Raises:
+        UserError: The hub does not answer.
+    """
+    if Path(name).is_dir():
+        return Path(name) / file if (Path(name) / file).exists() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        with hub.loading("--model", name, missing=()):
+            return Path(hf_hub_download(name, file))
+    except EntryNotFoundError:  # nor is it cached: who loads the model tells more where that is a reason
+        return None
+
+
+def _fields_of(name: str, file: str) -> dict[str, Any]:
+    """What a JSON file of a model says, nothing where it has none. Raises UserError: it cannot be read."""
+    path = _file_of(name, file)
+    try:
+        return dict(json.loads(read_text(path))) if path else {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"--model {name}: {path} cannot be read ({error}). Mend or remove it.") from error
+
+
+def _generation(said: dict[str, Any]) -> Generation:
+    """The settings of generation_config.json that this program knows; names those that it does not."""
+    known = {item.name for item in fields(Generation)}
+    said = {key: value for key, value in said.items() if value is not None}
+    if not said.get("do_sample"):
+        said = {key: value for key, value in said.items() if key not in SAMPLING}
+    if left := sorted(said.keys() - known - USED_ELSEWHERE):
+        tell(f"{GENERATION_CONFIG} says {', '.join(left)}, which is not used here.")
+    return Generation(**{key: value for key, value in said.items() if key in known})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A conversation at a terminal, or over a pipe: what is asked, what is answered, and what is said besides.
+
+PROMPT = ">>> "
+COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
+HELP = """/new            forget the conversation and begin another (also /reset)
+/system TEXT    the same, with TEXT as its system turn
+/help           this (also /?)
+/exit           end (also /quit, /bye or Ctrl+D)
+Ctrl+C stops an answer. A line that ends in \\ goes on in the next one."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that command a terminal; line breaks and tabs stay
+
+
+class TextModel(Protocol):
+    """What answers, of either engine."""
+
+    def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
+               on_token: Callable[[int], bool]) -> bool: ...
+
+
+@dataclass
+class Session:
+    """Questions and answers, in turns where the model knows them.
+
+    Args:
+        models: Who answers each question, by the name that stands before the answer where there are several.
+        limit: Tokens that prompt and answer may have together; None where the model sets no limit.
+        system: System turn of all conversations; None leaves it to the recipe.
+    """
+
+    source: Source
+    models: dict[str, TextModel]
+    settings: Generation
+    seed: int
+    limit: int | None
+    system: str | None = None
+    turns: dict[str, list[Message]] = field(default_factory=dict)  # each model's own conversation
+    num_asked: int = 0
+    stopped: bool = False  # by Ctrl+C
+
+    def begin(self, system: str | None) -> None:
+        """Forget what has been said."""
+        self.turns, self.system = {}, system
+
+    def ask(self, text: str) -> None:
+        """Answer on stdout; what else is to be said goes to stderr.
+
+        Raises:
+            UserError: The template cannot write the conversation, or it is too long. The question is forgotten.
+        """
+        prompts = {name: self._prompt(name, [*self.turns.get(name, []), {"role": "user", "content": text}])
+                   for name in self.models}
+        row, self.num_asked = self.num_asked, self.num_asked + 1
+        for name, (turns, prompt, settings) in prompts.items():
+            if len(self.models) > 1:
+                _write(f"{name}: ")
+            answer = self._answer(self.models[name], prompt, settings, row)
+            if self.source.is_chat:
+                self.turns[name] = [*turns, {"role": "assistant", "content": answer}]
+
+    def _prompt(self, name: str, turns: list[Message]) -> tuple[list[Message], list[int], Generation]:
+        """The turns that are shown, as token ids, and the settings with the room that they leave for the answer."""
+        who, left_out, wanted = f"{name}: " if len(self.models) > 1 else "", 0, self.settings.max_new_tokens
+        while True:
+            system: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
+            prompt = self.source.encode([*system, *turns])
+            room = wanted if self.limit is None else min(wanted, self.limit - len(prompt))
+            if room == wanted or len(turns) == 1:
+                break
+            turns, left_out = turns[2:], left_out + 1
+        if room < 1:
+            raise UserError(f"This has {len(prompt)} tokens, more than the {self.limit} positions of the model leave "
+                            "with an answer. Shorten it.")
+        if left_out:
+            tell(f"{who}the conversation is longer than the model's {self.limit} positions leave with an answer: its "
+                 f"{left_out} oldest exchanges are forgotten.")
+        if room < wanted:
+            tell(f"{who}the prompt has {len(prompt)} of the model's {self.limit} positions, so the answer has at most "
+                 f"{room} tokens.")
+        return turns, prompt, replace(self.settings, max_new_tokens=room)
+
+    def _answer(self, model: TextModel, prompt: list[int], settings: Generation, row: int) -> str:
+        tokenizer = self.source.data.tokenizer
+        text = Detokenizer(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True,
+                                                           clean_up_tokenization_spaces=False))
+
+        def on_token(token: int) -> bool:
+            _write(text.add(token))
+            return not self.stopped
+
+        self.stopped = False
+        ended = model.answer(prompt, settings, self.source.stop_token_ids, self.seed, row, on_token)
+        _write(text.end() + "\n")
+        if self.stopped:
+            tell("(stopped)")
+        elif not ended and len(text.tokens) >= settings.max_new_tokens:
+            tell(f"(cut off after {len(text.tokens)} tokens: --generation.max_new_tokens)")
+        elif not text.text.strip():
+            tell("(an empty answer)")
+        return text.text
+
+
+# Where questions come from -----------------------------------------------------------------------------------------
+
+
+def converse(session: Session) -> None:
+    """Questions from a person at a terminal, until Ctrl+D or /exit."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - lines can be edited, and earlier ones come back
+
+    with _interrupting(session) as answering:
+        while (text := _typed()) is not None:
+            try:
+                if not text.strip():
+                    continue
+                if match := COMMAND.fullmatch(text.strip()):
+                    if not _obey(session, match[1], (match[2] or "").strip()):
+                        return
+                    continue
+                with answering():
+                    session.ask(text)
+            except UserError as error:  # the conversation goes on without this question
+                tell(str(error))
+
+
+def _obey(session: Session, command: str, text: str) -> bool:
+    """Do what a command says; returns whether to go on."""
+    if command in ("exit", "quit", "bye"):
+        return False
+    if command in ("help", "?"):
+        tell(HELP)
+    elif command in ("new", "reset") and not text:
+        session.begin(session.system)
+        tell("A new conversation.")
+    elif command == "system" and text and session.source.is_chat:
+        session.begin(text)
+        tell("A new conversation with this system turn.")
+    elif command == "system":
+        tell("/system TEXT begins anew with TEXT as the system turn." if session.source.is_chat
+             else "This model goes on with texts and knows no system turn.")
+    else:
+        tell(f"There is no command /{command}{' with a text behind it' if command in ('new', 'reset') else ''}; /help "
+             "lists them.")
+    return True
+
+
+def _typed() -> str | None:
+    """What is typed, with the lines that go on; None at its end. Ctrl+C forgets it and asks anew."""
+    lines: list[str] = []
+    while True:
+        try:
+            line = _line(PROMPT if not lines else "... ")
+        except EOFError:
+            print(file=sys.stderr, flush=True)
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr, flush=True)
+            tell("(Ctrl+D or /exit ends)")
+            lines = []
+            continue
+        if not line.endswith("\\"):
+            return "\n".join([*lines, line])
+        lines.append(line[:-1])
+
+
+def _line(prompt: str) -> str:
+    """A line that is typed; the prompt is no part of what goes to stdout where that is a file."""
+    if sys.stdout.isatty():
+        return input(prompt)
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+@contextmanager
+def _interrupting(session: Session) -> Iterator[Callable[[], Any]]:
+    """While a person types Ctrl+C gives a new line, and within what is given here it stops the answer.
+
+    A second one during an answer, which waits for a long computation perhaps, ends the program.
+    """
+    answering = False
+
+    def on_interrupt(number: int, _frame: Any) -> None:
+        if not answering:
+            raise KeyboardInterrupt
+        if session.stopped:
+            raise Interrupted("Interrupted.")
+        session.stopped = True
+
+    @contextmanager
+    def answer() -> Iterator[None]:
+        nonlocal answering
+        session.stopped, answering = False, True
+        try:
+            yield
+        finally:
+            answering = False
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield answer
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def answer_lines(session: Session) -> None:
+    """Questions from a pipe or a file, one a line, in one conversation.
+
+    Raises:
+        UserError: A line cannot be asked, or there is none.
+    """
+    number = 0
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    for number, line in enumerate(sys.stdin, start=1):
+        text = line.removesuffix("\n").removesuffix("\r")
+        if not text.strip():
+            tell(f"line {number} is empty: left out")
+            continue
+        try:
+            text.encode()
+            session.ask(text)
+        except UnicodeEncodeError as error:  # of bytes that came in as halves of characters
+            raise UserError(f"line {number} of stdin is not UTF-8; the answers before it have been written.") from error
+        except UserError as error:
+            raise UserError(f"line {number} of stdin: {error}") from error
+    if not number:
+        raise UserError("There is nothing on stdin to answer: give a line for each turn, or --prompt TEXT.")
+
+
+def _write(text: str) -> None:
+    """Text of an answer; a terminal is never commanded by it."""
+    if text and sys.stdout.isatty():
+        text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    sys.stdout.write(text)
+    sys.stdout.flush()

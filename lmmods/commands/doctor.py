@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from lmmods.commands.findings import Findings
 from lmmods.core import hub
 from lmmods.core.errors import UserError
-from lmmods.core.machine import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
+from lmmods.core.hardware import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
 from lmmods.core.redaction import redact
 from lmmods.core.versions import ROOT, Project, code_version, python_version
 

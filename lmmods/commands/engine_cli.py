@@ -2,13 +2,18 @@
 
 import importlib
 import inspect
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
@@ -16,28 +21,54 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lmmods.commands.allowed_callbacks import check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
-from lmmods.commands.lightning_compat import CLI
-from lmmods.commands.output_paths import check_outputs
 from lmmods.commands.trainer_keys import BLOCKS, check_recipe_values
-from lmmods.commands.trust import PACKAGES, check_recipe
+from lmmods.commands.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.core.engines import import_all
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
 from lmmods.core.hf_config import position_limit, tells_token_types
-from lmmods.core.out_of_memory import is_out_of_memory, what_to_lower
 from lmmods.core.recipes import Loader
 from lmmods.core.redaction import left_out, redacted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
+from lmmods.runs.inside import way_out
 from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What commands change in LightningCLI that it does not offer to change. Read in lightning 2.6.
+
+class CLI(LightningCLI):
+    """LightningCLI over a parser made elsewhere, for checkpoints that are folders."""
+
+    def use_parser(self, parser: ArgumentParser, commands: Mapping[str, ArgumentParser],
+                   options: Mapping[str, list[str]]) -> None:
+        """Take a parser in place of the one that `setup_parser` would make.
+
+        Args:
+            commands: The parsers of commands by name; `callback_keys` of each are blocks that are callbacks.
+            options: Of each command, what its method takes.
+        """
+        self.parser, self._subcommand_parsers, self._subcommand_method_arguments = parser, commands, options
+
+    def _parse_ckpt_path(self) -> None:
+        """Read nothing: Lightning would unpickle a file that --ckpt_path names, and take classes from it.
+
+        Called by LightningCLI's constructor whatever `load_from_checkpoint_support` says. What --ckpt_path names is
+        checked by `lmmods.runs.folder.RunFolder.resolve`.
+        """
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Perform a command that is a method of this class; Lightning's asks the trainer alone."""
+        if not hasattr(self, subcommand):
+            return super()._run_subcommand(subcommand)
+        getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))
 
 
 def torch_engine() -> RecipeTypes:
     """The classes of the torch engine."""
     from lmmods.data.base import DataModule
     from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
-    from lmmods.torch_engine.callbacks.mmlu import MMLU
-    from lmmods.torch_engine.callbacks.publish import Publish
-    from lmmods.torch_engine.callbacks.samples import Samples
+    from lmmods.torch_engine.callbacks.export import Publish
+    from lmmods.torch_engine.callbacks.mmlu import MMLU, Samples
     from lmmods.torch_engine.tasks.base import TaskModule
     from lmmods.torch_engine.trainer import Trainer
 
@@ -189,3 +220,83 @@ def _check_complete(recipe: dict[str, Any]) -> None:
         short = key.replace(".init_args.", ".")
         raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
                         f"value again, on the command line (--{short} …) or in a recipe behind it (--config).")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where classes of Lightning that a recipe names write: in the run folder, unless the command line trusts the recipe.
+#
+# Its loggers and profilers write wherever their settings say, over what is there and through links. So their settings
+# are
+# looked at before any of them is built.
+
+PROFILERS = ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
+# Files that are written under these names each time; `*` is the name that the recipe gives a profile.
+FILES = {"CSVLogger": ("metrics.csv", "hparams.yaml"), "TensorBoardLogger": ("hparams.yaml",),
+         **dict.fromkeys(PROFILERS, ("*.txt", "*.prof", "*.json"))}
+SERVERS = ("http://", "https://", "databricks")
+TRUST = f"or, if you trust the recipe, add {FLAG} true to the command line."
+
+
+def check_outputs(trainer: Any, folder: RunFolder) -> None:
+    """Look at the loggers and profilers of a parsed recipe.
+
+    Raises:
+        UserError: One of Lightning's would write out of the run folder, over what no run wrote, or nobody knows where.
+    """
+    for key in ("logger", "profiler"):
+        given = trainer.get(key)
+        for spec in given if isinstance(given, list) else [given]:
+            path = str(getattr(spec, "class_path", ""))
+            if path.split(".")[0] in PACKAGES[:2] and not is_trusted():
+                options = {name: value for part in ("init_args", "dict_kwargs") for name, value in
+                           (spec.get(part) or {}).items()}
+                _check(f"trainer.{key}", path.rsplit(".", 1)[-1], options, folder)
+            elif path == "lmmods.runs.csv_logger.MetricsCSV":
+                raise UserError("trainer.logger: MetricsCSV does not work here. Every run has it already.")
+
+
+def _check(key: str, name: str, options: dict[str, Any], folder: RunFolder) -> None:
+    if options.get("settings"):  # of wandb, with many paths among them
+        raise UserError(f"{key}: {name} is given settings, which can name any place to write to. Leave them out, "
+                        f"{TRUST}")
+    places = _places(name, options)
+    if places is None:
+        raise UserError(f"{key}: it is not known where {name} writes. Name another one (docs/extending.md), {TRUST}")
+    for place in filter(None, places):
+        out = place if _is_odd(place) else way_out(folder.root, place)
+        if out is not None:
+            raise UserError(f"{key}: {name} would write to {out}, and what a run writes lies in its folder. Name a "
+                            f"folder in {folder.root}, {TRUST}")
+        taken = [path for pattern in FILES.get(name, ()) for path in Path(place).glob(pattern)]
+        if taken and not folder.holds_run():
+            raise UserError(f"{key}: {name} would write over {taken[0]}, which no run wrote. Name another folder in "
+                            f"{folder.root}, {TRUST}")
+
+
+def _places(name: str, options: dict[str, Any]) -> list[str] | None:
+    """The folders that a class writes to, None where that is not known; one that is None is in the run folder."""
+    if name in ("CSVLogger", "TensorBoardLogger"):
+        version = options.get("version")
+        version = version if isinstance(version, str | None) else f"version_{version}"
+        return [os.path.join(*(str(part or "") for part in (options.get("save_dir"), options.get("name"), version,
+                                                             options.get("sub_dir"))))]
+    if name == "WandbLogger":
+        return [options.get("save_dir"), options.get("dir")]
+    if name == "MLFlowLogger":
+        store = options.get("tracking_uri") or options.get("save_dir")
+        is_users = str(store).startswith(SERVERS) or store == os.environ.get("MLFLOW_TRACKING_URI")
+        return [None if is_users else _folder_of(store), _folder_of(options.get("artifact_location"))]
+    if name in PROFILERS:
+        return [options.get("dirpath")]
+    return [] if name == "PassThroughProfiler" else None
+
+
+def _folder_of(store: str | None) -> str | None:
+    """The folder of a store of MLflow: itself, or that of a data base."""
+    file = str(store).removeprefix("sqlite:///")
+    return store if file == str(store) else os.path.dirname(file) or "."
+
+
+def _is_odd(place: str) -> bool:
+    """Whether a library may read a path as another one: of another file system, of a user, of a variable."""
+    return place.startswith(("~", "file:", "local:")) or any(mark in place for mark in ("://", "::", "$"))

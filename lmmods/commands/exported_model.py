@@ -126,7 +126,7 @@ def copy_dequantized(quantized, model) -> None:
     import bitsandbytes as bnb
 
     from lmmods.torch_engine.compat.bitsandbytes import matrix_of
-    from lmmods.torch_engine.nn.packed_experts import packed_names
+    from lmmods.torch_engine.nn.experts import packed_names
 
     plain = dict(model.named_modules())
     for name in packed_names(quantized):

@@ -1,9 +1,13 @@
 """`merge`: a run's adapter becomes part of plain weights, and how far the result is from the adapter is told."""
 
+import json
+import re
+import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.core.adapters import fitting_adapter
@@ -11,9 +15,10 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.core.markdown import code, escaped, fenced
 from lmmods.core.recipes import as_yaml, read_recipe
+from lmmods.data.encode.chat_template import ChatTemplate
+from lmmods.data.sources.conversation import RowProblem
 from lmmods.runs.folder import commit_folder
-from lmmods.runs.inside import fresh_folder
-from lmmods.runs.local_paths import hub_id
+from lmmods.runs.inside import fresh_folder, hub_id
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -32,7 +37,6 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
     """
-    from lmmods.commands.serving import MODELFILE, modelfile, serving_lines
 
     out_folder = Path(out)
     if out_folder.is_symlink():
@@ -156,3 +160,216 @@ def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], i
             f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base))}\n\n"
             + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)
             + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How other programs take a model folder: command lines, and the Modelfile of Ollama with the prompts of training.
+#
+# Ollama writes prompts by templates of Go's text/template, over `.System` (all system turns) and `.Messages`. A chat
+# template of Jinja is translated by what it writes: if all conversations are made of the same pieces around the turns,
+# these are the Go template; if not, none is written, as a prompt that only resembles the trained one would mislead.
+
+MODELFILE = "Modelfile"
+Render = Callable[[list[dict[str, str]]], str]
+
+# Architecture in config.json -> programs that take it, for every causal family that we know. What the releases below
+# register: vLLM 0.33.0 (models/registry.py; also what it runs by transformers), SGLang 0.5.23 (EntryClass of
+# srt/models; gpt_neox, olmo3 and smollm3 by its fallback to transformers), llama.cpp 00bdaa1 (conversion/__init__.py),
+# Ollama 0.33.0-rc2 (convert/convert.go, which of gpt_oss reads MXFP4 alone, not the weights that `merge` writes).
+# Ollama serves the others from the file that llama.cpp's converter makes.
+NONE: frozenset[str] = frozenset()
+GGUF = frozenset({"vLLM", "SGLang", "llama.cpp"})
+ALL = GGUF | {"Ollama"}
+PROGRAMS = {
+    "CTRLLMHeadModel": NONE,
+    "Cohere2ForCausalLM": GGUF,
+    "FalconForCausalLM": GGUF - {"SGLang"},
+    "GPT2LMHeadModel": GGUF,
+    "GPTJForCausalLM": GGUF - {"llama.cpp"},
+    "GPTNeoXForCausalLM": GGUF,
+    "Gemma2ForCausalLM": ALL,
+    "Gemma3ForCausalLM": ALL,
+    "GemmaForCausalLM": ALL,
+    "Glm4ForCausalLM": GGUF,
+    "GptOssForCausalLM": GGUF,
+    "GraniteForCausalLM": GGUF,
+    "LlamaForCausalLM": ALL,
+    "MistralForCausalLM": GGUF,
+    "MixtralForCausalLM": ALL,
+    "OPTForCausalLM": GGUF - {"llama.cpp"},
+    "Olmo2ForCausalLM": GGUF,
+    "Olmo3ForCausalLM": ALL,
+    "OlmoeForCausalLM": GGUF,
+    "OpenAIGPTLMHeadModel": NONE,
+    "Phi3ForCausalLM": ALL,
+    "PhiForCausalLM": GGUF,
+    "Qwen2ForCausalLM": ALL,
+    "Qwen3ForCausalLM": GGUF,
+    "Qwen3MoeForCausalLM": GGUF,
+    "SmolLM3ForCausalLM": GGUF,
+    "StableLmForCausalLM": GGUF,
+    "Starcoder2ForCausalLM": GGUF,
+}
+
+
+@dataclass
+class Layout:
+    """Pieces of text around the turns of every prompt.
+
+    Args:
+        start: Before the first user turn where there is no system turn.
+        before_system: Before the system turn; None where the template refuses one.
+        after_system: Between the system turn and the first user turn.
+        answer: Between a user turn and its answer.
+        next_turn: Between an answer and the next user turn.
+    """
+
+    start: str
+    before_system: str | None
+    after_system: str
+    answer: str
+    next_turn: str
+
+    def prompt(self, messages: list[dict[str, str]]) -> str:
+        """The conversation up to where the assistant is to answer."""
+        text = self.start
+        if messages[0]["role"] == "system":
+            text = f"{self.before_system}{messages[0]['content']}{self.after_system}"
+        for message in messages:
+            if message["role"] != "system":
+                text += message["content"] + (self.answer if message["role"] == "user" else self.next_turn)
+        return text
+
+    def go_template(self) -> str:
+        """The same in Go's template language."""
+        start, answer, next_turn = map(_literal, (self.start, self.answer, self.next_turn))
+        if self.before_system is not None:
+            start = (f"{{{{ if .System }}}}{_literal(self.before_system)}{{{{ .System }}}}{_literal(self.after_system)}"
+                     f"{{{{ else }}}}{start}{{{{ end }}}}")
+        return (f'{start}{{{{ range $i, $turn := .Messages }}}}{{{{ if eq $turn.Role "user" }}}}{{{{ $turn.Content }}}}'
+                f'{answer}{{{{ else if eq $turn.Role "assistant" }}}}{{{{ $turn.Content }}}}'
+                f"{{{{ if gt (len (slice $.Messages $i)) 1 }}}}{next_turn}{{{{ end }}}}{{{{ end }}}}{{{{ end }}}}")
+
+
+def find_layout(render: Render) -> Layout | None:
+    """The pieces of which a chat template makes all prompts of user, assistant and system turns; None if it does not.
+
+    Args:
+        render: A conversation to its prompt. Raises RowProblem or ValueError where there is none.
+    """
+    system, ask, say, again = "(A system turn.)", "(A question?)", "(An answer.)", "(Another question?)"
+
+    def turns(*texts: str, begins: str | None = None) -> list[dict[str, str]]:
+        roles = ("user", "assistant")
+        said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+        return [{"role": "system", "content": begins}, *said] if begins else said
+
+    try:
+        start, answer = render(turns(ask)).split(ask)
+        next_turn, _ = render(turns(ask, say, again)).partition(say)[2].split(again)
+    except (RowProblem, ValueError):  # a turn is refused, left out or written twice
+        return None
+    before_system = after_system = None
+    try:
+        before_system, rest = render(turns(ask, begins=system)).split(system)
+        after_system = rest.split(ask)[0]
+    except (RowProblem, ValueError):
+        before_system = None
+    layout = Layout(start, before_system, after_system or "", answer, next_turn)
+    probes = [turns(ask), turns(ask, say, again), turns("a\nb", "c\n\nd", "e", say, ask), turns(*"1234567")]
+    if before_system is not None:
+        probes += [turns(*(message["content"] for message in probe), begins="x\ny") for probe in probes]
+    try:
+        return layout if all(render(probe) == layout.prompt(probe) for probe in probes) else None
+    except (RowProblem, ValueError):
+        return None
+
+
+def _literal(text: str) -> str:
+    return text.replace("{{", '{{ "{{" }}')
+
+
+def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs: dict[str, Any] | None) -> str | None:
+    """Ollama's Modelfile for a model folder; None where neither Ollama nor llama.cpp takes the architecture.
+
+    Args:
+        system: The system turn that all rows were trained with.
+        template_kwargs: Variables of the chat template that they were trained with.
+    """
+    programs = _programs(folder)
+    if not programs & {"llama.cpp", "Ollama"}:
+        return None
+    lines = ["FROM ." if "Ollama" in programs else "FROM ./model.gguf"]
+    if tokenizer.chat_template is None:
+        lines.append("# This model goes on with texts: it has no chat template.")
+    elif layout := _layout(folder, tokenizer, template_kwargs or {}):
+        lines += ["# The chat template takes no system turn."] if layout.before_system is None else []
+        lines.append(f'TEMPLATE """{layout.go_template()}"""')
+    else:
+        lines.append("# The chat template (chat_template.jinja) has no equal in Ollama's templates: write TEMPLATE "
+                     "yourself.")
+    if system is not None:
+        lines.append(f"SYSTEM {_quoted(system)}" if _can_be_quoted(system) else
+                     "# The system turn of training has characters that a Modelfile cannot hold.")
+    return "\n".join([*lines, *(f"PARAMETER stop {_quoted(token)}" for token in _end_tokens(folder, tokenizer))]) + "\n"
+
+
+def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> Layout | None:
+    """The pieces of the prompts; None where Ollama's templates have no equal, or its Modelfile cannot hold it."""
+    bos = tokenizer.bos_token
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    adds_bos = bool(bos and settings.get("add_bos_token"))  # Ollama goes by this
+
+    def render(messages: list[dict[str, str]]) -> str:
+        text = template.render(messages, True, **template_kwargs)
+        if adds_bos and not text.startswith(bos):
+            raise ValueError("Ollama would begin it with a token that the template does not write")
+        return text.removeprefix(bos) if adds_bos else text
+
+    try:
+        template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+        layout = None if "strftime_now" in template.names else find_layout(render)  # the date is another one tomorrow
+    except UserError:  # a template that cannot be run, or does not end
+        return None
+    return layout if layout and _can_be_quoted(layout.go_template()) else None
+
+
+def _programs(folder: Path) -> frozenset[str]:
+    """Programs that take a model folder; none are known for an architecture that has no row in `PROGRAMS`."""
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    return PROGRAMS.get(architecture, NONE)
+
+
+def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
+    path = folder / GENERATION_CONFIG
+    ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return [token for token in tokenizer.convert_ids_to_tokens(ends) if token]
+
+
+def _can_be_quoted(text: str) -> bool:
+    """Whether a Modelfile can hold it: triple quotes end a text, and characters that do not print are lost."""
+    return '"""' not in text and not text.endswith('"') and all(char.isprintable() or char in "\n\t" for char in text)
+
+
+def _quoted(text: str) -> str:
+    return f'"""{text}"""' if '"' in text or "\n" in text else f'"{text}"'
+
+
+def serving_lines(folder: Path) -> str:
+    """Command lines that talk to a merged model, serve it and convert it, of those programs that take it."""
+    programs, path = _programs(folder), shlex.quote(str(folder))
+    name = re.sub(r"[^a-z0-9._-]+", "-", folder.resolve().name.lower()).strip("-._") or "model"
+    gguf, file = shlex.quote(str(folder / "model.gguf")), shlex.quote(str(folder / MODELFILE))
+    lines = [("chat", f"python train.py chat --model {path}"), ("transformers", f"transformers serve {path}")]
+    if "vLLM" in programs:
+        lines.append(("vLLM", f"vllm serve {path}"))
+    if "SGLang" in programs:
+        lines.append(("SGLang", f"sglang serve --model-path {path}"))
+    if "llama.cpp" in programs:
+        lines += [("llama.cpp", f"python convert_hf_to_gguf.py {path} --outfile {gguf}"),
+                  ("", f"llama-server -m {gguf}")]
+    if (folder / MODELFILE).is_file():
+        first = "" if "Ollama" in programs else "   (after llama.cpp's converter)"
+        lines.append(("Ollama", f"ollama create {name} -f {file}{first}"))
+    return "\n".join(f"  {program:<13} {line}" for program, line in lines)

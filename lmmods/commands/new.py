@@ -1,16 +1,23 @@
 """`new`: a complete recipe for a model and a data set, its lengths and its memory measured."""
 
 import itertools
+import json
+import math
 import re
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit, saved_quantization, tells_token_types
+from lmmods.core.model_sizes import NetworkShape, step_bytes
+from lmmods.core.recipes import as_yaml
+from lmmods.core.settings import LoRA
 
 SAMPLE = 20_000  # rows that are read: the first ones
 MULTIPLE = 64  # lengths are multiples of this
@@ -46,8 +53,6 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
     path = _free_path(name, overwrite)
     if memory is not None and not memory > 0:
         raise UserError(f"--memory is {memory}, but must be more than 0: the GiB of one GPU.")
-    from lmmods.commands.memory_plan import gpu_of, plan_memory, this_machine
-    from lmmods.commands.recipe_text import Facts, recipe_text
     from lmmods.runs.folder import write_text
     from lmmods.torch_engine.nn.summary import planned_shape
 
@@ -132,7 +137,7 @@ def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
 
 def _task(asked: Task | None, model: str, config: Any, row: Any) -> tuple[Task, str]:
     """The task by the first row, and why. Raises UserError: the model cannot learn it, or no layout is recognised."""
-    from lmmods.data.sources.paths import file_type
+    from lmmods.data.sources.source import file_type
 
     columns = row.values.keys()
     encoder = _is_encoder(config)
@@ -256,7 +261,7 @@ def _conversations(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], d
 
 def _texts(read: Any, most: int, task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Full blocks of joined documents. Where there is one file of text, its paragraphs or lines are the documents."""
-    from lmmods.data.sources.paths import file_type
+    from lmmods.data.sources.source import file_type
 
     block = usual = min(BLOCK[task], most)
     for documents in ("file", "paragraph", "line"):
@@ -324,3 +329,278 @@ def _rows_of_a_step(rows: int, task: Task) -> int:
 
 def _rounded(length: float) -> int:
     return -int(-length // MULTIPLE) * MULTIPLE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What fits into memory: full tuning, LoRA or QLoRA, the batch size, and gradient checkpointing.
+
+ROOM = 0.8  # of the memory is planned for: the estimate is right within some tens of percent
+FULL_BELOW = 10**9  # parameters up to which full tuning is the first choice
+ADAPTER = LoRA(rank=16, alpha=32, dropout=0.05)
+SMALLEST_PLAIN_BATCH = 4  # smaller ones only with gradient checkpointing, which costs a third of the time
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a network is trained, and what a step then takes.
+
+    Args:
+        lora: Whether an adapter trains instead of the model itself.
+        quantize: Whether the base is stored in nf4.
+        batch_size: Rows per micro-batch.
+        needed: Bytes of a step.
+        fits: Whether that is within `ROOM` of the memory.
+    """
+
+    lora: bool
+    quantize: bool
+    batch_size: int
+    checkpointing: bool
+    needed: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is trained on.
+
+    Args:
+        memory: Bytes of a device.
+        compute_bytes: Bytes of an activation, and of a weight of a frozen base.
+        tokens_at_once: A micro-batch is computed in pieces of so many tokens; 0 computes it whole.
+        name: In words.
+    """
+
+    memory: int
+    compute_bytes: int
+    tokens_at_once: int
+    name: str
+
+
+def this_machine(hidden: int) -> Machine:
+    """The device that `accelerator: auto` takes here, with the precision that `auto` takes on it."""
+    import torch
+
+    from lmmods.torch_engine.nn.gradient_accumulation import tokens_per_piece
+    from lmmods.torch_engine.nn.summary import available_bytes
+    from lmmods.torch_engine.precision import choose_precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision, _ = choose_precision("auto")
+    name = "this GPU" if device.type == "cuda" else "this machine"
+    return Machine(available_bytes(device), 4 if precision == "32-true" else 2,
+                   tokens_per_piece(None, True, device, hidden), name)
+
+
+def gpu_of(gibibytes: float) -> Machine:
+    """A GPU with so much memory that computes in bfloat16."""
+    return Machine(int(gibibytes * 2**30), 2, 0, "--memory")
+
+
+def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: int, is_quantized: bool,
+                is_preference: bool = False) -> MemoryPlan:
+    """The first plan that fits, or the smallest where none does.
+
+    Args:
+        max_length: Longest row in tokens.
+        batch: Rows of a step; at most so many are a micro-batch.
+        is_quantized: Whether the model is saved in 4 or 8 bits already, so that only an adapter can train.
+        is_preference: Whether a row is two answers, beside whose model full tuning keeps a copy to compare with.
+    """
+    tried = None
+    for lora, quantize, size, checkpointing in _choices(shape, batch, is_quantized):
+        tokens = size * max_length * (2 if is_preference else 1)
+        if machine.tokens_at_once:
+            tokens = min(tokens, max(machine.tokens_at_once, max_length))
+        trainable = shape.lora_per_rank * ADAPTER.rank if lora else shape.num_params
+        weights = shape.base_bytes(quantize or is_quantized, machine.compute_bytes) + 4 * trainable if lora \
+            else 4 * shape.num_params * (2 if is_preference else 1)
+        needed = step_bytes(shape.widths, weights, trainable, "adamw", tokens, checkpointing, machine.compute_bytes)
+        tried = MemoryPlan(lora, quantize, size, checkpointing, needed, needed <= ROOM * machine.memory)
+        if tried.fits:
+            break
+    return tried
+
+
+def _choices(shape: NetworkShape, batch: int, is_quantized: bool) -> Iterator[tuple[bool, bool, int, bool]]:
+    """(lora, quantize, batch size, checkpointing), the most wanted first."""
+    kinds = [(True, False)] if is_quantized else [(True, False), (True, True)]
+    if shape.num_params < FULL_BELOW and not is_quantized:
+        kinds.insert(0, (False, False))
+    sizes = [size for size in (32, 16, 8, 4, 2, 1) if size <= batch]
+    plain = [size for size in sizes if size >= min(SMALLEST_PLAIN_BATCH, batch)]
+    for lora, quantize in kinds:
+        yield from ((lora, quantize, size, False) for size in plain)
+        yield from ((lora, quantize, size, True) for size in sizes)
+
+
+def as_options(plan: MemoryPlan) -> dict[str, Any]:
+    """The keys of `model` that the plan sets."""
+    return {**({"quantize": "nf4"} if plan.quantize else {}),
+            **({"lora": {"rank": ADAPTER.rank, "alpha": ADAPTER.alpha, "dropout": ADAPTER.dropout,
+                         "targets": ADAPTER.targets}} if plan.lora else {})}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The text of a recipe that `new` writes, every block with a comment that says why.
+
+RATES = {"SFT": 2e-5, "CLM": 2e-5, "MLM": 5e-5, "QA": 3e-5, "Preference": 1e-6}  # of full tuning
+SMALL = 50_000_000  # parameters below which full tuning of a decoder takes a rate ten times as high; encoders of any
+ENCODERS = ("MLM", "QA")  # size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3)
+ADAPTER_RATES = {"Preference": 1e-5}  # others: 2e-4
+WIDTH = 120  # of a line
+EPOCHS = {"SFT": 3, "CLM": 1, "MLM": 3, "QA": 2, "Preference": 1}
+
+
+@dataclass
+class Facts:
+    """What a recipe is made of.
+
+    Args:
+        path: Of the recipe.
+        why: What the task follows from.
+        loss: Of preferences; None for other tasks.
+        batch: Rows of a step.
+        options: Keys of `data`, with `notes` on some.
+        rows: Rows of batches among those read, of which there may be more (`is_sample`).
+    """
+
+    path: str
+    model: str
+    data: str
+    task: str
+    why: str
+    loss: str | None
+    num_params: int
+    machine: Machine
+    plan: MemoryPlan
+    batch: int
+    options: dict[str, Any]
+    notes: dict[str, str]
+    rows: int
+    is_sample: bool
+    table: str
+
+    @cached_property
+    def training(self) -> str:
+        """How the model is tuned, in words."""
+        return "QLoRA" if self.plan.quantize else "LoRA" if self.plan.lora else "full tuning"
+
+    @cached_property
+    def summary(self) -> str:
+        """The recipe in a line."""
+        plan = self.plan
+        return (f"{self.task} by {self.training}, rows of {self.options['max_length']} tokens, {plan.batch_size} × "
+                f"{self.batch // plan.batch_size} a step, about {self.gibibytes} GiB")
+
+    @cached_property
+    def gibibytes(self) -> str:
+        """Memory of a step."""
+        return f"{self.plan.needed / 2**30:.2f}"
+
+
+def recipe_text(facts: Facts) -> str:
+    """The recipe as YAML with comments, which `fit` and `inspect` take on either engine."""
+    plan, steps = facts.plan, math.ceil(max(1, facts.rows - facts.options["val_size"]) / facts.batch)
+    epochs = EPOCHS[facts.task]
+    counted = f"{'at least ' if facts.is_sample else 'about '}{steps} steps each"
+    full = RATES[facts.task] * (10 if facts.num_params < SMALL and facts.task not in ENCODERS else 1)
+    rate = ADAPTER_RATES.get(facts.task, 2e-4) if plan.lora else full
+    data = {"source": facts.data, **facts.options}
+    lines = [
+        f"# {facts.task} of {_plain(facts.model)} on {_plain(facts.data)}, by {facts.training}.",
+        "# Written by `new`: change what you like.",
+        "#",
+        f"#   python train.py inspect --config {_plain(facts.path)}",
+        f"#   python train.py fit --config {_plain(facts.path)}",
+        "#",
+        f"# Hardware: {facts.machine.memory / 2**30:.0f} GiB ({facts.machine.name}); a step takes about "
+        f"{facts.gibibytes} GiB",
+        f"# Time: {epochs * steps} steps{' or more' if facts.is_sample else ''}; the first lines of fit say how long",
+        "",
+        *_line("engine", "torch", "or jax: the same recipe"),
+        *_line("seed_everything", 42),
+        "trainer:",
+        *_line("max_epochs", epochs, counted, 2),
+        *_line("accumulate_grad_batches", facts.batch // plan.batch_size,
+               f"so that a step has {facts.batch} rows; divide by the number of devices", 2),
+        *_line("gradient_clip_val", 1.0, "", 2),
+        *_line("precision", "auto", "bf16-mixed where the hardware has it, else 32-true", 2),
+        *_line("devices", 1, "", 2),
+        *(_line("val_check_interval", 0.5, "validates twice an epoch", 2) if data["val_size"] else []),
+        *_line("log_every_n_steps", min(10, steps), "", 2),
+        *_line("default_root_dir", f"runs/{Path(facts.path).stem}", "the run folder, with metrics.csv and loss.png", 2),
+        "  # logger: [{class_path: WandbLogger}]   # or TensorBoardLogger with init_args: {save_dir: …}",
+        "model:",
+        *_line("class_path", facts.task, facts.why, 2),
+        "  init_args:",
+        *_line("pretrained", facts.model, f"{facts.num_params:,} parameters", 4),
+        *_model_lines(facts),
+        *_line("optimizer", {"name": "adamw", "lr": rate, "schedule": "cosine", "warmup": 0.03},
+               "what matters most: try lr three times higher and lower", 4),
+        "data:",
+        *_line("class_path", f"{facts.task}Data", "", 2),
+        "  init_args:",
+        *[line for key, value in data.items() for line in _line(key, value, facts.notes.get(key, ""), 4)],
+        *_line("batch_size", plan.batch_size, _why_so_many_rows(facts), 4),
+        "checkpoint:",
+        *_line("every_n_steps", max(1, min(500, steps // 2)), "resume with --ckpt_path last", 2),
+        *_line("keep_last", 2, "", 2)]
+    if facts.task in ("SFT", "CLM", "Preference"):
+        what = "[Once upon a time]" if facts.task == "CLM" else "[Name three fruits.]"
+        lines.append(f"# samples: {{prompts: {what}, every_n_steps: 100}}   # what it writes, during training")
+    return "\n".join(lines) + "\n"
+
+
+def _why_so_many_rows(facts: Facts) -> str:
+    plan = facts.plan
+    if not plan.fits:
+        return f"rows of a micro-batch: even so few need more than {ROOM:.0%} of the memory"
+    if plan.batch_size == facts.batch:
+        return "rows of a micro-batch: all of a step at once"
+    return (f"rows of a micro-batch: twice as many would need more than {ROOM:.0%} of the memory"
+            + ("" if plan.checkpointing else " without gradient_checkpointing, which takes longer"))
+
+
+def _model_lines(facts: Facts) -> list[str]:
+    plan, options = facts.plan, as_options(facts.plan)
+    notes = {"quantize": "the frozen base in 4 bits (QLoRA): in 16 it would not fit",
+             "lora": "adapters train, the base is frozen; null trains the model itself"}
+    lines = [line for key, value in options.items() for line in _line(key, value, notes[key], 4)]
+    if facts.loss:
+        lines = [*_line("loss", facts.loss, "others: docs/tasks/preference.md", 4),
+                 *_line("beta", 0.1, "lower lets the model go further from where it starts", 4), *lines]
+    if not plan.lora:
+        rate = ADAPTER_RATES.get(facts.task, 2e-4)
+        lines.append(f"    # lora: {{rank: 16, alpha: 32}}   # adapters instead of full tuning, with lr {_value(rate)}")
+    if plan.checkpointing:
+        lines += _line("gradient_checkpointing", True, "a third more time, for a part of the memory", 4)
+    return lines
+
+
+def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> list[str]:
+    """A key with its comment beside it, or above it where both would be too long for a line."""
+    text = f"{' ' * indent}{key}: {_value(value)}"
+    if not comment:
+        return [text]
+    beside = f"{text}   # {_plain(comment)}"
+    if len(beside) <= WIDTH:
+        return [beside]
+    mark = f"{' ' * indent}# "
+    return [*textwrap.wrap(_plain(comment), WIDTH, initial_indent=mark, subsequent_indent=mark), text]
+
+
+def _plain(text: str) -> str:
+    """A text for a comment, which a line's end would end."""
+    return " ".join(text.split())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_value(name)}: {_value(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, float) and 0 < value < 0.01:  # YAML reads 2e-05 as a text
+        digits, exponent = f"{value:.1e}".split("e")
+        return f"{digits}e{int(exponent)}"
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)  # on one line
+    return as_yaml([value], default_flow_style=True, width=math.inf)[1:-2]

@@ -10,10 +10,9 @@ from jsonargparse import Namespace
 
 from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.core.errors import UserError, refuse_value
-from lmmods.core.recipes import shortened
-from lmmods.core.run_length import check_length
+from lmmods.core.recipes import DEMO, shortened
 from lmmods.core.settings import as_yaml_word
-from lmmods.core.shipped_recipes import DEMO
+from lmmods.core.trainer_fields import check_length
 from lmmods.runs.ckpt_path import check_asked
 
 MAX_SEED = 2**32 - 1

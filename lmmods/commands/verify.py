@@ -1,5 +1,12 @@
 """`verify`: a run against its manifest.json, and its first steps against themselves."""
 
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,15 +14,19 @@ from typing import Any
 import yaml
 
 from lmmods.commands.findings import Findings
+from lmmods.commands.trust import FLAG, is_trusted
 from lmmods.core import fingerprints
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import as_yaml, read_recipe
+from lmmods.core.versions import ROOT
 from lmmods.runs.atomic import files_in
 from lmmods.runs.checkpoint_format import check_manifest
-from lmmods.runs.folder import RunFolder
+from lmmods.runs.folder import RunFolder, checkpoint_position
 from lmmods.runs.inside import OWNER
 from lmmods.runs.manifest import Manifest, surroundings
-from lmmods.runs.model_facts import find_file
+from lmmods.runs.model_card import find_file
+from lmmods.runs.repair import read_table
 
 SHOWN = 20  # differences of one kind
 
@@ -32,7 +43,6 @@ def verify(run: str, replay: int | None = None) -> None:
     Raises:
         UserError: It has no manifest, or something is not as the run left it.
     """
-    from lmmods.commands.replay import replay_run
 
     folder, findings = RunFolder(run), Findings()
     manifest = Manifest.read(folder.manifest)
@@ -140,7 +150,7 @@ def _place(key: str, entry: dict[str, Any], name: str) -> Path | None:
 
 def _found(key: str, path: str) -> list[str]:
     """The files that a source of data stands for now."""
-    from lmmods.data.sources.files import find_files
+    from lmmods.data.sources.source_reader import find_files
 
     try:
         return find_files(path) if key.startswith("data.") and key != "data.tokenizer" and "://" not in path else []
@@ -165,3 +175,185 @@ def _tell(wrong: dict[str, str], where: str, findings: Findings) -> None:
         findings.add("problem", f"{where}{name} {what}")
     if len(wrong) > SHOWN:
         findings.add("problem", f"{where}{len(wrong) - SHOWN} more files")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first steps of a run once more, in a temporary folder, compared bit for bit.
+
+TIMED = ("train/tokens_per_second", "train/mfu")
+Start = dict[str, Any]
+
+
+def replay_run(run: RunFolder, manifest: Manifest, num_steps: int, findings: Findings) -> None:
+    """Train the first steps again as they were trained, and compare metrics.csv, checkpoints and a finished model.
+
+    Raises:
+        UserError: There is nothing to compare, or training fails.
+    """
+    if num_steps < 1:
+        raise UserError(f"--replay is {num_steps}, but must be 1 or more.")
+    rows = {int(row["step"]): row for row in read_table(run.metrics_csv).rows}
+    saved = [checkpoint_position(name)[0] for name in run.names() if not checkpoint_position(name)[1]]
+    known = sorted({*rows, *saved} - {0})
+    if not known or num_steps < known[0]:
+        raise UserError(f"--replay {num_steps}: the run has " + (
+            f"logged and saved nothing before step {known[0]}: take --replay {known[0]} or more." if known
+            else "logged and saved no step yet."))
+    num_steps = min(num_steps, known[-1])
+    with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
+        again = RunFolder(Path(temporary) / "run")
+        for number, (start, end) in enumerate(stretches(manifest.starts, num_steps)):
+            path = Path(temporary) / f"{number}.yaml"
+            path.write_text(as_yaml(recipe_of(start, again.root, keep_all=any(step < num_steps for step in saved))),
+                            encoding="utf-8")
+            say(f"Replaying to step {end} of {num_steps} on the engine {start['engine']} ...")
+            arguments = ["fit", "--config", str(path), "--stop_at", str(end)]
+            arguments += (["--ckpt_path", "last"] if number else []) + ([FLAG, "true"] if is_trusted() else [])
+            if status := train(arguments):
+                raise UserError(f"--replay: training ended with status {status}; what it said stands above.")
+        for text in other_machine(manifest.starts[0], Manifest.read(again.manifest).starts[0]):
+            findings.add("note", text)
+        _compare_rows(rows, again, num_steps, findings)
+        _compare_checkpoints(run, again, num_steps, findings)
+        _compare_models(manifest, Manifest.read(again.manifest), findings)
+
+
+def stretches(starts: list[Start], num_steps: int) -> list[tuple[Start, int]]:
+    """The starts whose steps are among the run's first ones, each with the step that it was trained to.
+
+    A start from an earlier checkpoint takes the place of those behind it. One that changed nothing in the recipe is
+    part of the one before.
+
+    Raises:
+        UserError: The run began with a checkpoint of another one.
+    """
+    kept: list[Start] = []
+    for start in starts:
+        while kept and kept[-1]["step"] >= start["step"]:
+            kept.pop()
+        kept.append(start)
+    if kept[0]["step"]:
+        raise UserError(f"--replay: the run began at step {kept[0]['step']}, from {kept[0]['checkpoint']}: its first "
+                        "steps are those of that run.")
+    kept = [start for before, start in zip([None, *kept], kept, strict=False)
+            if before is None or recipe_of(before, Path()) != recipe_of(start, Path())]
+    ends = [start["step"] for start in kept[1:]] + [math.inf]
+    return [(start, min(end, num_steps)) for start, end in zip(kept, ends, strict=True) if start["step"] < num_steps]
+
+
+def recipe_of(start: Start, folder: Path, keep_all: bool = False) -> dict[str, Any]:
+    """The recipe of a start with another run folder, without what trains nothing: loggers, uploads, samples.
+
+    Args:
+        keep_all: Whether to keep every checkpoint, for comparison.
+    """
+    recipe = copy.deepcopy(start["recipe"])
+    recipe["trainer"] |= {"default_root_dir": str(folder), "enable_checkpointing": True}
+    recipe["trainer"].pop("logger", None)
+    for block in ("publish", "samples"):
+        recipe.pop(block, None)
+    if keep_all:
+        recipe["checkpoint"]["keep_last"] = 10**6
+    return recipe
+
+
+def train(arguments: list[str]) -> int:
+    """Run the program in a process of its own, as several devices want to be started. Returns its status."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run([sys.executable, "-m", "lmmods.cli", *arguments], check=False,
+                          env={**os.environ, "PYTHONPATH": path}).returncode
+
+
+def other_machine(was: Start, now: Start) -> list[str]:
+    """What differs between the devices and settings of two starts, in words; keys that one engine has are left out."""
+    def flat(start: Start) -> dict[str, Any]:
+        return {**start["machine"], **start["machine"]["settings"], "settings": None}
+
+    then, here = flat(was), flat(now)
+    return [f"{key.replace('_', ' ')}: {then[key]} then, {here[key]} now" for key in then
+            if key in here and then[key] != here[key]]
+
+
+def _compare_rows(rows: dict[int, dict[str, str]], again: RunFolder, num_steps: int, findings: Findings) -> None:
+    found = {int(row["step"]): row for row in read_table(again.metrics_csv).rows}
+    count = 0
+    for step, row in sorted(rows.items()):
+        if step > num_steps:
+            break
+        other = found.get(step, {})
+        for name, cell in row.items():
+            if name in TIMED or name not in other and not name.startswith("train/"):
+                continue  # the replay stops before a validation of its last step
+            if cell != other.get(name):
+                return findings.add("problem", f"metrics.csv: step {step} is the first that differs: {name} was {cell} "
+                                               f"and is {other.get(name, 'not logged')}")
+            count += name != "step"
+    if count:
+        findings.add("ok", f"metrics.csv: {count} numbers of the first {num_steps} steps are the same to the last bit")
+
+
+def _compare_checkpoints(run: RunFolder, again: RunFolder, num_steps: int, findings: Findings) -> None:
+    for name in run.names():
+        step, open_batches = checkpoint_position(name)
+        if open_batches or step > num_steps or name not in again.names():
+            continue
+        difference, count = first_difference(run.checkpoint(name), again.checkpoint(name))
+        if difference:
+            findings.add("problem", f"checkpoint {name}: {difference}")
+        else:
+            findings.add("ok", f"checkpoint {name}: {count} arrays are the same bits")
+
+
+def first_difference(was: Path, now: Path) -> tuple[str, int]:
+    """The first array in which two checkpoints differ, in words, empty where none does; and how many are the same."""
+    from lmmods.runs.checkpoint_io import read_arrays
+    from lmmods.runs.checkpoint_pieces import pieces_in
+
+    count = 0
+    if any(pieces_in(path) is not None for folder in (was, now) for path in folder.glob("*.safetensors")):
+        return _first_different_array(read_arrays(was), read_arrays(now))
+    for path in sorted(was.glob("*.safetensors")):
+        if not (now / path.name).is_file():
+            return f"{path.name} has no counterpart: it was written by another number of processes", count
+        with open(path, "rb") as one, open(now / path.name, "rb") as other:
+            (old, begin), (new, other_begin) = _header(one), _header(other)
+            for name in sorted({**old, **new}):
+                if (old.get(name) or {}).get("shape") != (new.get(name) or {}).get("shape") or \
+                        old[name]["dtype"] != new[name]["dtype"]:
+                    return f"{name} in {path.name} has another shape or type", count
+                if _bytes(one, begin, old[name]) != _bytes(other, other_begin, new[name]):
+                    return f"{name} in {path.name} differs", count
+                count += 1
+    return "", count
+
+
+def _first_different_array(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, int]:
+    for count, name in enumerate(sorted({**old, **new})):
+        one, other = old.get(name), new.get(name)
+        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{name} has another shape or type", count
+        if one.tobytes() != other.tobytes():
+            return f"{name} differs", count
+    return "", len(old)
+
+
+def _header(file: Any) -> tuple[dict[str, Any], int]:
+    """The arrays of a safetensors file by name, and where their bytes begin: https://github.com/huggingface/safetensors"""
+    length = int.from_bytes(file.read(8), "little")
+    return {name: told for name, told in json.loads(file.read(length)).items() if name != "__metadata__"}, 8 + length
+
+
+def _bytes(file: Any, begin: int, array: dict[str, Any]) -> bytes:
+    first, last = array["data_offsets"]
+    file.seek(begin + first)
+    return file.read(last - first)
+
+
+def _compare_models(manifest: Manifest, again: Manifest, findings: Findings) -> None:
+    """Weights of the finished models, where the replay has trained the whole run."""
+    if not (manifest.end and again.end and manifest.end["step"] == again.end["step"]):
+        return
+    for name, told in manifest.end["files"].items():
+        if name.endswith(".safetensors"):
+            same = again.end["files"].get(name) == told
+            findings.add("ok" if same else "problem", f"{name} is {'the same' if same else 'another'} file")

@@ -16,7 +16,6 @@ import yaml
 
 from lmmods.core import files
 from lmmods.core.errors import UserError
-from lmmods.core.shipped_recipes import as_file
 
 MAX_BYTES = 10 * 2**20
 MAX_NODES = 100_000  # values, counted after aliases are put in; the largest recipe shipped has about 100
@@ -321,3 +320,55 @@ def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: 
     if event.value == TRUST_KEY:
         raise BrokenRecipe(f"{where}: trust_recipe_code counts on the command line only, never in a file.")
     parent.keys.add(event.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recipes that come with the project: where they lie, and what the comment at the top of each says.
+
+PACKAGE = Path(__file__).parents[1]
+# What recipes name of the demo's files, which are in a clone only.
+DEMO = re.compile(r"demo/(llama|bert|corpus|squad|instructions|mmlu)\b")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the comment at the top of a recipe says.
+
+    Args:
+        hardware: What it needs.
+        time: How long it takes there.
+    """
+
+    hardware: str
+    time: str
+
+
+def recipe_folder() -> Path:
+    """`configs`: inside of the installed package, or of a clone."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Every recipe by its name, those on the demo's files first."""
+    folder = recipe_folder()
+    return {path.stem: path for path in [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("recipes/*.yaml"))]}
+
+
+def header_of(path: Path) -> Header:
+    """The comment at the top of a recipe. Raises UserError where a part of it is missing."""
+    comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
+    found = {name: re.search(rf"^# {name.capitalize()}: (.+)$", comment, re.M) for name in ("hardware", "time")}
+    if missing := [name for name, match in found.items() if match is None]:
+        raise UserError(f"{path}: the comment at its top does not say the {missing[0]}, as that of configs/clm.yaml "
+                        "does.")
+    return Header(**{name: match[1] for name, match in found.items()})
+
+
+def as_file(value: str) -> str:
+    """What `--config` is given, with the path of a shipped recipe in place of its name. A file of that name goes
+    before it."""
+    for name, path in shipped_recipes().items():
+        if value in (name, str(path.relative_to(recipe_folder().parent))) and not Path(value).exists():
+            return str(path)
+    return value

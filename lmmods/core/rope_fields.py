@@ -5,12 +5,12 @@ from typing import Any
 from lmmods.core.errors import UserError, one_line
 
 OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # of transformers 4, which configurations still take
-FIELDS = ("rope_parameters", *OLDER)
+ROPE_FIELDS = ("rope_parameters", *OLDER)
 KEPT = ("rope_theta", "partial_rotary_factor")  # what a model was trained with, whatever its positions are scaled by
 
 
 def rope_with(config: Any, field: str, value: Any) -> dict[str, Any]:
-    """The `rope_parameters` of a configuration with one of `FIELDS` set.
+    """The `rope_parameters` of a configuration with one of `ROPE_FIELDS` set.
 
     Where layers of several types have their own, as in Gemma 3, a field without types is that of `full_attention`,
     as transformers reads `rope_scaling` there. `KEPT` stay the model's unless they are given.

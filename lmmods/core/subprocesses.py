@@ -5,7 +5,7 @@ import threading
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
-from lmmods.core.terminal import keep_last_line
+from lmmods.core.progress_bar import keep_last_line
 
 
 def begin_worker(*_: object) -> None:

@@ -2,24 +2,173 @@
 engines."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning
+import numpy as np
+from torch.utils.data import Dataset
 
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
-from lmmods.data.batches.stream import StreamLoader
+from lmmods.core.labels import IGNORED
+from lmmods.data.batches.collate import SEEDS, Collator
+from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, PackedSet, evaluation_order, training_order
+from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.hooks import TaskHooks
-from lmmods.data.inspection import Which, shown_rows
-from lmmods.data.loaders import Loaders
 from lmmods.data.report import describe, misfit, render_table
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.splits import Role, SourceStores, Splits
 from lmmods.data.store.rows import RowSet
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches of each role: items made of rows, their order, the collator, and the loader of one data-parallel rank.
+
+class Loaders:
+    """Makes the loaders of a data module.
+
+    Args:
+        task: Sizes and orders of batches, and what its rows become.
+        rows: Role -> its rows. Raises UserError where there are none.
+    """
+
+    def __init__(self, task: TaskHooks, rows: Callable[[Role], RowSet]) -> None:
+        self._task, self._rows = task, rows
+        self._items: dict[Role, Any] = {}
+
+    def items(self, role: Role) -> Any:
+        """Rows of batches: the task's arrangement of the kept rows, packed if asked for."""
+        if role not in self._items:
+            self._items[role] = self._arranged(self._rows(role))
+        return self._items[role]
+
+    def _arranged(self, rows: RowSet) -> Any:
+        items = NumberedSet(self._task._arrange(rows), self._task._draws_by_epoch())
+        return PackedSet(items, self._task.max_length, self._task.seed) if self._task.packing else items
+
+    def training(self, shard: Shard, overfit: int | float = 0) -> StatefulLoader:
+        """Training batches from the cache.
+
+        Args:
+            overfit: So many batches of each rank, or this share of all, in each epoch the same; 0 is all.
+        """
+        task, items = self._task, self.items("train")
+        lengths = items.lengths
+
+        def order_of(epoch: int, rule: OrderRule) -> BatchOrder:
+            if task.longest_first:
+                return evaluation_order(lengths, task.batch_size)
+            order = training_order(lengths, task.batch_size, [task.seed, epoch], rule,
+                                   task.shuffle and not overfit, task.group_by_length)
+            if overfit:
+                whole = len(order) if isinstance(overfit, float) else shard.world_size
+                order = order.first(max(int(overfit * whole), 1))
+            return order.shifted(epoch * len(lengths))
+
+        return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,
+                              Widths(lengths, self._padded()),
+                              grouped=task.group_by_length and task.shuffle and not overfit)
+
+    def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
+        """Training batches of streams, those of this rank."""
+        task = self._task
+
+        def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, begun: int) -> BatchOrder:
+            order = training_order(lengths, task.batch_size, [task.seed, epoch, buffer], rule, task.shuffle,
+                                   task.group_by_length, begun)
+            return order.shifted(draw_number(epoch, buffer) * len(lengths))
+
+        settings = {"window_size": task.stream_window, "seed": task.seed}
+        return StreamLoader(sources, self._arranged, order_of, self.collator(seeded=True), shard, task.batch_size,
+                            settings, task.num_proc or 1)
+
+    def evaluation(self, role: Role, shard: Shard, collate: Callable[[list], Batch] | None = None) -> EvaluationLoader:
+        """Batches without dropout, as of validation and test, those of this rank; `collate` makes other batches."""
+        items = self.items(role)
+        order = evaluation_order(items.lengths, self._task.eval_batch_size)
+        widths = None if collate else Widths(items.lengths, self._padded())
+        return EvaluationLoader(items, order, collate or self.collator(), shard, widths)
+
+    def predict(self, shard: Shard) -> EvaluationLoader:
+        """Prompts of this rank with `index`."""
+        task = self._task
+        prompts = task._prompts(self._rows("predict"))
+        order = evaluation_order(prompts.lengths, task.eval_batch_size)
+        shard = replace(shard, num_workers=0)  # workers would need a copy of the data module
+        return EvaluationLoader(prompts, order, self._collator(task._prompt_keys(), task._prompt_side()), shard)
+
+    def collator(self, seeded: bool = False) -> Callable[[list], Batch]:
+        """Items to batches, with the seeds of dropout or without."""
+        packed = ("position_ids", "segment_ids") if self._task.packing else ()
+        seeds = (SEEDS,) if seeded else ()
+        keys = (*self._task._batch_keys(), *packed, *seeds)
+        return self._task._batch_collator(self._collator(keys, self._task._side()))
+
+    def _padded(self) -> Callable[[int], int]:
+        return self._collator((), "right").padded
+
+    def _collator(self, keys: tuple[str, ...], side: str) -> Collator:
+        task = self._task
+        return Collator(keys, task.tokenizer.pad_token_id, task.pad_to_multiple_of, task.max_length, side,
+                        task.run_seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Single training rows as the model sees them: the first, the worst, or chosen ones.
+
+Which = Literal["first", "longest", "most_cut", "most_unknown"]
+
+
+def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
+               ) -> list[dict[str, Any]]:
+    """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists, and `prompt_length`
+    and the `weights` of its tokens where a row has them. A row of several answers comes as one for each, by `name`.
+
+    Args:
+        items: Rows of batches, a data set with `lengths` and `truncated`.
+        rows: The rows that these are made of.
+        which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens the vocabulary lacks), or places.
+
+    Raises:
+        UserError: A place does not exist.
+    """
+    shown = [items[place] for place in _places(items, num_rows, which, unknown_id)]
+    return [_shown_row(row, rows) for item in shown for row in _answers(item)]
+
+
+def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that an item of a batch is."""
+    return [{**item, **answer} for answer in item["answers"]] if "answers" in item else [item]
+
+
+def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
+    if isinstance(which, list):
+        wrong = [place for place in which if not 0 <= place < len(items)]
+        if wrong:
+            raise UserError(f"row {wrong[0]} does not exist; the training set has rows 0 to {len(items) - 1}")
+        return which
+    if which == "first":
+        return list(range(min(num_rows, len(items))))
+    if which == "most_unknown":
+        measure = np.array([(items[place]["input_ids"] == unknown_id).sum() for place in range(len(items))])
+    else:
+        measure = items.lengths if which == "longest" else items.truncated
+    return np.argsort(-measure, kind="stable")[:num_rows].tolist()
+
+
+def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
+    ids, index = row["input_ids"].tolist(), int(row["index"])
+    labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
+    prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
+    weights = {"weights": np.unique(row["weight"]).tolist()} if "weight" in row else {}
+    name = {"name": row["name"]} if "name" in row else {}
+    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt, **weights,
+            **name}
+
 
 DEFAULT_MAX_LENGTH = 1024
 NEW_PADDING = "new_padding"  # in a checkpoint: whether a missing padding token was added
@@ -243,3 +392,49 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         """Training rows as the model sees them, see `shown_rows`."""
         return shown_rows(self._loaders.items("train"), self._rows("train"), num_rows, which,
                           self.tokenizer.unk_token_id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Items that know which of the epoch's they are, and which epoch's: by this their dropout is drawn.
+
+class NumberedSet(Dataset):
+    """Items with `row`, their number, and `draw`. Item -1 is None, a padding row.
+
+    Item number + draw * len(self) is item `number` of that draw: an epoch, or a buffer of a stream.
+
+    Args:
+        items: Data set of {input_ids, ...} with `lengths` and `truncated`.
+        redrawn: Whether the items themselves differ from draw to draw, and take such numbers.
+    """
+
+    def __init__(self, items: Any, redrawn: bool) -> None:
+        self.items, self.redrawn = items, redrawn
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each item."""
+        return self.items.lengths
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens of each item in all its answers."""
+        return getattr(self.items, "tokens", self.items.lengths)
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences of a batch that an item is, none longer than its `lengths`."""
+        return getattr(self.items, "num_answers", 1)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Tokens lost from each item."""
+        return self.items.truncated
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        if number < 0:
+            return None
+        draw, place = divmod(number, len(self))
+        return {**self.items[number if self.redrawn else place], "row": place, "draw": draw}

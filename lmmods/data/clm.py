@@ -5,9 +5,7 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
-from lmmods.data.encode.encoder import Encoder
-from lmmods.data.encode.text_encoder import TextEncoder
-from lmmods.data.encode.texts import TextRowEncoder, check_text_column
+from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.fields import CLMDataFields
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source

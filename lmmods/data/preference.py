@@ -9,21 +9,20 @@ import numpy as np
 
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
-from lmmods.core.machine import REFERENCE, cache_folder
-from lmmods.data.batches.answers import AnswerCollator, AnswerSet, MismatchedSet
-from lmmods.data.batches.collate import Collator
+from lmmods.core.hardware import REFERENCE, cache_folder
+from lmmods.data.batches.collate import AnswerCollator, AnswerSet, Collator, MismatchedSet
 from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
-from lmmods.data.conversation_data import ConversationData
 from lmmods.data.encode.conversations import Choices
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
 from lmmods.data.fields import PreferenceDataFields
+from lmmods.data.sft import ConversationData
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.preferences import conversation_layout, read_answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
 from lmmods.data.splits import STAGE_ROLES, Role
-from lmmods.data.store.building import fingerprint
+from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.references import ReferenceStore
 from lmmods.data.store.rows import RowSet
 

@@ -1,10 +1,166 @@
 """Supervised fine-tuning: conversations with a loss on the responses."""
 
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from lmmods.data.conversation_data import ConversationData
-from lmmods.data.encode.conversations import Choices
-from lmmods.data.fields import SFTDataFields
+from lmmods.core.errors import UserError
+from lmmods.data.base import DataModule
+from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, as_given, is_template_file, read_template_file
+from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
+from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
+from lmmods.data.encode.encoder import Encoder, TextEncoder
+from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
+from lmmods.data.fields import ConversationFields, SFTDataFields
+from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.formats import detect_format, find_format, read_conversation
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.source import Source
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversations, as fine-tuning and preference optimisation read and write them.
+
+class ConversationData(ConversationFields, DataModule):
+    """Conversations in a template. Abstract: a task says what of them is learned."""
+
+    _adds_padding = False  # a row more in the output head changes every probability
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dataset_format is not None:
+            find_format(self.dataset_format)
+        self.roles = self.roles or {}
+        self.turn_fields = self.turn_fields or {}
+        named = TEMPLATES.get(self.template or "alpaca", "")
+        self._tokenizer = replace(self._tokenizer, template=str(named))
+        if is_template_file(self.template):
+            self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens on which generation must stop: the tokenizer's end token and the template's terminator."""
+        return self._sft_encoder("messages", prompts_only=False).stop_token_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja of the template of the training rows, the tokenizer's own or a named one; None where all are texts."""
+        layouts = [store.info["format"] for store in self._rows("train").stores]
+        if all(find_format(layout).template for layout in layouts):
+            return None
+        renderer = self._sft_encoder("messages", prompts_only=False).renderer
+        named = isinstance(renderer, TemplateRenderer)
+        return template_jinja(renderer) if named else self.tokenizer.get_chat_template()
+
+    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of user turns in the template of the training rows, up to where the response begins.
+
+        Raises:
+            UserError: The template cannot render one.
+        """
+        encoder = self.prompt_encoder(self._rows("train").info(0)["format"])
+        try:
+            return encoder.prompts([[{"role": "user", "content": text}] for text in texts])
+        except RowProblem as problem:
+            raise UserError(f"samples.prompts: {problem}") from problem
+
+    def prompt_encoder(self, layout: str) -> SFTEncoder:
+        """Encoder of conversations as training rows of a layout are written, up to where the response begins."""
+        return self._sft_encoder(layout, prompts_only=True)
+
+    def inference_prompts(self, index: int) -> list[list[int]]:
+        """Token ids of the prompts of a training row's answers, as transformers makes them; [] where it refuses.
+
+        Args:
+            index: Number of the row among those read.
+        """
+        rows = self._rows("train")
+        layout = rows.info(index)["format"]
+        if find_format(layout).template:
+            return []
+        conversation = self._sft_encoder(layout, prompts_only=False).conversation(rows.source_row(index))
+        given = {**(self.chat_template_kwargs or {}), **conversation.template_kwargs,
+                 "tools": conversation.tools or None, "documents": conversation.documents or None}
+        messages = [as_given(message) for message in conversation.messages]
+        template = self.chat_template
+        found = []
+        for place, message in enumerate(messages):
+            if place and message["role"] == "assistant":
+                with suppress(*REFUSALS), bounded_rendering():
+                    found.append(list(self.tokenizer.apply_chat_template(
+                        messages[:place], chat_template=template, add_generation_prompt=True, tokenize=True,
+                        return_dict=False, **given)))
+        return found
+
+    def reference(self, index: int) -> str | None:
+        """The response that the data give for a row of predict, or None."""
+        row = self.example(index)
+        layout = self._rows("predict").info(index)["format"]
+        try:
+            messages = read_conversation(layout, row, self.roles, self.turn_fields).messages
+        except RowProblem:
+            return None
+        return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
+
+    def score(self, predictions: dict[int, str]) -> dict[str, float]:
+        """Share of predictions equal to their reference, spaces around them apart; empty without references."""
+        pairs = [(text, self.reference(index)) for index, text in predictions.items()]
+        hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
+        return {"exact_match": sum(hits) / len(hits)} if hits else {}
+
+    @abstractmethod
+    def _choices(self) -> Choices:
+        """What of a conversation is written and learned."""
+
+    def _encoding_settings(self) -> dict[str, Any]:
+        names = ("template", "dataset_format", "roles", "turn_fields", "reasoning", "system_prompt",
+                 "replace_system_prompt", "chat_template_kwargs", "source_max_length", "target_max_length",
+                 "on_overflow", "max_length")
+        return {name: getattr(self, name) for name in names}
+
+    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        layout = source.format or self.dataset_format or detect_format(
+            first.values, f"{first.file}:{first.line}", prompts_only)
+        return self._conversations(layout, prompts_only)
+
+    def _conversations(self, layout: str, prompts_only: bool) -> tuple[SFTEncoder, dict[str, Any]]:
+        """Encoder of conversations of a layout, and what the report says of them."""
+        encoder = self._sft_encoder(layout, prompts_only)
+        template = find_format(layout).template or self._template_name()
+        return encoder, {"format": layout, "template": template, "notes": encoder.renderer.notes}
+
+    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
+        return find_format(info["format"]).regroup(rows)
+
+    def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
+        tokenizer = self.tokenizer
+        if tokenizer.eos_token_id is None:
+            raise UserError("the tokenizer has no end-of-text token, so no response could end; name one with "
+                            "data.eos_token")
+        text = TextEncoder(tokenizer)
+        name = find_format(layout).template or self._template_name()
+        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token, self.chat_template_kwargs)
+                    if name == "tokenizer" else
+                    TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
+        on_overflow = self.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
+        limits = Limits(self.max_length, self.source_max_length, self.target_max_length, on_overflow)
+        return SFTEncoder(layout, renderer, text, limits, self._choices(), self.roles, self.turn_fields, prompts_only)
+
+    def _template_name(self) -> str:
+        if is_template_file(self.template):
+            return "tokenizer"
+        return self.template or ("tokenizer" if self.tokenizer.chat_template else "alpaca")
+
+    def _batch_keys(self) -> tuple[str, ...]:
+        return ("input_ids", "labels", *(["loss_weights"] if self._has_weights() else []))
+
+    def _has_weights(self) -> bool:
+        """Whether rows may count differently. What a stream will hold is not known."""
+        return self.streaming or any((rows.column("weight") != 1).any() for rows in self._splits.sets.values())
+
+    def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": row["input_ids"][: row["prompt_length"]], "index": row["index"]}
 
 
 class SFTData(SFTDataFields, ConversationData):

@@ -10,7 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
-from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source, as_sources
 from lmmods.data.sources.source_reader import SourceReader

@@ -18,12 +18,19 @@ from typing import Any
 
 from lmmods.core import lazy_array
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.array_library import NUMPY, ArrayLibrary
 from lmmods.runs.atomic import commit_folder, write_json
-from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import PLAIN
-from lmmods.runs.checkpoint_format import check_manifest, read_tree, split, write_manifest
-from lmmods.runs.checkpoint_pieces import Shares, begin_folder, check_filled, pieces_in, put_together, write_share
+from lmmods.runs.checkpoint_format import CheckpointContent, check_manifest, read_tree, split, write_manifest
+from lmmods.runs.checkpoint_pieces import (
+    NUMPY,
+    ArrayLibrary,
+    Shares,
+    begin_folder,
+    check_filled,
+    pieces_in,
+    put_together,
+    write_share,
+)
 from lmmods.runs.inside import fresh_folder
 from lmmods.runs.saving import saving
 

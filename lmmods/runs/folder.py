@@ -5,7 +5,8 @@ Both engines write the same folder. No torch, no jax.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,12 @@ from lmmods.runs.atomic import (
 )
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_asked, check_places, place_of, refuse_foreign
-from lmmods.runs.inputs import check_inputs
 from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.repair import mended_numbers
 from lmmods.runs.run_files import ANSWERS, LIST, NAMES, RunFiles
-from lmmods.runs.start_checks import check_names, check_stop, check_writable, refuse_other_run
 
 CHECKPOINT_PREFIX = "step="
 
@@ -307,3 +306,100 @@ def checkpoint_position(name: str) -> tuple[int, int]:
     """(optimiser step, micro-batches since) of a checkpoint's name."""
     step, _, open_batches = name.removeprefix(CHECKPOINT_PREFIX).partition("+")
     return int(step), int(open_batches or 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Check that a run does not overwrite its own inputs.
+
+KEYS = ("pretrained", "adapter", "tokenizer", "source", "val_source", "test_source", "predict_source")
+
+
+def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> None:
+    """Refuse a recipe that reads what its run would replace.
+
+    Args:
+        names: What the run writes in it.
+
+    Raises:
+        UserError: A model, an adapter, a tokenizer or rows lie under one of these names.
+    """
+    written = {name: (root / name).resolve() for name in names}
+    for key, path in _paths(recipe):
+        if not os.path.lexists(path):
+            continue
+        for name, place in written.items():
+            if path.resolve() == place or place in path.resolve().parents:
+                raise UserError(f"{key} is {path}, but a run in {root} writes {name} itself. Choose another "
+                                "trainer.default_root_dir, or move what is read out of this one.")
+
+
+def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Keys and the paths they name; of a glob pattern, the folder before its first wildcard."""
+    for block in ("model", "data"):
+        options = (recipe.get(block) or {}).get("init_args") or {}
+        for key in KEYS:
+            for text in _texts(options.get(key)):
+                yield f"{block}.{key}", _before_pattern(text)
+    for text in _texts((recipe.get("mmlu") or {}).get("source")):
+        yield "mmlu.source", _before_pattern(text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        yield from _texts(value.get("path"))
+
+
+def _before_pattern(text: str) -> Path:
+    parts = Path(text).expanduser().parts
+    plain = next((place for place, part in enumerate(parts) if any(sign in part for sign in "*?[")), len(parts))
+    return Path(*parts[:plain])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Why a run may not start in a folder: it cannot be written, holds another run, or files that no run wrote.
+
+def check_writable(root: Path) -> None:
+    """Raise UserError where a folder cannot be made or written. Leaves nothing behind."""
+    parent = next(p for p in (root, *root.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"trainer.default_root_dir is {root}, but {parent} is a file. Choose another folder.")
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".writable-", dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(f"trainer.default_root_dir is {root}, but {parent} cannot be written "
+                        f"({error.strerror}). Choose another folder.") from error
+
+
+def check_names(root: Path, files: RunFiles) -> None:
+    """Raise UserError where something that no run wrote has a name that runs write."""
+    if foreign := files.foreign_names():
+        raise UserError(f"{root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
+                        f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
+                        "trainer.default_root_dir.")
+
+
+def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
+    """Raise the UserError for a folder that holds a run already.
+
+    Args:
+        last: Its last checkpoint, if it has saved one.
+        completed: Whether it is finished.
+    """
+    again = "start again with --overwrite true (its files are then deleted)"
+    if completed:
+        raise UserError(f"{root} holds a finished run. Choose another trainer.default_root_dir, or {again}.")
+    remedy = f"go on with --ckpt_path last, or {again}" if last else f"it saved no checkpoint yet; {again}"
+    raise UserError(f"{root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
+
+
+def check_stop(stop_at: int, step: int) -> None:
+    """Raise UserError where a run that stands at `step` is to stop there or before."""
+    if stop_at <= step:
+        raise UserError(f"--stop_at is {stop_at}, but must be more than {step}"
+                        + (", the step of the checkpoint." if step else "."))

@@ -17,8 +17,7 @@ from lmmods.core.hub import HUB_ID
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
 from lmmods.runs.folder import write_json
-from lmmods.runs.inside import OWNER
-from lmmods.runs.local_paths import is_local_path
+from lmmods.runs.inside import OWNER, is_local_path
 
 
 class Publisher:

@@ -12,13 +12,17 @@ through this file or `lmmods.runs.atomic`, which keep three rules:
 """
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.core.files import is_plain_name, read_text
+from lmmods.core.hub import HUB_ID
+from lmmods.data.sources.readers import READERS, file_type
 
 OWNER = ".run-folder"  # in a folder that a link leads to: the path of the run folder that it belongs to
 MAY_BE_LINKS = ("checkpoints", "model")
@@ -95,3 +99,52 @@ def fresh_folder(path: Path) -> Path:
     delete(path)
     path.mkdir(parents=True)
     return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Local paths as published: relative to the run folder, or only their last part; and names of the hub.
+
+_ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
+
+
+def is_local_path(text: str) -> bool:
+    """Whether a text is an absolute path of this machine (`file://` and what fsspec chains by `::` included)."""
+    return "\n" not in text and any(_ABSOLUTE.match(part) for part in text.split("::"))
+
+
+def hub_id(name: str | None) -> str | None:
+    """`name` if it is a hub id; the hub refuses a card that names anything else, such as a local folder."""
+    is_local = not name or Path(name).exists() or file_type(name) in READERS
+    return name if not is_local and HUB_ID.fullmatch(name) else None
+
+
+def shown_path(text: str, root: Path) -> str:
+    """A path as it may be published; other texts stay as they are."""
+    if not is_local_path(text):
+        return text
+    return "::".join(_shown(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))
+
+
+def shown_paths(value: Any, root: Path) -> Any:
+    """A copy of nested mappings and lists with `shown_path` of each text; keys that become the same are numbered."""
+    if isinstance(value, str):
+        return shown_path(value, root)
+    if isinstance(value, list):
+        return [shown_paths(item, root) for item in value]
+    if not isinstance(value, dict):
+        return value
+    shown: dict[Any, Any] = {}
+    for key, item in value.items():
+        name, number = shown_paths(key, root), 2
+        while name in shown:
+            name, number = f"{shown_paths(key, root)} ({number})", number + 1
+        shown[name] = item if key == "prompts" else shown_paths(item, root)  # of `samples`: the user's own words
+    return shown
+
+
+def _shown(path: str, root: Path) -> str:
+    path = os.path.expanduser(re.sub(r"^(?:file|local)://", "", path))
+    inside = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    if inside.split(os.sep)[0] != "..":
+        return inside
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path

@@ -6,8 +6,8 @@ from typing import Any
 
 from lmmods.core.console import printable, say
 from lmmods.core.labels import IGNORED
+from lmmods.core.progress_bar import shows_colour
 from lmmods.core.recipes import as_yaml
-from lmmods.core.terminal import shows_colour
 from lmmods.core.trainer_fields import TrainerFields
 
 # What null means of keys that are a trainer's alone; see TrainerFields.

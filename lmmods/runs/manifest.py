@@ -23,12 +23,12 @@ from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.core.files import read_text
-from lmmods.core.machine import processor, variables
+from lmmods.core.hardware import processor, variables
 from lmmods.core.redaction import redacted
 from lmmods.core.versions import code_version, installed_packages, python_version
 from lmmods.runs.atomic import write_json
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.model_facts import described_model
+from lmmods.runs.model_card import described_model
 
 LEFT = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # beside model/, not written to afterwards
 READERS = 4  # threads: one hashes about 1 GB in a second

@@ -12,9 +12,8 @@ from lmmods.core.task_fields import CausalFields, TaskFields
 from lmmods.data.hooks import TaskHooks
 from lmmods.runs.atomic import write_json
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.loss_plot import draw_curves
-from lmmods.runs.model_card import model_card
-from lmmods.runs.model_facts import find_file
+from lmmods.runs.model_card import find_file, model_card
+from lmmods.runs.repair import read_table
 
 
 def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: str, data: TaskHooks) -> None:
@@ -65,3 +64,27 @@ def _fields(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         warn(f"{path} cannot be read ({one_line(error)}): the exported model takes nothing over from it.")
         return {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loss.png of the run folder.
+
+def draw_curves(metrics_csv: Path, picture: Path) -> None:
+    """Draw training and validation loss over the steps; nothing where no step was logged."""
+    if not metrics_csv.exists():
+        return
+    rows = read_table(metrics_csv).rows
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in (("train/loss", {"linewidth": 1.2}), ("val/loss", {"marker": "o", "markersize": 4})):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+    axes.set_xlabel("optimiser step")
+    is_preference = any(row.get("train/rewards/chosen") for row in rows)
+    axes.set_ylabel("loss" if is_preference else "loss (nats per token)")
+    if axes.lines:
+        axes.legend()
+    figure.savefig(picture, dpi=120)

@@ -6,7 +6,7 @@ The loop of the JAX engine goes by it; of both engines' runs it says what is to 
 from dataclasses import dataclass, replace
 
 from lmmods.core.errors import UserError
-from lmmods.core.run_length import num_steps, steps_per_epoch
+from lmmods.core.trainer_fields import num_steps, steps_per_epoch
 from lmmods.data.batches.stream import ENDLESS
 from lmmods.runs.progress import Progress
 

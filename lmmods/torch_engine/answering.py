@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lmmods.core.errors import UserError
-from lmmods.core.sampling import draws
+from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation
 from lmmods.core.task_fields import CausalFields
 from lmmods.runs.checkpoint_io import read_checkpoint

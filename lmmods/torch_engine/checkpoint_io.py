@@ -14,12 +14,10 @@ from safetensors.torch import load_file, save_file
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.array_library import ArrayLibrary
-from lmmods.runs.checkpoint_content import CheckpointContent
 from lmmods.runs.checkpoint_files import remove_checkpoint
-from lmmods.runs.checkpoint_format import check_manifest, join
+from lmmods.runs.checkpoint_format import CheckpointContent, check_manifest, join
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_pieces import Shares, split_pieces
+from lmmods.runs.checkpoint_pieces import ArrayLibrary, Shares, split_pieces
 
 
 class FolderCheckpointIO(CheckpointIO):

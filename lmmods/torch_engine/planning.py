@@ -8,13 +8,19 @@ the others.
 import copy
 import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
@@ -22,11 +28,22 @@ from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
-from lmmods.torch_engine.bare_step import full_batch, stand_in, take_step
 from lmmods.torch_engine.compat.lightning import give_mesh
-from lmmods.torch_engine.compat.torch import imagined_processes, without_values
+from lmmods.torch_engine.compat.torch import (
+    GROUPED,
+    INDEXING,
+    READING,
+    DispatchMode,
+    arithmetic,
+    group_of,
+    grouped,
+    has_values,
+    imagined_processes,
+    resizing,
+    tensors_in,
+    without_values,
+)
 from lmmods.torch_engine.compat.transformers import without_padding
-from lmmods.torch_engine.ledger import Ledger
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.cpu_kernels import stays_float32
 from lmmods.torch_engine.nn.cut_rows import blocks_of_gpus
@@ -36,6 +53,150 @@ from lmmods.torch_engine.nn.optim import build_optimizer
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 from lmmods.torch_engine.tasks.base import TaskModule
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is in memory while torch computes without values: each tensor's storage from when it is made until it is gone.
+#
+# Where nothing has values, nothing can be asked for them. A program that asks whether something holds (the check of a
+# kernel, whether all tokens are real) is told that it does; a number is 1; and where it looks for what is scored, or
+# routed, all of it is.
+
+aten = torch.ops.aten
+# Collectives by the names of their operators, those of processes and those of sharded tensors.
+COLLECTIVES = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
+               "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
+               "allreduce_": "all-reduce", "all_reduce": "all-reduce"}
+ANSWERS = {READING: lambda x: 1.0 if x.is_floating_point() else x.dtype == torch.bool or 1,
+           aten.allclose.default: lambda _: True, aten.equal.default: lambda _: True,
+           aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.ndim), dtype=torch.long)}
+
+
+class Ledger(DispatchMode):
+    """Counts bytes, arithmetic and collectives of what runs while it is entered, within `without_values`.
+
+    Args:
+        vocab_size: Tensors of this width are named logits.
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        super().__init__()
+        self.flops = 0
+        self.traffic: dict[tuple[str, int], Traffic] = {}  # by kind and processes
+        self._vocab_size = vocab_size
+        self._kinds: dict[int, str] = {}
+        self._sizes: dict[int, int] = {}  # bytes of what lives
+        self._numbers: dict[int, tuple[int, weakref.ref]] = {}  # by the storage's id
+        self._num_seen = 0
+        self._events: list[tuple[int, int]] = []  # a storage's number, and the bytes that it gains or loses
+        self._before: dict[int, int] = {}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> "Ledger":
+        self._hooks.enter_context(resizing(self._resize))
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+
+    def begin(self) -> None:
+        """From here on peak, arithmetic and collectives are counted."""
+        self.flops, self.traffic, self._events, self._before = 0, {}, [], dict(self._sizes)
+
+    def name(self, kind: str, tensors: list[Tensor]) -> None:
+        """Say what tensors are, for as long as they have lived."""
+        for tensor in tensors:
+            self._kinds[self._number(tensor.untyped_storage())] = kind
+
+    @property
+    def num_seen(self) -> int:
+        """Storages until now."""
+        return self._num_seen
+
+    def name_new(self, kind: str, first: int) -> None:
+        """Say what all is that lives, has no name, and was seen when there had been `first` others, or later."""
+        for number in self._sizes:
+            if number >= first:
+                self._kinds.setdefault(number, kind)
+
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind at the moment since `begin` when they were most."""
+        total = most = sum(self._before.values())
+        end = 0
+        for place, (_, change) in enumerate(self._events, 1):
+            total += change
+            if total > most:
+                most, end = total, place
+        sizes = Counter(self._before)
+        for number, change in self._events[:end]:
+            sizes[number] += change
+        kinds: Counter[str] = Counter()
+        for number, size in sizes.items():
+            kinds[self._kinds.get(number, "temporaries")] += size
+        return {kind: size for kind, size in kinds.items() if size}
+
+    # What is seen ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to the parts that are here comes next
+        if func in ANSWERS and not has_values(args[0]):
+            return ANSWERS[func](args[0])
+        if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
+            args = (args[0], _all_places(args[1]), *args[2:])
+        before = self._num_seen
+        result = (grouped if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
+        made = [x for x in tensors_in(result) if not x.is_meta]  # by which sharded tensors find whole ones' shapes
+        for tensor in made:
+            number = self._number(tensor.untyped_storage())
+            if number >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
+                self._kinds[number] = "logits"
+        if made:
+            self.flops += arithmetic(func, args, kwargs, result)
+        kind = COLLECTIVES.get(func.overloadpacket.__name__)
+        if kind is not None:
+            sizes = [tensor.nbytes for tensor in tensors_in(args)]
+            ranks = group_of(args)
+            span = ranks[-1] + 1 - ranks[0]
+            new = Traffic(1, sum(sizes) if kind == "all-reduce" else max(sizes), len(ranks),
+                          span if span > len(ranks) else 0)
+            key = kind, len(ranks)
+            self.traffic[key] = self.traffic.get(key, Traffic(0, 0, 1)).plus(new)
+        return result
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        """A storage's number; one that is new is counted from here on."""
+        place = id(storage)
+        if place not in self._numbers:
+            number, self._num_seen = self._num_seen, self._num_seen + 1
+            self._numbers[place] = number, weakref.ref(storage, lambda _: self._gone(place))
+            self._change(number, storage.nbytes())
+        return self._numbers[place][0]
+
+    def _gone(self, place: int) -> None:
+        number, _ = self._numbers.pop(place)
+        self._change(number, -self._sizes[number])
+        del self._sizes[number]
+
+    def _resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        number = self._number(storage)
+        self._kinds[number] = "gathered parameters"  # nothing else is resized
+        self._change(number, num_bytes - self._sizes[number])
+
+    def _change(self, number: int, num_bytes: int) -> None:
+        self._sizes[number] = self._sizes.get(number, 0) + num_bytes
+        self._events.append((number, num_bytes))
+
+
+def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """The same with a place for each element of a mask, as if all were true."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        found += [index.new_empty(index.numel(), dtype=torch.long)] * index.ndim if is_mask else [index]
+    return found
+
 
 ROOM = 0.9  # of a GPU's memory
 BUCKETS = 2**20, 25 * 2**20  # bytes of gradients that DDP adds up at a time: the first, and each after it
@@ -277,3 +438,93 @@ def _counted(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic
     largest = dict(sorted(traffic))  # of each kind
     return flops, {kind if group == largest[kind] else f"{kind} of {group}": found
                    for (kind, group), found in traffic.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A training step outside of Lightning's loops, in their order: without values it is planned, with values measured.
+
+class Ranks:
+    """What a task asks of a strategy of Lightning's, of several processes.
+
+    Args:
+        root_device: Of the first one.
+        tensor_parallel_size: And `context_parallel_size`: as of `strategies.FSDP2`.
+    """
+
+    global_rank = 0
+
+    def __init__(self, root_device: torch.device, world_size: int, tensor_parallel_size: int = 1,
+                 context_parallel_size: int = 1):
+        self.root_device, self.world_size = root_device, world_size
+        self.tensor_parallel_size, self.context_parallel_size = tensor_parallel_size, context_parallel_size
+
+    def reduce(self, tensor: Tensor, reduce_op: str = "mean") -> Tensor:
+        """A sum over processes, as large as what it is of."""
+        return tensor
+
+
+def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device: str = "cpu",
+             sharers: tuple[int, int] = (1, 1)) -> Any:
+    """What a task asks of Lightning's trainer.
+
+    Args:
+        precision: Lightning's name.
+        accumulated: Micro-batches of a step.
+        ranks: Processes.
+        device: For which the network is built.
+        sharers: Processes that share matrices, and those that share rows.
+    """
+    place = torch.device(device)
+    strategy = SingleDeviceStrategy(place) if ranks == 1 else Ranks(place, ranks, *sharers)
+    plugin = Precision()
+    if precision.endswith("true") and precision != "32-true":
+        plugin = HalfPrecision(precision)
+    elif precision.endswith("mixed"):
+        scaler = torch.amp.GradScaler("cpu", enabled=False) if precision == "16-mixed" else None
+        plugin = MixedPrecision(precision, "cpu", scaler)
+    return SimpleNamespace(datamodule=data, strategy=strategy, precision=precision, precision_plugin=plugin,
+                           accumulate_grad_batches=accumulated, num_data_ranks=ranks // math.prod(sharers), data_rank=0,
+                           batches_per_step=accumulated * ranks // math.prod(sharers), current_epoch=0, global_step=0,
+                           world_size=ranks)
+
+
+def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:
+    """A micro-batch of rows as long as they may be, of ones: all tokens are real and scored.
+
+    Args:
+        example: One of the loader.
+    """
+    axis = example["input_ids"].ndim - 1
+    return {name: torch.ones((rows, *x.shape[1:axis], *((max_length,) if x.ndim > axis else ()), *x.shape[axis + 1:]),
+                             dtype=x.dtype) for name, x in example.items()}
+
+
+def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batches: list[dict[str, Tensor]],
+              clipping: tuple[float | None, str | None], seen: Callable[[str], None] = lambda _: None) -> None:
+    """One optimiser step.
+
+    Args:
+        optimizer: None leaves it at the gradients.
+        clipping: Value and algorithm.
+        seen: Is told of each pass that has ended: `survey`, `forward`, `backward`.
+    """
+    def surveyed() -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
+            yield batch
+            seen("survey")
+
+    module.survey(surveyed())
+    for place, batch in enumerate(batches):
+        with module.trainer.precision_plugin.forward_context():
+            loss = module.training_step(batch, place)
+        seen("forward")
+        if place == 0:  # only now, so the last step's gradients are there in the forward pass
+            for param in module.parameters():
+                param.grad = None
+        module.backward(loss)
+        del loss
+        seen("backward")
+    stepping = optimizer or SimpleNamespace(param_groups=[{"params": list(module.trainable().values()), "lr": 0.0}])
+    module.configure_gradient_clipping(stepping, *clipping)
+    if optimizer is not None:
+        optimizer.step()

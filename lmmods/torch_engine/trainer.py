@@ -10,18 +10,20 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line
+from lmmods.core.hardware import no_device, processor
 from lmmods.core.parity import Row
 from lmmods.core.peers import Peers, cannot_meet, check_timeout
-from lmmods.core.run_length import check_length, num_steps
 from lmmods.core.signals import Interruption
+from lmmods.core.trainer_fields import check_length, num_steps
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued
@@ -34,12 +36,10 @@ from lmmods.runs.start import Outlook, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
-from lmmods.torch_engine.callbacks.metrics import Metrics
+from lmmods.torch_engine.callbacks.metrics import Metrics, Progress
 from lmmods.torch_engine.callbacks.predictions import PredictionWriter
-from lmmods.torch_engine.callbacks.progress import Progress
 from lmmods.torch_engine.callbacks.rehearsal import Rehearsal
-from lmmods.torch_engine.callbacks.run_events import RunEvents
-from lmmods.torch_engine.callbacks.startup_report import StartReport
+from lmmods.torch_engine.callbacks.run_events import RunEvents, StartReport
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import (
     decide_loops,
@@ -48,13 +48,12 @@ from lmmods.torch_engine.compat.lightning import (
     validation_follows,
     watch_launched,
 )
-from lmmods.torch_engine.fit_loop import is_skipped
-from lmmods.torch_engine.machine import check_accelerator, describe_machine
 from lmmods.torch_engine.nn.sharding import num_sharers
 from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
-from lmmods.torch_engine.strategies.choose import choose_strategy
+from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
+from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 
 
 class Trainer(L.Trainer):
@@ -332,3 +331,82 @@ class Trainer(L.Trainer):
         return last_epoch and epoch_ends(self)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What a resumed run does that has nothing left to train.
+
+def is_skipped(trainer, skips: bool) -> bool:
+    """Whether fit returns at once.
+
+    A run that was killed after its last step still goes through its end: samples, metrics, model and loss plot are then
+    written as they would have been. A run that is complete only says so.
+
+    Args:
+        trainer: `lmmods.torch_engine.trainer.Trainer`.
+        skips: Whether Lightning's loop would return.
+    """
+    if trainer.resumed_from is None or trainer.limit_train_batches == 0:
+        return skips
+    stopped = [callback.rule.begin(trainer.validates) for callback in trainer.callbacks
+               if isinstance(callback, SharedEarlyStopping)]
+    if not skips and not any(stopped):
+        return False
+    out_of_time = any(callback.time_remaining() <= 0 for callback in trainer.callbacks if isinstance(callback, Timer))
+    return trainer.run_folder.was_complete(trainer.global_step, *trainer.length, stopped, out_of_time)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's devices: whether those that a recipe asks for are here, and what manifest.json says of them.
+
+def check_accelerator(accelerator: str, devices: list[int] | int | str) -> None:
+    """Raise UserError where torch has no such devices on this machine, or not as many. Lightning checks the rest."""
+    if accelerator == "tpu":
+        raise UserError("trainer.accelerator is tpu, on which the torch engine trains nothing. Take --engine jax.")
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if not {"gpu": cuda or mps, "cuda": cuda, "mps": mps}.get(accelerator, True):
+        raise no_device(accelerator, "torch")
+    indices = devices if isinstance(devices, list) else range(devices) if isinstance(devices, int) else []
+    if accelerator == "cpu" or not cuda:
+        if isinstance(devices, list) and not mps:
+            raise UserError(f"trainer.devices is {devices}, indices of GPUs, but torch finds none on this machine. "
+                            "Set it to auto.")
+    elif (number := torch.cuda.device_count()) <= max(indices, default=-1):
+        raise UserError(f"trainer.devices is {devices}, but this machine has {number} (cuda). Lower it, or set it to "
+                        "auto.")
+
+
+def describe_machine(trainer: L.Trainer) -> dict[str, Any]:
+    """Devices and settings of a run that is about to train; keys as on JAX."""
+    device = trainer.strategy.root_device
+    settings: dict[str, Any] = {
+        "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision()}
+    if device.type == "cuda":
+        settings |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+                     "cudnn_benchmark": torch.backends.cudnn.benchmark, "cudnn_tf32": torch.backends.cudnn.allow_tf32}
+    return {"accelerator": device.type,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+            "num_devices": trainer.world_size, "num_processes": trainer.world_size,
+            "strategy": type(trainer.strategy).__name__, "settings": settings}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which strategies `trainer.strategy` may name.
+
+def choose_strategy(strategy: str | Strategy) -> str | Strategy:
+    """What Lightning's trainer is given for `trainer.strategy`.
+
+    Raises:
+        UserError: DeepSpeed without its package, or a strategy under which gradients or checkpoints may be wrong.
+    """
+    if strategy == "fsdp":
+        return FSDP2()
+    if isinstance(strategy, DeepSpeed):
+        strategy.check()
+    if isinstance(strategy, (str, FSDP2, DeepSpeed)) or type(strategy) in (DDPStrategy, SingleDeviceStrategy):
+        return strategy
+    name = type(strategy).__name__
+    instead = {"ModelParallelStrategy": "fsdp or lmmods.strategies.FSDP2", "FSDPStrategy": "fsdp",
+               "DeepSpeedStrategy": "lmmods.strategies.DeepSpeed"}
+    raise UserError(f"trainer.strategy: {name} is not supported: gradients or checkpoints could be wrong. Use "
+                    f"{instead.get(name, 'ddp, fsdp or lmmods.strategies.DeepSpeed')} instead.")

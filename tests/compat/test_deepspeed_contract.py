@@ -1,10 +1,10 @@
-"""What lmmods/torch_engine/compat/deepspeed.py needs of deepspeed, read from its classes: no run, no processes."""
+"""What lmmods/torch_engine/strategies/deepspeed.py needs of deepspeed, read from its classes: no run, no processes."""
 
 import inspect
 
 import pytest
 
-from lmmods.torch_engine.compat import deepspeed as compat
+from lmmods.torch_engine.strategies import deepspeed as compat
 from tests.compat.contract import mend
 
 pytest.importorskip("deepspeed")

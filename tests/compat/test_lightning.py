@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lmmods.commands.lightning_compat import CLI
+from lmmods.commands.engine_cli import CLI
 from lmmods.torch_engine.compat import lightning as compat
 from tests.compat.contract import mend
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
-from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.runs.inspect import compared_prompt

@@ -5,8 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.masking import Masker
-from lmmods.data.mlm import MLMData
+from lmmods.data.mlm import Masker, MLMData
 from tests.data.conftest import CORPUS
 
 LINE = "The quick brown fox jumps over the lazy dog, again and again."

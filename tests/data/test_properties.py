@@ -9,15 +9,21 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.masking import Masker
-from lmmods.data.batches.numbering import NumberedSet
-from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
-from lmmods.data.batches.sampler import PADDING_ROW, OrderRule, batches_of_rank, training_order
+from lmmods.data.base import NumberedSet
+from lmmods.data.batches.sampler import (
+    PADDING_ROW,
+    OrderRule,
+    PackedSet,
+    batches_of_rank,
+    best_fit_decreasing,
+    training_order,
+)
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.conversations import Limits, SFTEncoder
+from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
-from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from lmmods.data.mlm import Masker
 from lmmods.data.sources.conversation import Conversation
 
 SPECIAL = [

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmmods.data.encode.template_jinja import template_jinja
-from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
-from lmmods.data.encode.text_encoder import TextEncoder
+from lmmods.data.encode.encoder import TextEncoder
+from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import Conversation, RowProblem

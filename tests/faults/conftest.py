@@ -15,7 +15,7 @@ def short_runs(monkeypatch):
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     from jax_engine.loop import Loop
-    from lmmods.torch_engine.callbacks.startup_report import StartReport
+    from lmmods.torch_engine.callbacks.run_events import StartReport
 
     def starts_processes(*_, **__):
         raise Interrupted("Other processes would be started here.")

@@ -12,7 +12,7 @@ import pytest
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
-from lmmods.data.store import building, cache
+from lmmods.data.store import cache
 from lmmods.data.store.arrow_store import FILES, MANIFEST, damage
 from tests.data.conftest import alpaca_rows, spm_folder, write_jsonl  # noqa: F401 - fixtures
 from tests.data.test_store import show_sum
@@ -103,7 +103,7 @@ def test_sizes_are_compared_where_another_process_reads_the_bytes(store):
 def test_a_store_that_no_checksum_covers_but_arrow_refuses(build, store, capsys):
     before = build()
     (store / "encoded.arrow").write_bytes(b"x" * 100)
-    manifest = building.stamps(store / name for name in FILES)
+    manifest = cache.stamps(store / name for name in FILES)
     (store / MANIFEST).write_text(json.dumps(manifest))
     assert build() == before and "are damaged" in capsys.readouterr().err
 
@@ -165,17 +165,17 @@ def test_what_a_kill_leaves_is_no_store(step, build, store, monkeypatch, capsys)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(building.shutil, "rmtree", lambda *args, **kwargs: None)  # nobody cleans up after a kill
+        patch.setattr(cache.shutil, "rmtree", lambda *args, **kwargs: None)  # nobody cleans up after a kill
         if step == "first batch":
-            patch.setattr(building._Writer, "add", kill)
+            patch.setattr(cache._Writer, "add", kill)
         elif step == "tables open":
-            patch.setattr(building, "_result", kill)
+            patch.setattr(cache, "_result", kill)
         elif step == "before info":
-            patch.setattr(building._Writer, "finish", kill)
+            patch.setattr(cache._Writer, "finish", kill)
         elif step == "before manifest":
-            patch.setattr(building, "stamps", kill)
+            patch.setattr(cache, "stamps", kill)
         else:
-            patch.setattr(building, "commit", kill)
+            patch.setattr(cache, "commit", kill)
         with pytest.raises(Killed):
             build()
     left = list(store.parent.iterdir())
@@ -218,7 +218,7 @@ def test_each_write_error_is_reported(code, place, build, store, monkeypatch):
         raise OSError(getattr(errno, code), "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(building._Writer, place, fail)
+        patch.setattr(cache._Writer, place, fail)
         with pytest.raises(UserError, match="the cache cannot be written") as error:
             build()
     assert ("free some space" in str(error.value)) == (code != "EIO")
@@ -246,9 +246,9 @@ def test_a_process_that_dies_while_tokenising(build, store, monkeypatch):
     shutil.rmtree(store)
 
     def died(*args, **kwargs):
-        raise building.BrokenExecutor
+        raise cache.BrokenExecutor
 
-    monkeypatch.setattr(building.Future, "result", died)
+    monkeypatch.setattr(cache.Future, "result", died)
     with pytest.raises(UserError, match="data.num_proc"):
         build()
 

@@ -48,7 +48,7 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
     if call in ("train_batch", "evaluate"):
         from jax_engine.evaluation import Evaluation
         from jax_engine.loop import Loop
-        from lmmods.torch_engine.callbacks.startup_report import StartReport
+        from lmmods.torch_engine.callbacks.run_events import StartReport
         from lmmods.torch_engine.tasks.base import TaskModule
 
         batch = (StartReport, "on_train_batch_start"), (Loop, "train_batch")

@@ -14,7 +14,7 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.commands.exported_model import FinishedRun
-from lmmods.commands.report.page import render
+from lmmods.commands.report.command import render
 from lmmods.commands.report.reading import read_runs
 from lmmods.core.errors import UserError
 from lmmods.evaluation.samples import SampleWriter

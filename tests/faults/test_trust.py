@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lmmods.cli import main
-from lmmods.commands.output_paths import check_outputs
+from lmmods.commands.engine_cli import check_outputs
 from lmmods.commands.trust import taken_flag, trusting
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmmods.cli import main
-from lmmods.core.out_of_memory import is_out_of_memory
+from lmmods.core.errors import is_out_of_memory
 from lmmods.runs.folder import RunFolder
 
 ENGINES = ("torch", "jax")

@@ -14,7 +14,7 @@ from transformers.generation import logits_process as theirs
 from jax_engine.models import generate as filters
 from jax_engine.models import generate as ours
 from lmmods.core.errors import UserError
-from lmmods.core.sampling import draws
+from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation
 from lmmods.torch_engine.nn import decoding
 

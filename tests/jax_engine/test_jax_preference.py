@@ -21,10 +21,10 @@ from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, unflatten
-from jax_engine.distributed.weights import Weights
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from jax_engine.optim import build, step_scalars
+from jax_engine.tasks.base import Weights
 from jax_engine.tasks.preference import COPIES, Preference
 from lmmods.core.dropout import token_seeds
 from lmmods.core.preference_losses import METHODS, PreferenceLoss

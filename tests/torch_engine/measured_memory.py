@@ -8,9 +8,8 @@ import torch
 from lmmods.commands.engine_cli import types_of
 from lmmods.commands.planner import Planning
 from lmmods.core.hardware import target_named
-from lmmods.torch_engine.bare_step import full_batch, stand_in, take_step
 from lmmods.torch_engine.nn.optim import build_optimizer
-from lmmods.torch_engine.planning import Planner
+from lmmods.torch_engine.planning import Planner, full_batch, stand_in, take_step
 from tests.peak_memory import give_back, taken
 
 

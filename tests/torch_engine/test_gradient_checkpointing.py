@@ -17,7 +17,7 @@ from transformers import (
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
+from lmmods.torch_engine.nn.building import enable_checkpointing
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 

@@ -17,9 +17,8 @@ from lmmods.core.settings import LoRA
 from lmmods.core.task_fields import TaskFields
 from lmmods.torch_engine.nn import loading, lora, summary
 from lmmods.torch_engine.nn.attention import FLOAT32
-from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.building import build_network, enable_checkpointing
 from lmmods.torch_engine.nn.export import save
-from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
 from lmmods.torch_engine.nn import loss as loss_module
-from lmmods.torch_engine.nn.mlm_head import MLMHead, masked_loss
+from lmmods.torch_engine.tasks.mlm import MLMHead, masked_loss
 from tests.closeness import assert_as_close, gradients, in_both
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -11,10 +11,9 @@ import transformers
 from lmmods.commands.exported_model import copy_dequantized
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
-from lmmods.torch_engine.nn import packed_experts
-from lmmods.torch_engine.nn.building import compile_layers
+from lmmods.torch_engine.nn import experts
+from lmmods.torch_engine.nn.building import compile_layers, enable_checkpointing
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
-from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 from lmmods.torch_engine.nn.loading import load_pretrained
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from lmmods.torch_engine.nn.summary import summarize
@@ -59,7 +58,7 @@ def test_logits_are_those_of_the_round_trip_and_a_merge_gets_its_numbers(pair):
         copy_dequantized(packed, unpacked)
         assert torch.equal(unpacked(IDS).logits, wanted)
     assert summarize(packed).num_params == summarize(plain).num_params
-    assert len(packed_experts.packed_names(packed)) == 4
+    assert len(experts.packed_names(packed)) == 4
 
 
 @pytest.mark.parametrize(("parameters", "checkpointing"), [
@@ -67,14 +66,14 @@ def test_logits_are_those_of_the_round_trip_and_a_merge_gets_its_numbers(pair):
     pytest.param(None, True, marks=pytest.mark.slow)])
 def test_adapters_train_as_on_the_round_trip_and_no_matrix_is_kept(pair, parameters, checkpointing, monkeypatch,
                                                                    tmp_path):
-    made, read = [], packed_experts._Matrices.forward
+    made, read = [], experts._Matrices.forward
 
     def forward(self, codes):
         matrices = read(self, codes)
         made.append(weakref.ref(matrices))
         return matrices
 
-    monkeypatch.setattr(packed_experts._Matrices, "forward", forward)
+    monkeypatch.setattr(experts._Matrices, "forward", forward)
     found = []
     for model in pair[:2]:
         model = add_lora(copy.deepcopy(model), LoRA(rank=2, target_parameters=parameters), [], torch.float32)

@@ -18,9 +18,9 @@ from lmmods.data.preference import PreferenceData
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
+from lmmods.torch_engine.nn.gradient_accumulation import split_rows
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps
 from lmmods.torch_engine.nn.loss import token_logps
-from lmmods.torch_engine.nn.micro_batching import split_rows
 from lmmods.torch_engine.nn.reference import Reference
 from lmmods.torch_engine.tasks.preference import Preference
 from tests.closeness import Float64, assert_as_close, in_both

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import RunFolder
-from lmmods.torch_engine.nn.spreading import keep_in_place, placement
+from lmmods.torch_engine.nn.loading import keep_in_place, placement
 
 
 @pytest.fixture

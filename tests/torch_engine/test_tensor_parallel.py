@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmmods.torch_engine.nn.tensor_parallel import FAMILIES, cut_matrices
+from lmmods.torch_engine.nn.sharding import FAMILIES, cut_matrices
 from tests.forks import together
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,

@@ -10,12 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lmmods.core import dropout as reference
-from lmmods.torch_engine.nn.building import compile_layers
-from lmmods.torch_engine.nn.dropout import TokenDropout
-from lmmods.torch_engine.nn.dropout_masks import Dropped, attention_mask, feature_mask
+from lmmods.torch_engine.nn.building import compile_layers, enable_checkpointing
+from lmmods.torch_engine.nn.dropout import Dropped, TokenDropout, attention_mask, feature_mask
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
-from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
-from lmmods.torch_engine.nn.mlm_head import MLMHead
+from lmmods.torch_engine.tasks.mlm import MLMHead
 from tests.closeness import assert_as_close, in_both
 
 SITE = reference.site_seed("here")
@@ -73,7 +71,7 @@ def test_masks_are_the_references_bits(monkeypatch):
     seeds = reference.token_seeds(42, 3, np.arange(3)[:, None], np.arange(13))
     tokens = torch.from_numpy(seeds)
     for chunk in (2**15, 400, 30):
-        monkeypatch.setattr("lmmods.torch_engine.nn.dropout_masks.CHUNK", chunk)
+        monkeypatch.setattr("lmmods.torch_engine.nn.dropout.CHUNK", chunk)
         for rate in (0.1, 0.5):
             for num in (1, 6, 9):
                 np.testing.assert_array_equal(feature_mask(tokens.flatten(), SITE, num, rate).view(3, 13, num),

@@ -3,27 +3,165 @@
 import json
 import math
 import os
+import re
 import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
+import yaml
 
 from lmmods.commands.command_line import CommandLine, RecipeTypes
-from lmmods.commands.find.batch_size import Measured, Sizes, best, search
-from lmmods.commands.find.measuring import Finder
-from lmmods.commands.find.plot import check_replaceable
-from lmmods.commands.find.recipe_file import RecipeFiles
+from lmmods.commands.engine_cli import EngineCLI
 from lmmods.commands.programs import command, last_error, started
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.files import check_place
+from lmmods.core.progress_bar import Bar
 from lmmods.core.range_test import RangeTest
+from lmmods.core.recipes import CONFIG_OPTIONS, RecipeLoader, option_values, read_recipe, read_text
 from lmmods.core.settings import require
-from lmmods.runs.atomic import write_json
+from lmmods.core.step_probe import StepProbe
+from lmmods.runs.atomic import write_json, write_text
+from lmmods.runs.run_files import LIST
+from lmmods.runs.step_metrics import NotFinite
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fastest batch size that fits, by steps measured in processes of their own.
+#
+# Only sizes that divide the rows of an optimiser step are tried, with gradient accumulation making up for the rest, so
+# that every step of the run stays what it was.
+
+GAIN = 1.03  # a larger batch must be so much faster to be worth its memory
+# Counted in micro-batches of training: they change with the number of rows in one.
+COUNTED = ("limit_train_batches", "overfit_batches")
+EVALUATED = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step with a batch size.
+
+    Args:
+        tokens_per_second: Real tokens, with the longest rows; 0 where it did not fit.
+        memory: GiB at its peak.
+        room: GiB that there are for it.
+        problem: Why it does not fit; empty where it does.
+    """
+
+    batch_size: int
+    tokens_per_second: float = 0.0
+    memory: float = 0.0
+    room: float = math.inf
+    problem: str = ""
+
+
+class Sizes:
+    """Batch sizes that leave a recipe's steps as they are, and what each changes in it.
+
+    Args:
+        recipe: Parsed.
+    """
+
+    def __init__(self, recipe: Any) -> None:
+        trainer, data = recipe.trainer, recipe.data.init_args
+        self.now: int = data.batch_size
+        self._rows: int = data.batch_size * trainer.accumulate_grad_batches
+        self._counts = {f"trainer.{key}": trainer[key] for key in COUNTED
+                        if isinstance(trainer.get(key), int) and trainer[key]}
+        limited = any(isinstance(trainer.get(key), int) and trainer[key] for key in EVALUATED)
+        self._eval_size = self.now if limited and data.get("eval_batch_size") is None else None
+
+    def all(self) -> list[int]:
+        """Sizes in rising order; the recipe's own is among them."""
+        return [size for size in range(1, self._rows + 1) if self._rows % size == 0
+                and all(count * self.now % size == 0 for count in self._counts.values())]
+
+    def accumulated(self, size: int) -> int:
+        """Micro-batches of a step."""
+        return self._rows // size
+
+    def changes(self, size: int) -> dict[str, int]:
+        """The keys of the recipe that a size sets, with their values."""
+        if size == self.now:
+            return {}
+        counts = {key: count * self.now // size for key, count in self._counts.items()}
+        kept = {"data.init_args.eval_batch_size": self._eval_size} if self._eval_size else {}
+        return {"data.init_args.batch_size": size,
+                "trainer.accumulate_grad_batches": self.accumulated(size), **counts, **kept}
+
+
+def search(sizes: list[int], now: int, measure: Callable[[int], Measured]) -> list[Measured]:
+    """Measure sizes from `now` on: doubled while that fits and is faster, halved until it fits, then what lies between.
+
+    Args:
+        sizes: In rising order. One that would need more than there is, by the last two that fitted, is not measured.
+
+    Returns:
+        What was measured, in that order.
+    """
+    tried: dict[int, Measured] = {}
+
+    def fits(size: int) -> bool:
+        if size not in tried:
+            tried[size] = _too_large(size, tried) or measure(size)
+        return not tried[size].problem
+
+    def faster(size: int, than: int) -> bool:
+        return tried[size].tokens_per_second >= GAIN * tried[than].tokens_per_second
+
+    low, high = now, None  # the largest that fits, the smallest that does not
+    while not fits(low):
+        high = low
+        smaller = [size for size in sizes if size <= low // 2] or [size for size in sizes if size < low]
+        if not smaller:
+            return list(tried.values())
+        low = smaller[-1]
+    grows = high is None
+    while grows and (larger := [size for size in sizes if size >= 2 * low] or [size for size in sizes if size > low]):
+        if not fits(larger[0]):
+            high = larger[0]
+            break
+        low, grows = (larger[0], True) if faster(larger[0], low) else (low, False)
+    while high is not None and (between := [size for size in sizes if low < size < high]):
+        middle = between[len(between) // 2]
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return list(tried.values())
+
+
+def best(tried: list[Measured]) -> Measured:
+    """The fastest that fits; of those about as fast the smallest. Raises UserError: none fits."""
+    fitting = sorted((each for each in tried if not each.problem), key=lambda each: each.batch_size)
+    if not fitting:
+        smallest = min(tried, key=lambda each: each.batch_size)
+        raise UserError(f"Not even a batch of {smallest.batch_size} fits ({smallest.problem}). Lower data.max_length, "
+                        "set model.gradient_checkpointing, or train an adapter on a quantised base.")
+    fastest = max(each.tokens_per_second for each in fitting)
+    return next(each for each in fitting if GAIN * each.tokens_per_second >= fastest)
+
+
+def _too_large(size: int, tried: dict[int, Measured]) -> Measured | None:
+    """What a size would need by a straight line through the two largest that fitted; None where that is little."""
+    fitting = sorted((each for each in tried.values() if not each.problem), key=lambda each: each.batch_size)[-2:]
+    if len(fitting) < 2:
+        return None
+    first, last = fitting
+    slope = (last.memory - first.memory) / (last.batch_size - first.batch_size)
+    needed = last.memory + slope * (size - last.batch_size)
+    if size < last.batch_size or needed <= last.room:
+        return None
+    return Measured(size, 0.0, needed, last.room, f"would need about {needed:.1f} of {last.room:.1f} GiB")
+
 
 GIB = 2**30
 SHARE = 0.85  # of the free memory of this machine that a search may fill
@@ -159,3 +297,279 @@ def free_memory() -> float:
     with suppress(OSError, ValueError):  # no such limit
         free = min(free, int(CGROUP.read_text()) - int((CGROUP.parent / "memory.current").read_text()))
     return free / GIB
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `find` at work within an engine: a recipe is rehearsed, and the learning rate or the needs of a step are measured.
+
+# Of `trainer`, what a rehearsal sets in place of the recipe's value.
+UNSEEN = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
+          "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
+          "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
+          "check_val_every_n_epoch": 10**9}
+
+
+class Finder(EngineCLI):
+    """One engine's classes, rehearsing a recipe: nothing is logged, sampled or saved, and no folder is made."""
+
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        recipe, defaults = self.recipe, self.parser.commands["find"].get_defaults()
+        for block in ("checkpoint", "samples", "mmlu", "publish"):
+            recipe[block] = defaults[block]
+        changes = UNSEEN | {"max_steps": recipe.steps}
+        if recipe.what == "step":
+            changes |= {"max_steps": StepProbe.num_steps, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+        for key, value in changes.items():
+            if key in recipe.trainer:
+                recipe.trainer[key] = value
+
+    def find(self, model: Any, datamodule: Any, what: Literal["lr", "batch_size", "both", "step"] = "both",
+             steps: int = 100, min_lr: float = 1e-7, max_lr: float = 1.0, memory: float | None = None,
+             plot: str = "lr.png", write: bool = False, result: str | None = None) -> None:
+        """Perform `find` of a learning rate or a step; arguments as of `EngineCommands.find`."""
+        if what == "step":
+            return self._step(model, datamodule, result)
+        test = RangeTest(min_lr, max_lr, steps)
+        files = RecipeFiles(self.arguments)
+        if write:
+            files.check(["model.init_args.optimizer.lr"])
+        self._range_test(model, datamodule, test)
+        if not self.trainer.is_global_zero:
+            return
+        try:
+            suggestion = test.suggestion()
+        finally:
+            draw(test, Path(plot))
+        say(f"Learning rate {suggestion:g}: there the loss falls fastest over {len(test.rates)} steps from "
+            f"{test.rates[0]:.2g} to {test.rates[-1]:.2g}. It is the peak, for `model.optimizer.lr`. Curve: {plot}")
+        found = {"model.init_args.optimizer.lr": suggestion}
+        if result:
+            write_json(Path(result), {"lr": suggestion, "rates": test.rates, "losses": test.losses,
+                                      "smoothed": test.smoothed, "diverged": test.diverged})
+        files.put(found, write)
+
+    def _range_test(self, model: Any, datamodule: Any, test: RangeTest) -> None:
+        model.optimizer = test.ramp(model.optimizer)
+        bar = Bar(self.trainer.is_global_zero)
+        bar.open("range test", test.num_steps)
+
+        def watch(figures: dict[str, float]) -> bool:
+            over, done = test.add(figures), len(test.rates)
+            shown = done % 10 == 0 and not over
+            bar.update(done, f"lr {test.rates[-1]:.2g}  loss {test.smoothed[-1]:.4g}" if shown else "")
+            return over
+
+        try:
+            self.trainer.rehearse(model, datamodule, watch)
+        except NotFinite:
+            test.diverged = True
+        finally:
+            bar.close()
+
+    def _step(self, model: Any, datamodule: Any, result: str | None) -> None:
+        probe = StepProbe()
+        datamodule.longest_first = True
+        if datamodule.streaming:  # whose longest rows nobody knows
+            datamodule.pad_to_multiple_of = datamodule.max_length
+        on_device = self.trainer.rehearse(model, datamodule, probe.add)
+        if not self.trainer.is_global_zero:
+            return
+        found = {**probe.found(), "memory": (on_device or peak_of_process()) / 2**30,
+                 "on_device": on_device is not None}
+        if result:
+            write_json(Path(result), found)
+        where = "on the first device" if found["on_device"] else "of this machine"
+        say(f"A step of {datamodule.batch_size} × {self.trainer.accumulate_grad_batches} of the longest rows takes "
+            f"{found['seconds_per_step']:.3g} s ({found['tokens_per_second']:,.0f} tokens per second) and at its peak "
+            f"{found['memory']:.2f} GiB {where}.")
+
+
+def peak_of_process() -> int:
+    """Most bytes of memory that this process has held so far."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values written back into recipe files: only their own characters change, so comments and layout stay.
+
+Value = int | float
+
+
+class RecipeFiles:
+    """The files that a command line's `--config` options name, the later of which override the earlier.
+
+    Keys are dotted paths as a file has them, for example `model.init_args.optimizer.lr`.
+    """
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+        # What is written out in place of a path cannot be written back.
+        self._paths = [Path(value) for value in option_values(arguments, *CONFIG_OPTIONS) if _is_file(value)]
+
+    def check(self, keys: list[str]) -> None:
+        """Raise UserError where a value of one of these keys could not be written."""
+        self._edited(dict.fromkeys(keys, 1))
+
+    def put(self, found: dict[str, Value], write: bool) -> None:
+        """Write what was found into the files, or only say what would be.
+
+        Raises:
+            UserError: As `check`.
+        """
+        if not write:
+            shown = " ".join(f"--{key.replace('.init_args', '')} {as_text(value)}" for key, value in found.items())
+            return say(f"Nothing was written: give {shown}, or let find do it with --write true.")
+        for path, text in self._edited(found).items():
+            write_text(path.resolve(), text)  # the user's own link stays one
+        for key, value in found.items():
+            say(f"Wrote {key.replace('.init_args', '')}: {as_text(value)} to {self._file_of(key)}.")
+
+    def _edited(self, found: dict[str, Value]) -> dict[Path, str]:
+        texts: dict[Path, str] = {}
+        for key, value in found.items():
+            path = self._file_of(key)
+            texts[path] = edited(texts.get(path) or read_text(path), key, value, str(path))
+        return texts
+
+    def _file_of(self, key: str) -> Path:
+        """The last file that has the key; else the last one that has the mapping it belongs to."""
+        short = key.replace(".init_args", "")
+        typed = {f"--{name}" for name in (key, short)}
+        if given := next((word for word in self._arguments if word.partition("=")[0] in typed), None):
+            raise UserError(f"--write true: {short} is given on the command line ({given}), which overrides the "
+                            "recipe's files. Take it out, or leave --write away.")
+        for keys in (key.split("."), key.split(".")[:-1]):
+            holding = [path for path in self._paths if _holds(read_recipe(path), keys, keys == key.split("."))]
+            if holding:
+                if (holding[-1].parent / LIST).exists():
+                    raise UserError(f"--write true: {holding[-1]} belongs to a run, whose files find leaves alone. "
+                                    "Copy it to a recipe of your own.")
+                return holding[-1]
+        raise UserError(f"--write true: no recipe file has a place for {key}. Add the key to a file, with any value.")
+
+
+def edited(text: str, key: str, value: Value, name: str) -> str:
+    """A recipe's text with another value of a key, which stands in it or whose mapping does.
+
+    Args:
+        name: Of the file, for messages.
+
+    Raises:
+        UserError: The value is used in another place of the file too, or is no single value.
+    """
+    *parents, leaf = key.split(".")
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    uses = Counter(map(id, _nodes(root)))
+    node, on_the_way = root, [root]
+    for part in parents:
+        node = _child(node, part)
+        on_the_way.append(node)
+    old = _child(node, leaf)
+    on_the_way += [old] if old is not None else []
+    line = on_the_way[-1].start_mark.line + 1
+    if any(uses[id(each)] > 1 for each in on_the_way):
+        raise UserError(f"--write true: {name}:{line}: {key} stands behind an anchor (&) that another place repeats "
+                        "(*), and would change there too. Write it out.")
+    if old is None and node.value:
+        first = node.value[0][0].start_mark
+        start = end = first.index
+        new = f"{leaf}: {as_text(value)}" + (", " if node.flow_style else "\n" + " " * first.column)
+    elif isinstance(old, yaml.ScalarNode):
+        start, end, new = old.start_mark.index, old.end_mark.index, as_text(value)
+    else:
+        raise UserError(f"--write true: {name}:{line}: {key} is no single value that could be replaced.")
+    result = text[:start] + new + text[end:]
+    wanted = _load(text)
+    _set(wanted, key.split("."), value)
+    if _load(result) != wanted:
+        raise UserError(f"--write true: {name}:{line}: {key} cannot be replaced without changing what stands around "
+                        f"it. Write {as_text(value)} there by hand.")
+    return result
+
+
+def as_text(value: Value) -> str:
+    """A number as YAML 1.1 reads it: 3.2e-4, not 3.2e-04 nor 0.00032."""
+    if isinstance(value, int):
+        return str(value)
+    return re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.1e}")
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _holds(content: Any, keys: list[str], is_value: bool) -> bool:
+    for key in keys:
+        if not isinstance(content, dict) or key not in content:
+            return False
+        content = content[key]
+    return is_value or isinstance(content, dict) and bool(content)
+
+
+def _child(node: yaml.MappingNode, key: str) -> yaml.Node | None:
+    return next((value for name, value in node.value if name.value == key), None)
+
+
+def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Every node, one behind an anchor as often as it stands in the text."""
+    yield node
+    for each in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for child in each if isinstance(each, tuple) else (each,):
+            yield from _nodes(child)
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, Loader=RecipeLoader)
+
+
+def _set(content: dict[str, Any], keys: list[str], value: Value) -> None:
+    for key in keys[:-1]:
+        content = content[key]
+    content[keys[-1]] = value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The picture of a range test.
+
+AUTHOR = "lmmods find"  # in each of its pictures
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise UserError where the picture would replace a file that is none of ours, or its folder is missing."""
+    check_place("--plot", path)
+    if path.exists():
+        with open(path, "rb") as file:
+            head = file.read(4096)
+        if AUTHOR.encode() not in head:
+            raise UserError(f"--plot {path} is there and is no picture of a range test. Choose another file.")
+
+
+def draw(test: RangeTest, path: Path) -> None:
+    """Losses over learning rates, and the suggestion where there is one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(test.rates, test.losses, linewidth=0.6, alpha=0.5, label="loss of the step")
+    axes.plot(test.rates, test.smoothed, linewidth=1.6, label="smoothed")
+    try:
+        axes.axvline(test.suggestion(), linestyle="--", color="black", label=f"suggestion {test.suggestion():g}")
+    except UserError:
+        axes.set_title("no suggestion")
+    if test.smoothed:
+        lowest, highest = min(test.smoothed), max(test.smoothed[: max(len(test.smoothed) // 2, 1)])
+        margin = 0.3 * max(highest - lowest, 0.1 * abs(highest))
+        axes.set_ylim(lowest - margin, highest + margin)  # the end, where it diverges, would flatten all else
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend()
+    figure.savefig(path, dpi=120, format="png", metadata={"Software": AUTHOR})

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from lmmods.commands.migration.draft import OPTIMIZERS, PRECISIONS, SCHEDULES, VALUES
 from lmmods.commands.migration.foreign_keys import counterparts
-from lmmods.commands.migration.values import OPTIMIZERS, PRECISIONS, SCHEDULES, VALUES
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import CONFIG_OPTIONS, RecipeLoader, config_argument, guarded, option_values
 

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from lmmods.commands.migration import preferences
-from lmmods.commands.migration.draft import OFF, Draft
+from lmmods.commands.migration import training
+from lmmods.commands.migration.draft import OFF, TEMPLATES, Draft
 from lmmods.commands.migration.foreign_keys import NOT_NEEDED, rows_of
-from lmmods.commands.migration.objectives import refuse_objective
-from lmmods.commands.migration.training import Names, take_quantization, take_training
-from lmmods.commands.migration.values import TEMPLATES
+from lmmods.commands.migration.training import Names, refuse_objective, take_quantization, take_training
 
 NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
               optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,
@@ -42,7 +40,7 @@ def axolotl(content: dict[str, Any]) -> Draft:
     is_text = bool(texts) or bool(rows) and all(_type(row) == "completion" for row in rows)
     if rl:
         _take_preferences(draft, rl)
-        preferences.take_data(draft)
+        training.take_data(draft)
     else:
         draft.put("model", "CLM" if is_text else "SFT", "datasets[].type" if rows else "pretraining_dataset")
         draft.put("data", "CLMData" if is_text else "SFTData", "")
@@ -75,21 +73,21 @@ def _take_preferences(draft: Draft, rl: str) -> None:
     named = draft.get("dpo_loss_type")
     names = [named] if isinstance(named, str) else named or []
     first = names[0] if rl == "dpo" and names else RL_LOSSES[rl]
-    loss = preferences.take_loss(draft, first, "dpo_loss_type" if names else "rl")
+    loss = training.take_loss(draft, first, "dpo_loss_type" if names else "rl")
     if len(names) > 1 or draft.get("dpo_loss_weights"):
         draft.lose("dpo_loss_weights", f"one loss, beside which model.sft_weight may stand; {first} is taken")
-    preferences.take_number(draft, "beta", "orpo_alpha" if rl == "orpo" else "rl_beta", 0.1)
-    preferences.take_smoothing(draft, loss, "dpo_label_smoothing", ("robust", "exo_pair"))
+    training.take_number(draft, "beta", "orpo_alpha" if rl == "orpo" else "rl_beta", 0.1)
+    training.take_smoothing(draft, loss, "dpo_label_smoothing", ("robust", "exo_pair"))
     if rl == "simpo":
-        preferences.take_number(draft, "gamma", "simpo_gamma", 0.5)
-        preferences.take_number(draft, "sft_weight", "cpo_alpha", 1.0)
+        training.take_number(draft, "gamma", "simpo_gamma", 0.5)
+        training.take_number(draft, "sft_weight", "cpo_alpha", 1.0)
     elif draft.get("rpo_alpha") and rl == "dpo":
-        preferences.take_number(draft, "sft_weight", "rpo_alpha", 0.0)
+        training.take_number(draft, "sft_weight", "rpo_alpha", 0.0)
     if rl == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
-            preferences.take_number(draft, name, f"kto_{name}", 1.0)
-    preferences.take_reference(draft, loss)
-    preferences.note_differences(draft)
+            training.take_number(draft, name, f"kto_{name}", 1.0)
+    training.take_reference(draft, loss)
+    training.note_differences(draft)
 
 
 def _take_model(draft: Draft) -> None:

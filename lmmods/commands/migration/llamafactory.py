@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lmmods.commands.migration import preferences
-from lmmods.commands.migration.draft import Draft
-from lmmods.commands.migration.objectives import refuse_objective
-from lmmods.commands.migration.training import Names, take_training
-from lmmods.commands.migration.values import TEMPLATES
+from lmmods.commands.migration import training
+from lmmods.commands.migration.draft import TEMPLATES, Draft
+from lmmods.commands.migration.training import Names, refuse_objective, take_training
 from lmmods.core.errors import UserError
 
 NAMES = Names()
@@ -37,7 +35,7 @@ def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
     is_text = stage == "pt"
     if stage in ("dpo", "kto"):
         _take_preferences(draft, stage)
-        preferences.take_data(draft)
+        training.take_data(draft)
     else:
         draft.put("model", "CLM" if is_text else "SFT", "stage")
         draft.put("data", "CLMData" if is_text else "SFTData", "")
@@ -52,15 +50,15 @@ def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
 
 
 def _take_preferences(draft: Draft, stage: str) -> None:
-    loss = preferences.take_loss(draft, "kto" if stage == "kto" else draft.get("pref_loss", "sigmoid"),
+    loss = training.take_loss(draft, "kto" if stage == "kto" else draft.get("pref_loss", "sigmoid"),
                                  "stage" if stage == "kto" else "pref_loss")
-    preferences.take_number(draft, "beta", "pref_beta", 0.1)
+    training.take_number(draft, "beta", "pref_beta", 0.1)
     if stage == "kto":
-        preferences.take_number(draft, "desirable_weight", "kto_chosen_weight", 1.0)
-        preferences.take_number(draft, "undesirable_weight", "kto_rejected_weight", 1.0)
+        training.take_number(draft, "desirable_weight", "kto_chosen_weight", 1.0)
+        training.take_number(draft, "undesirable_weight", "kto_rejected_weight", 1.0)
     elif loss == "simpo":
-        preferences.take_number(draft, "gamma", "simpo_gamma", 0.5)
-    preferences.take_smoothing(draft, loss, "dpo_label_smoothing", ("sigmoid",))
+        training.take_number(draft, "gamma", "simpo_gamma", 0.5)
+    training.take_smoothing(draft, loss, "dpo_label_smoothing", ("sigmoid",))
     if sft := draft.get("pref_ftx"):
         if loss == "kto":
             draft.lose("pref_ftx", "rows are single answers, not pairs")
@@ -71,7 +69,7 @@ def _take_preferences(draft: Draft, stage: str) -> None:
             draft.lose(key, "the reference is what the run starts from")
     if draft.get("pref_bco_weight"):
         draft.lose("pref_bco_weight", "one loss, beside which model.sft_weight may stand")
-    preferences.note_differences(draft)
+    training.note_differences(draft)
 
 
 def _take_model(draft: Draft) -> None:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from lmmods.commands.migration import preferences
+from lmmods.commands.migration import training
 from lmmods.commands.migration.draft import Draft
-from lmmods.commands.migration.objectives import refuse_objective
-from lmmods.commands.migration.training import Names, take_quantization, take_training
+from lmmods.commands.migration.training import Names, refuse_objective, take_quantization, take_training
 from lmmods.core.preference_losses import METHODS, REFUSED
 
 NAMES, PREFERENCE_NAMES = Names(default_lr=2e-5), Names(default_lr=1e-6)
@@ -27,7 +26,7 @@ def trl(content: dict[str, Any]) -> Draft:
     trainer = _preference_trainer(content)
     if trainer:
         _take_preferences(draft, trainer)
-        preferences.take_data(draft)
+        training.take_data(draft)
     else:
         draft.put("model", "SFT", "")
         draft.put("data", "SFTData", "")
@@ -65,20 +64,20 @@ def _take_preferences(draft: Draft, trainer: str) -> None:
     pairs = {name: weight for name, weight in zip(names, weights, strict=False) if name != "sft"}
     first = next(iter(pairs), "kto" if trainer == "kto" else "sigmoid")
     is_cpo = trainer == "cpo"
-    loss = preferences.take_loss(draft, "cpo" if is_cpo and first == "sigmoid" else first, "loss_type")
+    loss = training.take_loss(draft, "cpo" if is_cpo and first == "sigmoid" else first, "loss_type")
     if len(pairs) > 1:
         draft.lose("loss_weights", f"one loss, beside which model.sft_weight may stand; {first} is taken")
-    preferences.take_number(draft, "beta", "beta", 0.1)
-    preferences.take_smoothing(draft, loss, "label_smoothing", ("cpo", "simpo") if is_cpo else ("robust", "exo_pair"))
+    training.take_number(draft, "beta", "beta", 0.1)
+    training.take_smoothing(draft, loss, "label_smoothing", ("cpo", "simpo") if is_cpo else ("robust", "exo_pair"))
     if is_cpo:
-        preferences.take_number(draft, "sft_weight", "cpo_alpha", 1.0)
+        training.take_number(draft, "sft_weight", "cpo_alpha", 1.0)
     elif "sft" in names:
         draft.put("model.sft_weight", weights[names.index("sft")] / pairs.get(first, 1.0), "loss_weights")
     if loss == "simpo":
-        preferences.take_number(draft, "gamma", "simpo_gamma", 0.5)
+        training.take_number(draft, "gamma", "simpo_gamma", 0.5)
     if trainer == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
-            preferences.take_number(draft, name, name, 1.0)
+            training.take_number(draft, name, name, 1.0)
     if trainer == "dpo" and not names:
         draft.note("The keys do not tell `trl dpo` from `trl orpo`: for ORPO set model.loss to orpo.")
     if draft.get("sync_ref_model"):
@@ -86,8 +85,8 @@ def _take_preferences(draft: Draft, trainer: str) -> None:
     if draft.get("f_divergence_type", "reverse_kl") != "reverse_kl":
         draft.lose("f_divergence_type", "reverse_kl")
     draft.get("disable_dropout")
-    preferences.take_reference(draft, loss)
-    preferences.note_differences(draft)
+    training.take_reference(draft, loss)
+    training.note_differences(draft)
 
 
 def _take_model(draft: Draft) -> None:

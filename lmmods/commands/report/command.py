@@ -1,10 +1,20 @@
 """`report`: one HTML page over runs."""
 
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from lmmods.commands.report.page import GENERATOR, render
-from lmmods.commands.report.reading import read_runs
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from lmmods.commands.report import charts, tables
+from lmmods.commands.report.numbers import full, percent
+from lmmods.commands.report.reading import Run, read_runs
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import write_text
 
@@ -35,3 +45,49 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
             head = file.read(1024)
         if f'content="{GENERATOR}"'.encode() not in head:
             raise UserError(f"--out {path} is there and is no report. Choose another file, or add --overwrite true.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page itself: one HTML file that needs nothing beside it.
+
+HERE = Path(__file__).parent
+GENERATOR = "lmmods report"  # in the head of every page of ours
+COLOURS, SHAPES = 8, 7  # in page.css and page.html.jinja; coprime, so that 56 runs look different
+
+
+def render(runs: Sequence[Run], written: datetime, trials: tables.TrialTable | None = None) -> str:
+    """HTML of a report over `runs` and the `trials` of a sweep; whatever a run says is text in it, never markup."""
+    main, other = charts.draw_charts(runs)
+    drawn = [chart for both in (*main, *other) for chart in both]
+    environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
+                              trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"full": full, "percent": percent, "breakable": breakable}
+    script = (HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("page.html.jinja").render(
+        generator=GENERATOR, css=Markup((HERE / "page.css").read_text(encoding="utf-8")), script=Markup(script),
+        digest=Markup(digest), written=written, runs=runs, colours=COLOURS, shapes=SHAPES, geometry=charts,
+        main=main, other=other, has_tokens=any(len(both) > 1 for both in (*main, *other)), points=_points(drawn),
+        thinned=any(chart.thinned for chart in drawn), gaps=any(chart.gaps for chart in drawn),
+        direction=tables.direction,
+        metrics=tables.metrics_table(runs), settings=tables.settings_tables(runs), splits=tables.split_rows(runs),
+        sources=tables.source_rows(runs), samples=tables.sample_groups(runs), mmlu=tables.mmlu_bars(runs),
+        trials=trials,
+    )
+
+
+def breakable(name: str) -> Markup:
+    """A dotted key, path or snake_case name that may break after its separators."""
+    return Markup("<wbr>").join(re.split(r"(?<=[._/-])(?=.)", name))
+
+
+def _points(all_charts: list[charts.Chart]) -> Markup:
+    """What the pointer shows, as JSON inside a script element, whose text may hold no `<`.
+
+    For each chart its largest x and its lines, each point as [x, SVG y or null, text of y].
+    """
+    content = [{"end": chart.x.high, "x": chart.x_name, "lines": [
+        {"run": line.run, "metric": line.metric,
+         "at": [[x, chart.y(y) if math.isfinite(y) else None, full(y)] for x, y in line.points]}
+        for line in chart.lines]} for chart in all_charts]
+    return Markup(json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"))

@@ -1,6 +1,11 @@
 """`sweep`: train one recipe with many settings."""
 
 import hashlib
+import json
+import os
+import shlex
+import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -8,18 +13,18 @@ from typing import Any, Literal
 import yaml
 
 from lmmods.commands.early_check import check_early
-from lmmods.commands.report.page import render
-from lmmods.commands.report.reading import read_runs
+from lmmods.commands.programs import TYPED, last_error, started
+from lmmods.commands.report.command import render
+from lmmods.commands.report.reading import read_curves, read_runs
 from lmmods.commands.report.tables import TrialRow, TrialTable
-from lmmods.commands.sweep.space import Parameter, as_words, grid, read_space
-from lmmods.commands.sweep.study import Study
-from lmmods.commands.sweep.trials import Worker, trial_folder
-from lmmods.commands.sweep.wandb_file import sweep_file
+from lmmods.commands.sweep.study import Parameter, Study, as_words, grid, read_space
+from lmmods.core.console import say
 from lmmods.core.engines import peek_engine
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
+from lmmods.core.signals import Interrupted
 from lmmods.runs.atomic import write_text
 from lmmods.runs.folder import RunFolder
 
@@ -174,3 +179,150 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trials of a sweep on this machine: each is a run of fit in a process and a folder of its own.
+
+POLL_SECONDS = 0.2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process that works on a sweep.
+
+    Args:
+        folder: Of the sweep.
+        recipe: Arguments of fit that all trials share.
+        metric: What fit logs and the study compares, taken as it is at the end of a run.
+    """
+
+    study: Study
+    folder: Path
+    recipe: list[str]
+    metric: str
+
+    def work(self, most: int | None) -> None:
+        """Run trials until the study has so many, or its whole grid.
+
+        Raises:
+            UserError: Runs end without having logged the metric.
+            Interrupted: Ctrl+C or SIGTERM; the trial under way has saved what it needs to go on.
+        """
+        while (asked := self.study.ask(most)) is not None:
+            trial, held = asked
+            try:
+                self._run(trial, held)
+            except Interrupted as stop:
+                raise Interrupted(f"Interrupted in trial {trial.number}. The same command goes on with it.") from stop
+            finally:
+                os.close(held)
+
+    def _run(self, trial: Any, held: int) -> None:
+        run, log = RunFolder(trial_folder(self.folder, trial.number)), self.folder / "logs" / f"{trial.number}.txt"
+        log.parent.mkdir(exist_ok=True)
+        words = [*self.recipe, *as_words(trial.params), "--trainer.default_root_dir", str(run.root)]
+        say(f"trial {trial.number}{' goes on' if run.holds_run() else ''}: "
+            + "  ".join(f"{key} {_shown(value)}" for key, value in trial.params.items()))
+        pruned = False
+        with started(["fit", *words, "--ckpt_path", "auto"], log, keeps=(held,)) as process:
+            while process.poll() is None and not pruned:
+                time.sleep(POLL_SECONDS)
+                pruned = self.study.judge(trial, self._points(run))
+        # However fast it was: whether a trial is pruned depends on what it measured alone.
+        if pruned or self.study.judge(trial, self._points(run)):
+            self.study.finish(trial, "pruned")
+            say(f"trial {trial.number}: stopped early, {self.metric} {_shown(self._points(run)[-1][1])}")
+        elif process.returncode == INTERRUPTED:
+            raise Interrupted("")
+        else:
+            self._end(trial, run, process.returncode, log)
+
+    def _end(self, trial: Any, run: RunFolder, status: int, log: Path) -> None:
+        final = json.loads(run.metrics_json.read_text()) if status == 0 else {}
+        value = final.get(self.metric)
+        if status:
+            problem = last_error(log) if status > 0 else f"killed by signal {-status}"
+        elif value is None:
+            problem = f"logged no {self.metric}"
+        else:
+            problem = "" if value == value else f"{self.metric} is not a number"
+        self.study.finish(trial, "fail" if problem else "complete", None if problem else value, problem)
+        say(f"trial {trial.number}: " + (f"failed: {problem} (more in {log})" if problem else
+                                         f"{self.metric} {_shown(value)}"))
+        if status == 0 and value is None:
+            raise UserError(f"--metric {self.metric} is none that the runs log ({', '.join(sorted(final))}). Name one "
+                            "of these, and another --folder; val/loss wants data.val_source or data.val_size.")
+
+    def _points(self, run: RunFolder) -> list[tuple[int, float]]:
+        """What the run has logged of the metric: (optimiser step, value)."""
+        return read_curves(run.metrics_csv).get(self.metric, [])
+
+
+def trial_folder(folder: Path, number: int) -> Path:
+    """The run folder of a trial."""
+    return folder / f"trial={number}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A sweep that W&B leads: the file that `wandb sweep` reads, from which `wandb agent` starts runs.
+
+METHODS = {"tpe": "bayes", "random": "random", "grid": "grid"}
+
+
+def sweep_file(folder: Path, recipe: list[str], space: list[Parameter], sampler: str, metric: str, mode: str) -> str:
+    """The text of the file.
+
+    Args:
+        folder: Gets a run folder for each run, of the name of its id.
+        recipe: Arguments of fit.
+
+    Raises:
+        UserError: The recipe logs nothing to W&B, or the command holds a password, which W&B would see.
+    """
+    fit = shlex.join([*TYPED, "fit", *recipe])
+    if redact(fit) != fit:
+        raise UserError("sweep: the command line holds a password or token, which W&B would get to see. Put it into "
+                        "the recipe's file or the environment.")
+    place = f'{shlex.quote(str(folder))}/"$WANDB_RUN_ID"'
+    content = {
+        "name": folder.name, "project": _project(recipe), "program": TYPED[-1], "method": METHODS[sampler],
+        "metric": {"name": metric, "goal": f"{mode}imize"},
+        "parameters": {parameter.key: _distribution(parameter, sampler) for parameter in space},
+        # A shell, as the agent puts no variable into a command, and each run needs a folder of its own.
+        "command": ["sh", "-c", f'exec {fit} --trainer.default_root_dir {place} "$@"', "sh", "${args}"]}
+    return as_yaml(content)
+
+
+def _project(recipe: list[str]) -> str:
+    """The W&B project that the recipe logs to. Raises UserError: it has no WandbLogger."""
+    loggers: Any = None
+    for value in option_values(recipe, *CONFIG_OPTIONS):
+        trainer = config_argument(value).get("trainer")
+        loggers = trainer.get("logger", loggers) if isinstance(trainer, dict) else loggers
+    typed = [word for word in recipe if "WandbLogger" in word]
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if "WandbLogger" in str(logger):
+            options = logger.get("init_args") if isinstance(logger, dict) else None
+            return str((options or {}).get("project") or "lmmods")
+    if not typed:
+        raise UserError("sweep: the recipe logs nothing to W&B, which so would learn nothing. Add class_path: "
+                        "WandbLogger to trainer.logger, or sweep on this machine with --backend optuna.")
+    return "lmmods"
+
+
+def _distribution(parameter: Parameter, sampler: str) -> dict[str, Any]:
+    """A parameter in the words of W&B's sweep files."""
+    if parameter.values or parameter.step is not None or sampler == "grid":
+        return {"values": list(parameter.grid())}
+    ends = {"min": parameter.low, "max": parameter.high}
+    if parameter.log:
+        whole = {"distribution": "q_log_uniform_values", "q": 1} if parameter.is_whole else {
+            "distribution": "log_uniform_values"}
+        return whole | ends
+    return {"distribution": "int_uniform" if parameter.is_whole else "uniform"} | ends

@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from lmmods.core.dropout import token_seeds
+from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
 
@@ -83,3 +86,123 @@ class Collator:
         """A position in the padded row."""
         position = int(row[key])
         return position if self.side == "right" or position == IGNORED else position + length - len(row["input_ids"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of several answers to batches [B, A, T]: whatever cuts a batch cuts between rows, never inside of one.
+
+class AnswerSet(Dataset):
+    """Rows with their `answers` apart, {input_ids, labels, name} each. Item -1 is None, a padding row.
+
+    Args:
+        rows: Rows whose answers follow each other in `input_ids` and `labels`, the first of `chosen_length` tokens.
+        num_answers: How many each row has.
+
+    Attributes:
+        references: [rows, answers] float32, log-probabilities under the reference, which items then hold as
+            `reference_logps`; None where the network itself knows them.
+    """
+
+    references: np.ndarray | None = None
+
+    def __init__(self, rows: RowSet, num_answers: int) -> None:
+        self.rows, self.num_answers = rows, num_answers
+        first = rows.column("chosen_length")
+        self.tokens = rows.lengths  # of all answers
+        self.lengths = np.maximum(first, self.tokens - first)  # of the longer one, to which both are padded
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Tokens removed from each row."""
+        return self.rows.truncated
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self.rows[number]
+        if row is None:
+            return None
+        first = int(row["chosen_length"])
+        if first == len(row["input_ids"]):
+            parts = {"wanted" if row["desirable"] else "not wanted": slice(None)}
+        else:
+            parts = {"chosen": slice(first), "rejected": slice(first, None)}
+        known = {} if self.references is None else {"reference_logps": self.references[number]}
+        return {**row, **known, "answers": [
+            {"input_ids": row["input_ids"][part], "labels": row["labels"][part], "name": name}
+            for name, part in parts.items()]}
+
+
+class MismatchedSet(AnswerSet):
+    """Rows of one answer, and as a second one the answer of another row behind the same prompt, which scores too.
+
+    Which row lends its answer is drawn once from the seed: the rows stand in one circle, so that each lends one. What
+    goes beyond `max_length` is cut off the end. Raises UserError where there is one row alone.
+    """
+
+    def __init__(self, rows: RowSet, seed: int, max_length: int) -> None:
+        super().__init__(rows, 2)
+        if len(rows) < 2:
+            raise UserError("model.loss kto compares each answer with that of another row, but there is one row alone: "
+                            "add rows, or take the loss apo_zero_unpaired")
+        circle = np.random.default_rng([seed, len(rows)]).permutation(len(rows))
+        self._lender = np.empty(len(rows), np.int64)
+        self._lender[circle] = np.roll(circle, -1)
+        self._max_length = max_length
+        prompts = rows.column("prompt_length")
+        self.tokens = self.tokens + np.minimum(prompts + (rows.lengths - prompts)[self._lender], max_length)
+        self.lengths = np.maximum(rows.lengths, self.tokens - rows.lengths)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        item = super().__getitem__(number)
+        if item is None:
+            return None
+        lender, prompt = self.rows[int(self._lender[number])], int(item["prompt_length"])
+        joined = {name: np.concatenate([item[name][:prompt], lender[name][lender["prompt_length"]:]])
+                  for name in ("input_ids", "labels")}
+        answer = {name: values[: self._max_length] for name, values in joined.items()}
+        return {**item, "answers": [*item["answers"], {**answer, "name": "answer of another row"}]}
+
+
+@dataclass
+class AnswerCollator:
+    """Items with `answers` to batches: what the collator makes of a row is [B, A, T], answer by answer.
+
+    Both answers of a row draw their dropout apart. Batches of single answers hold `desirable` [B], 1 or 0.
+    `reference_logps` [B, A] float32 are NaN where they are not known, so that nobody takes them for known.
+
+    Args:
+        collator: For the answers.
+        num_answers: A.
+        keys: Columns of a batch beside those of the answers: `reference_logps`, and `index`, the number of an item
+            (-1 for padding rows).
+    """
+
+    collator: Collator
+    num_answers: int
+    is_paired: bool
+    keys: tuple[str, ...] = ()
+
+    def __call__(self, items: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
+        rows = [row for item in items for row in self._rows(item)]
+        shape = (len(items), self.num_answers)
+        batch = {name: column.unflatten(0, shape) for name, column in self.collator(rows).items()}
+        if not self.is_paired:
+            batch["desirable"] = torch.tensor([0 if item is None else int(item["desirable"]) for item in items])
+        if "index" in self.keys:
+            batch["index"] = torch.tensor([-1 if item is None else item["row"] for item in items])
+        if "reference_logps" in self.keys:
+            batch["reference_logps"] = torch.from_numpy(np.stack([self._references(item) for item in items]))
+        return batch
+
+    def _references(self, item: dict[str, Any] | None) -> np.ndarray:
+        if item is None:
+            return np.zeros(self.num_answers, np.float32)
+        return item.get("reference_logps", np.full(self.num_answers, np.nan, np.float32))
+
+    def _rows(self, item: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+        if item is None:
+            return [None] * self.num_answers
+        return [{"weight": item["weight"], "draw": item["draw"], "row": 2 * item["row"] + place, **answer}
+                for place, answer in enumerate(item["answers"])]

@@ -21,7 +21,7 @@ from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank
 from lmmods.data.encode.encoder import Encoded, Encoder, Tally, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.store.arrow_store import MemoryStore
-from lmmods.data.store.building import encode_batches
+from lmmods.data.store.cache import encode_batches
 from lmmods.data.store.rows import RowSet
 
 ENDLESS = 10**12  # length of a loader that never ends; sized, so that nobody fetches ahead to find its end

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged, RowError
+from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged, RowError, TextEncoder
 from lmmods.data.encode.templates import RenderedRow, Renderer, Turns, scored_turns
-from lmmods.data.encode.text_encoder import TextEncoder
 from lmmods.data.sources.cells import check_unicode
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.formats import find_format, read_conversation

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lmmods.core.checksums import first_damaged
+from lmmods.core.fingerprints import first_damaged
 from lmmods.data.encode.encoder import Encoded, Ragged, Tally, arrow_column
 from lmmods.data.sources.readers import Row
 

@@ -1,23 +1,34 @@
 """Which store a source has, and building it when the cache lacks it or holds a damaged one."""
 
+import errno
+import gc
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from tqdm import tqdm
 
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
-from lmmods.core.machine import cache_folder, num_cores
-from lmmods.data.encode.encoder import Encoder, describe_dropped
+from lmmods.core.fingerprints import stamps
+from lmmods.core.hardware import cache_folder, num_cores
+from lmmods.core.subprocesses import begin_worker
+from lmmods.data.encode.encoder import Encoded, Encoder, RowError, Tally, arrow_column, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
-from lmmods.data.store.arrow_store import Store, damage
-from lmmods.data.store.building import build_store, fingerprint
+from lmmods.data.store.arrow_store import FILES, MANIFEST, Store, damage
 
 BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
 ATTEMPTS = 3  # to open a store that other processes replace at the same time
@@ -122,3 +133,211 @@ def remove(folder: Path, identity: int | None = None) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         old.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writes a store: rows are encoded in parallel and appended batch by batch, so that memory stays flat.
+
+ROWS_PER_BATCH = 1000
+CHARACTERS_PER_BATCH = 1 << 20
+
+
+def fingerprint(settings: dict[str, Any]) -> str:
+    """Hash (32 hex digits) of settings and of all code that reads and encodes data."""
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: int = 1,
+                info: dict[str, Any] | None = None) -> None:
+    """Encode `rows` and write the store `folder`, or leave the one that another process finished first.
+
+    Args:
+        folder: Where the store is to be. Until it is complete it has another name.
+        rows: What to encode; read once, never held as a whole.
+        num_proc: Processes that encode; 1 works in this process.
+        info: Goes into info.json.
+
+    Raises:
+        UserError: A row is broken, or the cache cannot be written.
+    """
+    with reporting_writes(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    frozen_before = gc.get_freeze_count() > 0  # by the command line, for good
+    gc.freeze()  # else each collection walks through all of torch: a tenth of the time
+    try:
+        # a bar on terminals only, and only where there is something to wait for
+        with _Writer(temporary) as writer, tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar:
+            for batch, encoded in encode_batches(rows, encoder, num_proc):
+                with reporting_writes(folder.parent):
+                    writer.add(batch, encoded)
+                bar.update(len(batch))
+            found = {**(info or {}), **writer.summary()}
+            if not found["rows_read"]:
+                raise UserError(f"{found.get('path', 'the source')}: the data set is empty, no row was found")
+            with reporting_writes(folder.parent):
+                writer.finish(found)
+        with reporting_writes(folder.parent):
+            commit(temporary, folder)
+    finally:
+        if not frozen_before:
+            gc.unfreeze()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def commit(temporary: Path, folder: Path, files: Sequence[str] = FILES) -> None:
+    """Give a finished folder of these files its name, unless another process was faster."""
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if damage(folder, contents=False, files=files):
+            raise
+
+
+@contextmanager
+def reporting_writes(folder: Path) -> Iterator[None]:
+    """What the file system refuses to write, as one message."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space, or set" if full else "set"
+        raise UserError(f"{folder}: the cache cannot be written ({error}); {remedy} data.cache_dir or LMMODS_CACHE to "
+                        f"a folder {'with more room' if full else 'that can'}") from error
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Batches of about equal text, so that one with long documents takes no more memory than others."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(value) for value in row.values.values() if isinstance(value, str))
+        if len(batch) >= ROWS_PER_BATCH or size >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
+    """Batches of rows and what the encoder makes of them, in order; a few are under way at a time.
+
+    Raises:
+        UserError: The encoder refuses a row.
+    """
+    batches = _batches(rows)
+    with _executor(encoder, num_proc) as (pool, encode):
+        waiting: deque = deque()
+        try:
+            while batch := next(batches, None):
+                waiting.append((batch, pool.submit(encode, [row.values for row in batch if row.problem is None])))
+                if len(waiting) > 2 * num_proc:
+                    yield _result(*waiting.popleft())
+            while waiting:
+                yield _result(*waiting.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Callable]]:
+    """Where encoding runs. One process has two threads: one's Python works while the other's tokenizer does."""
+    if num_proc == 1:
+        with ThreadPoolExecutor(2) as threads:
+            yield threads, encoder
+        return
+    # Not forked: this process may hold JAX's threads. Each worker has one core, so the tokenizer's own threads are off.
+    with ProcessPoolExecutor(num_proc, get_context("forkserver"), _start_worker, (encoder,)) as processes:
+        yield processes, _encode_in_worker
+
+
+def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
+    places = [place for place, row in enumerate(batch) if row.problem is None]
+    try:
+        encoded = future.result()
+        if len(places) == len(batch):
+            return batch, encoded
+        dropped = [*((places[place], reason) for place, reason in encoded.dropped),
+                   *((place, row.problem) for place, row in enumerate(batch) if row.problem is not None)]
+        positions = np.array(places, np.int64)[encoded.positions]
+        return batch, encoded._replace(positions=positions, dropped=sorted(dropped))
+    except RowError as error:
+        place, message = error.args
+        place = places[place]
+        raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error
+    except BrokenExecutor as error:
+        raise UserError("a process that tokenises was ended from outside, most likely for want of memory; set "
+                        "data.num_proc to a smaller number") from error
+
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    begin_worker()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_encoder = encoder
+
+
+def _encode_in_worker(rows: list[dict[str, Any]]) -> Encoded:
+    assert _worker_encoder is not None
+    return _worker_encoder(rows)
+
+
+class _Writer:
+    """Writes the two tables batch by batch and adds up the counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tables: dict[str, tuple[pa.NativeFile, pa.RecordBatchStreamWriter]] = {}
+        self._files: dict[str, int] = {}
+        self.tally = Tally()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError, pa.ArrowException):  # what is open now is given up, and why has been reported
+            self._close()
+
+    def _close(self) -> None:
+        while self._tables:
+            _, (file, writer) = self._tables.popitem()
+            with file:
+                writer.close()
+
+    def finish(self, info: dict[str, Any]) -> None:
+        """Close the tables, write info.json and, last, what all files must be found as."""
+        self._close()
+        (self._folder / "info.json").write_text(json.dumps(info))
+        manifest = stamps(sorted(self._folder.iterdir()))
+        (self._folder / MANIFEST).write_text(json.dumps(manifest))
+
+    def add(self, batch: list[Row], encoded: Encoded) -> None:
+        """Append a batch of rows and what became of them."""
+        files = [self._files.setdefault(row.file, len(self._files)) for row in batch]
+        self._write("rows.arrow", {
+            "row": pa.array([json.dumps(row.values, default=str) for row in batch], pa.large_string()),
+            "file": np.array(files, np.int32),
+            "line": np.array([row.line for row in batch], np.int64),
+        })
+        columns = {name: arrow_column(column) for name, column in encoded.columns.items()}
+        columns["index"] = pa.array(encoded.positions.astype(np.int64) + self.tally.num_rows)
+        self._write("encoded.arrow", columns)
+        self.tally.add(batch, encoded)
+
+    def _write(self, name: str, columns: dict) -> None:
+        table = pa.record_batch(columns)
+        if name not in self._tables:
+            file = pa.OSFile(str(self._folder / name), "wb")
+            self._tables[name] = file, pa.ipc.new_stream(file, table.schema)
+        self._tables[name][1].write_batch(table)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts of all batches, plain JSON."""
+        return {"files": list(self._files), **self.tally.summary()}

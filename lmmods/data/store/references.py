@@ -15,11 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lmmods.core.checksums import stamps
 from lmmods.core.console import tell
+from lmmods.core.fingerprints import stamps
 from lmmods.data.store.arrow_store import MANIFEST, damage
-from lmmods.data.store.building import commit, reporting_writes
-from lmmods.data.store.cache import remove
+from lmmods.data.store.cache import commit, remove, reporting_writes
 
 LOGPS = "logps.npy"
 COMPUTING = "Computing the log-probabilities of the answers of {rows} rows ({role}) under the reference."

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import lightning as L
 
-from lmmods.runs.checkpoint_content import CheckpointContent
+from lmmods.runs.checkpoint_format import CheckpointContent
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.progress import correct_epochs, recount_loops

@@ -6,6 +6,8 @@ from pathlib import Path
 import lightning as L
 
 from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.manifest import end_manifest
 from lmmods.runs.model_files import complete_model
 from lmmods.runs.wandb import log_checkpoint
@@ -38,3 +40,31 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callab
     if trainer.is_global_zero:
         complete_model(folder, trainer.run_folder, module, module.auto_class, trainer.datamodule)
     return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Uploads to the hub on Lightning.
+
+class Publish(Publisher, L.Callback):
+    """Upload the model of each checkpoint, or of the finished run."""
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        if self.repo is None or stage != "fit":
+            return
+        problem = trainer.strategy.broadcast(self.problem() if trainer.is_global_zero else None)
+        if problem:
+            raise UserError(problem)
+
+    def upload(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Upload the model of this moment, unless the upload before it is under way. All processes must call this."""
+        if trainer.strategy.broadcast(self.is_busy):
+            return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
+        with trainer.stopwatch.paused():
+            folder = write_model(trainer, module, trainer.run_folder.room_for_upload)
+            if trainer.is_global_zero:
+                self.upload_aside(folder, trainer.global_step)
+
+    def publish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Upload model/."""
+        if trainer.is_global_zero:
+            self.finish(trainer.run_folder.model, trainer.global_step)

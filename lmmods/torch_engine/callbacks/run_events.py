@@ -6,15 +6,16 @@ from typing import Any
 
 import lightning as L
 
+from lmmods.core.errors import UserError
+from lmmods.core.peers import Peers
 from lmmods.runs.end import RunEnd
 from lmmods.runs.events import Event, Events, Moment
+from lmmods.runs.start import RunStart
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
-from lmmods.torch_engine.callbacks.export import export_run
+from lmmods.torch_engine.callbacks.export import Publish, export_run
 from lmmods.torch_engine.callbacks.metrics import Metrics
-from lmmods.torch_engine.callbacks.mmlu import MMLU
-from lmmods.torch_engine.callbacks.publish import Publish
-from lmmods.torch_engine.callbacks.samples import Samples
+from lmmods.torch_engine.callbacks.mmlu import MMLU, Samples
 from lmmods.torch_engine.compat.lightning import epoch_ends
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
@@ -118,3 +119,30 @@ class RunEvents(L.Callback):
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._metrics.finish(trainer)
         export_run(trainer, module)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The start of a run: the run folder is made ready, the loggers are attached, and what is trained is reported.
+
+class StartReport(L.Callback):
+    """Make the run folder ready and say what will happen."""
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Where the first process may not have the run folder, all end alike; others wait for it since their start."""
+        Peers.current().meet(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast,
+                             trainer.heartbeat_timeout)
+        problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))
+        if problem:
+            raise UserError(problem)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.interruption.listen()
+        start = RunStart(trainer.run_folder, trainer.identity, trainer.recipe, trainer.datamodule,
+                         trainer.machine(), trainer.resumed_from, trainer.global_step)
+        if trainer.is_global_zero:
+            start.make_folder_ready()
+        trainer.strategy.barrier("run folder")
+        trainer.loggers = trainer.run_loggers
+        start.begin_logging(trainer.loggers)
+        if trainer.is_global_zero:
+            start.say(trainer.outlook())

@@ -1,27 +1,26 @@
 """The network of a task, ready to train: loaded or initialised, fitted to the tokenizer, with adapters, compiled."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lmmods.core.adapters import tokens_to_train
-from lmmods.core.errors import UserError, one_line
+from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
-from lmmods.core.out_of_memory import is_out_of_memory
 from lmmods.core.task_fields import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
 from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
+from lmmods.torch_engine.nn.experts import packed_names
 from lmmods.torch_engine.nn.fused_lora import fuse_adapters
-from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
 from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
-from lmmods.torch_engine.nn.packed_experts import packed_names
 from lmmods.torch_engine.nn.stored import fill
 
 
@@ -126,3 +125,48 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient checkpointing (Chen et al. 2016): activations are recomputed in the backward pass.
+
+def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn) -> None:
+    """Recompute activations in the backward pass, in the form that also trains adapters.
+
+    The reentrant form drops the gradient of a block whose input needs none, which is every block over a frozen
+    embedding. Raises UserError: transformers cannot do it for this architecture, and its blocks are not found either.
+
+    Args:
+        contexts: Makes two contexts at each call of a block, around its two runs.
+    """
+    arguments = {"use_reentrant": False, "context_fn": contexts}
+    if not model.supports_gradient_checkpointing:
+        return _checkpoint_blocks(model, contexts)
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(arguments)
+    else:  # transformers before 5.20
+        model.gradient_checkpointing_enable(arguments)
+
+
+def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]) -> None:
+    """The same for what transformers leaves out, such as ALBERT, whose blocks share weights: each call of a block."""
+    blocks: list[nn.Module] = []
+    for module in model.modules():
+        inside = any(module is part for block in blocks for part in block.modules())
+        if isinstance(module, nn.ModuleList) and not inside:
+            blocks += [block for block in module if not isinstance(block, nn.ModuleList)]
+    if not blocks:
+        raise UserError(f"model.gradient_checkpointing: no blocks are found in {type(model).__name__} that could be "
+                        "computed anew. Set it to false.")
+    for block in blocks:
+        block.forward = _recomputed(block, block.forward, contexts)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]]
+                ) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return forward(*args, **kwargs)
+
+    return run

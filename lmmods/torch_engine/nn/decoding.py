@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lmmods.core.errors import UserError
-from lmmods.core.sampling import UNIT
+from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
 from lmmods.torch_engine.compat.transformers import after_step, cache_of
 

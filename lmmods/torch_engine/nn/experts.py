@@ -1,11 +1,20 @@
 """Mixtures of experts: how tokens are routed, and the loss that spreads them evenly."""
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 
 from lmmods.core.experts import Mixture, mixture_of
+from lmmods.torch_engine.compat.bitsandbytes import dequantize_by_blocks
+from lmmods.torch_engine.compat.peft import adapted_parameter, has_one_adapter, lora_layers
+from lmmods.torch_engine.compat.torch import hides_saved_tensors, storage_of
 from lmmods.torch_engine.nn.loss import LossSums
 
 
@@ -42,3 +51,192 @@ def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixtur
     summed = by_row @ row_weights.to(by_row)
     metrics = torch.stack([summed.detach(), row_weights.sum().to(summed).expand(3)], 1)
     return sums._replace(total=sums.total + coefficient * summed[0], metrics=metrics)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts in 4 bits: the stacked matrices of a layer as codes of bitsandbytes, made again when they are read.
+#
+# While a layer runs each of its matrices is there once. The backward pass makes them again: what autograd would keep
+# are
+# the codes alone.
+
+def is_stacked(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of a model holds the matrices of all experts of a layer: [E, ...]."""
+    return ".experts." in name and parameter.ndim == 3
+
+
+def pack(model: nn.Module, states: dict[str, Any]) -> None:
+    """Let the packed parameters of a model be read as the matrices that they stand for.
+
+    Args:
+        states: bitsandbytes' `QuantState` of each, by its name.
+    """
+    if states:
+        dequantize_by_blocks()
+    for name, state in states.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if not isinstance(module, _Recomputing):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (_Recomputing, kind), {})
+            module.parameter_order = [name for name, _ in module.named_parameters(recurse=False)]
+        parametrize.register_parametrization(module, own, _Matrices(state), unsafe=True)
+
+
+def packed_names(model: nn.Module) -> list[str]:
+    """Names of the packed parameters."""
+    return [f"{path}.{name}" for path, module in model.named_modules() if isinstance(module, _Recomputing)
+            for name in _matrices(module)]
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """While this runs packed parameters look like plain ones of their shape, without values: PEFT puts adapters on
+    those alone."""
+    packed: list[tuple[nn.Module, str, nn.Parameter, _Matrices]] = []
+    for module in list(model.modules()):
+        if isinstance(module, _Recomputing):
+            kind = type(module)  # which copies of a module share, though its parametrised names are properties of it
+            module.__class__ = type(kind)(kind.__name__, kind.__bases__, {
+                name: own for name, own in vars(kind).items() if name not in ("__dict__", "__weakref__")})
+            for name, matrices in _matrices(module).items():
+                codes = module.parametrizations[name].original
+                packed.append((module, name, codes, matrices))
+                parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+                empty = torch.zeros((), dtype=matrices.state.dtype, device=codes.device).expand(matrices.state.shape)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+            for name in module.parameter_order:  # by which PEFT wraps
+                parameter = getattr(module, name)
+                delattr(module, name)
+                setattr(module, name, parameter)
+    try:
+        yield
+    finally:
+        for module, name, codes, matrices in packed:
+            setattr(module, name, codes)
+            parametrize.register_parametrization(module, name, matrices, unsafe=True)
+        for _, layer in lora_layers(model):
+            if (name := adapted_parameter(layer)) and isinstance(layer.get_base_layer(), _Recomputing):
+                layer.forward = partial(_adapted, layer, name)
+
+
+class _Matrices(nn.Module):
+    """From codes to matrices [E, ...]."""
+
+    def __init__(self, state: Any):
+        super().__init__()
+        self.state = state
+        self.call: _Call | None = None  # that of the layer in which these are read
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        if self.state.absmax.device != codes.device:
+            self.state.to(codes.device)
+        matrices = dequantize_4bit(codes, self.state)
+        if self.call is not None:
+            self.call.note(matrices, self)
+        return matrices
+
+
+def _matrices(module: nn.Module) -> dict[str, _Matrices]:
+    """Those of a layer by name."""
+    lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    return {name: own[0] for name, own in lists if isinstance(own[0], _Matrices)}
+
+
+class _Recomputing(nn.Module):
+    """A layer of experts whose matrices are packed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with parametrize.cached():
+            if not torch.is_grad_enabled() or hides_saved_tensors():  # as checkpointing does, which keeps nothing
+                return super().forward(*args, **kwargs)
+            call = _Call({id(own): partial(_again, self, name) for name, own in _matrices(self).items()})
+            try:
+                for own in _matrices(self).values():
+                    own.call = call
+                with saved_tensors_hooks(call.keep, call.give):
+                    return super().forward(*args, **kwargs)
+            finally:
+                call.matrices.clear()
+                for own in _matrices(self).values():
+                    own.call = None
+
+
+def _again(module: nn.Module, name: str) -> Tensor:
+    matrices = module.parametrizations[name]
+    return matrices[0](matrices.original)
+
+
+class _Part(NamedTuple):
+    """A view of matrices that autograd asks to be kept."""
+
+    source: "_Source"
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Source:
+    """Matrices that are made again for the first view that is asked for, and go with the last."""
+
+    def __init__(self, make: Callable[[], Tensor]):
+        self._make, self._made = make, None
+
+    def matrices(self) -> Tensor:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+class _Call:
+    """What autograd keeps of one call of a layer.
+
+    Args:
+        makers: Of each `_Matrices` by its id what makes its matrices again.
+    """
+
+    def __init__(self, makers: dict[int, Callable[[], Tensor]]):
+        self._sources = {number: _Source(make) for number, make in makers.items()}
+        self.matrices: dict[int, tuple[Tensor, _Source]] = {}  # by their storages
+
+    def note(self, matrices: Tensor, owner: _Matrices) -> None:
+        self.matrices[storage_of(matrices)] = matrices, self._sources[id(owner)]
+
+    def keep(self, tensor: Tensor) -> Tensor | _Part:
+        _, source = self.matrices.get(storage_of(tensor), (None, None))
+        if source is None:
+            return tensor.detach()
+        return _Part(source, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def give(self, kept: Tensor | _Part) -> Tensor:
+        if not isinstance(kept, _Part):
+            return kept
+        return kept.source.matrices().as_strided(kept.size, kept.stride, kept.offset)
+
+
+class _Sum(nn.Module):
+    """Matrices and the product of an adapter: W + scaling left right."""
+
+    def __init__(self, left: Tensor, right: Tensor, scaling: float):
+        super().__init__()
+        self.left, self.right, self.scaling = left, right, scaling
+
+    def forward(self, matrices: Tensor) -> Tensor:
+        with torch.autocast(matrices.device.type, enabled=False):  # the matrices keep their type
+            return torch.baddbmm(matrices, self.left, self.right, alpha=self.scaling)
+
+
+def _adapted(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """The forward of PEFT's adapter on a parameter, for one that is packed: PEFT (0.21) would not take its sum away
+    from a parameter that is parametrised already."""
+    if layer.disable_adapters or not has_one_adapter(layer):
+        return layer.base_layer(*args, **kwargs)
+    matrices = layer.get_base_layer().parametrizations[name]
+    matrices.append(_Sum(*layer.get_delta_factors(layer.active_adapters[0])))
+    try:
+        return layer.base_layer(*args, **kwargs)
+    finally:
+        del matrices[-1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import Mxfp4Config, PreTrainedConfig
 
 from lmmods.core import hub
-from lmmods.core.adapters import ANSWER_HEADS
+from lmmods.core.adapters import ANSWER_HEADS, check_weights, reading_weights
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
@@ -24,19 +25,17 @@ from lmmods.core.hf_config import (
 from lmmods.core.initialization import mean_row
 from lmmods.core.lazy_array import LazyArray
 from lmmods.core.task_fields import Quantize
-from lmmods.core.weights_files import check_weights, reading_weights
 from lmmods.torch_engine.compat.bitsandbytes import (
     mend_cpu_kernels,
     multiply_by_matrices,
     packed_outline,
     packed_weight,
 )
-from lmmods.torch_engine.compat.torch import has_values
+from lmmods.torch_engine.compat.torch import has_values, never_move
 from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
 from lmmods.torch_engine.nn.attention import choosing_attention
+from lmmods.torch_engine.nn.experts import is_stacked, pack
 from lmmods.torch_engine.nn.initialization import missing_weights
-from lmmods.torch_engine.nn.packed_experts import is_stacked, pack
-from lmmods.torch_engine.nn.spreading import keep_in_place, no_room, placement
 from lmmods.torch_engine.nn.stored import Codes, cast, values_of, wait_for, wait_for_codes
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -206,3 +205,54 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
             if has_values(param):
                 param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
     return list(range(old, num_tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A base spread over the GPUs of one machine by accelerate, as in qlora.py: layers in turn, each whole on a device.
+
+SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
+
+
+def placement(max_memory: str | dict[int | str, str]) -> dict[str, Any]:
+    """Arguments of from_pretrained that spread a model under these limits.
+
+    Args:
+        max_memory: Of each GPU alike ("20GiB", "20000MB"), or by device: number of a GPU; `cpu` where there is none.
+
+    Raises:
+        UserError: No such device, or no size.
+    """
+    num_gpus = torch.cuda.device_count()
+    known = list(range(num_gpus)) or ["cpu"]
+    if isinstance(max_memory, str) and not num_gpus:
+        raise UserError(f"model.max_memory is {max_memory}, for each GPU, but this machine has none. Take it out, or "
+                        "name the device: {cpu: 8GiB}.")
+    limits = dict.fromkeys(known, max_memory) if isinstance(max_memory, str) else max_memory
+    for device, size in limits.items():
+        if device not in known:
+            raise UserError(f"model.max_memory names the device {device!r}, which does not train on this machine. "
+                            f"There are: {', '.join(map(str, known))}.")
+        if not SIZE.fullmatch(str(size).strip()):
+            raise UserError(f"model.max_memory: {size!r} is no size of memory. Examples: 20GiB, 20000MB.")
+    return {"device_map": "auto", "max_memory": dict(limits)}
+
+
+def keep_in_place(model: nn.Module, max_memory: str | dict[int | str, str]) -> None:
+    """Let nobody move a spread model as a whole, as Lightning would, once all of it has found a device.
+
+    Raises:
+        UserError: Parts were left for host memory or the disk, where nothing trains.
+    """
+    known = set(range(torch.cuda.device_count())) or {"cpu"}
+    places = getattr(model, "hf_device_map", {})  # missing where all of it is on one device
+    left = [part for part, device in places.items() if device not in known]
+    if left:
+        raise no_room(max_memory, left[0])
+    if places:
+        never_move(model)
+
+
+def no_room(max_memory: str | dict[int | str, str], part: str = "some of its layers") -> UserError:
+    """What to say where a part of the model would go to host memory or the disk."""
+    return UserError(f"model.max_memory is {max_memory}, where not all of the model finds room ({part} does not). "
+                     "Raise it, or set model.quantize.")

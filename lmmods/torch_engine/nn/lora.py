@@ -33,8 +33,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.torch import has_values
+from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.initialization import start_adapter
-from lmmods.torch_engine.nn.packed_experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.stored import fill
 
 

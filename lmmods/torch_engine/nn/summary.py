@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.model_sizes import NetworkShape, flops_per_token, step_bytes, widths_of
-from lmmods.torch_engine.nn.packed_experts import is_stacked
+from lmmods.torch_engine.nn.experts import is_stacked
 
 
 @dataclass

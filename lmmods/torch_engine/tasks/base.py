@@ -22,9 +22,14 @@ from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.cut_rows import CutRows
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
-from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, WeightedMean, seed_step
+from lmmods.torch_engine.nn.gradient_accumulation import (
+    GradientAccumulation,
+    WeightedMean,
+    seed_step,
+    split_rows,
+    tokens_per_piece,
+)
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
-from lmmods.torch_engine.nn.micro_batching import split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
 from lmmods.torch_engine.nn.stored import read_shards, waiting
 

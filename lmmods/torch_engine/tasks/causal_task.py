@@ -9,7 +9,7 @@ from torch import Tensor
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance
-from lmmods.core.sampling import draws
+from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, require
 from lmmods.core.task_fields import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen

@@ -10,12 +10,10 @@ from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
 from lmmods.core.task_fields import PreferenceFields
-from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, gather
+from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, gather, split_rows
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
-from lmmods.torch_engine.nn.micro_batching import split_rows
-from lmmods.torch_engine.nn.reference import Reference, evaluating
-from lmmods.torch_engine.nn.reference_cache import cache_references
+from lmmods.torch_engine.nn.reference import Reference, cache_references, evaluating
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 
 OPERATIONS = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, relu=torch.relu, log=torch.log,

@@ -19,7 +19,7 @@ from lmmods.core.hf_config import load_config
 from lmmods.core.model_sizes import widths_of
 from lmmods.torch_engine.nn import experts as on_torch
 from lmmods.torch_engine.nn import loss as torch_losses
-from lmmods.torch_engine.nn.gradient_checkpointing import enable_checkpointing
+from lmmods.torch_engine.nn.building import enable_checkpointing
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
 from lmmods.torch_engine.nn.summary import training_flops
 from lmmods.torch_engine.tasks.sft import SFT as TorchSFT
