@@ -4,5 +4,5 @@ from setuptools import find_packages, setup
 
 setup(packages=[*find_packages(include=["lmmods*", "jax_engine*"]), "lmmods.configs"],
       package_dir={"lmmods.configs": "configs"},
-      package_data={"lmmods.configs": ["*.yaml", "recipes/*.yaml"], "lmmods.commands.report": ["page.*"],
-                    "lmmods.commands.migration": ["foreign_keys.txt"]})
+      package_data={"lmmods.configs": ["*.yaml", "recipes/*.yaml"], "lmmods.extras.report": ["page.*"],
+                    "lmmods.commands": ["foreign_keys.txt"]})

@@ -132,7 +132,7 @@ def _run_watched(arguments: list[str]) -> None:
     try:
         with guarded_imports():
             if arguments[:1] == ["find"]:
-                from lmmods.commands.find.command import find
+                from lmmods.extras.find import find
 
                 find(classes, engine, arguments)
             elif arguments[:1] == ["plan"]:

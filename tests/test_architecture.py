@@ -18,7 +18,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path
 
 # Each room may use those to its left, and itself. The two engines never use each other.
 ROOMS = ["lmmods.core", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmods.torch_engine", "jax_engine",
-         "lmmods.commands", "lmmods.strategies", "lmmods.cli"]
+         "lmmods.commands", "lmmods.extras", "lmmods.strategies", "lmmods.cli"]
 # The same inside rooms; what lies in none of these folders may use all of them.
 INSIDE = {
     "lmmods.data": ["sources", "encode", "store", "batches", "scoring"],

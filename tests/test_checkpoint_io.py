@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmmods.commands.verify import first_difference
 from lmmods.core.errors import UserError
+from lmmods.extras.verify import first_difference
 from lmmods.runs import checkpoint_io, checkpoint_pieces
 from lmmods.runs.checkpoint_format import check_manifest, write_manifest
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lmmods.cli import main
-from lmmods.commands.dashboard import workspace
+from lmmods.extras.dashboard import workspace
 
 pytest.importorskip("wandb_workspaces")
 

@@ -15,7 +15,6 @@ from lmmods.commands import declarations, engine_cli
 from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import CommandLine
 from lmmods.commands.early_check import EarlyCommandLine, check_early
-from lmmods.commands.find.command import Finder
 from lmmods.commands.inspector import Inspector
 from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.commands.planner import Planning
@@ -24,6 +23,7 @@ from lmmods.commands.trainer_keys import check_recipe_values
 from lmmods.commands.trust import guarded_imports
 from lmmods.core.errors import UserError, user_error_in
 from lmmods.data import fields
+from lmmods.extras.find import Finder
 from tests.faults.test_mutations import RECIPES, mutate, places
 from tests.faults.test_odd_recipes import VALUES
 

@@ -10,11 +10,21 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.commands.find import command as find_command
-from lmmods.commands.find.command import Measured, RecipeFiles, Sizes, as_text, best, edited, search
 from lmmods.core.errors import UserError
-from lmmods.core.range_test import DIVERGED, SMOOTHING, RangeTest
 from lmmods.core.settings import Optimizer
+from lmmods.extras import find as find_command
+from lmmods.extras.find import (
+    DIVERGED,
+    SMOOTHING,
+    Measured,
+    RangeTest,
+    RecipeFiles,
+    Sizes,
+    as_text,
+    best,
+    edited,
+    search,
+)
 from lmmods.runs.run_files import LIST
 
 LR = "model.init_args.optimizer.lr"
@@ -249,7 +259,7 @@ def test_both_engines_suggest_the_same_rate_and_write_it(found, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_step_is_measured_on_the_longest_rows(found, engine, monkeypatch):
-    from lmmods.core.step_probe import StepProbe
+    from lmmods.extras.find import StepProbe
 
     seen = []
     monkeypatch.setattr(StepProbe, "add", lambda probe, figures, add=StepProbe.add: (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lmmods.cli import main
-from lmmods.commands import verify
 from lmmods.core import fingerprints, hardware, versions
 from lmmods.core.errors import UserError
+from lmmods.extras import verify
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.manifest import Manifest
 from tests.runs import assert_same_run

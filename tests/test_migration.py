@@ -9,18 +9,28 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.commands.migration import axolotl, llamafactory, training, trl
-from lmmods.commands.migration.advice import told
-from lmmods.commands.migration.command import as_draft
-from lmmods.commands.migration.detection import MARKS
-from lmmods.commands.migration.draft import OPTIMIZERS, PRECISIONS, SCHEDULES, TEMPLATES, Draft
-from lmmods.commands.migration.foreign_keys import NO_KEY, TABLES, counterparts, read_rows, rows_of
-from lmmods.commands.migration.training import zero_stage
+from lmmods.commands.foreign_keys import (
+    MARKS,
+    NO_KEY,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    TABLES,
+    TEMPLATES,
+    counterparts,
+    read_rows,
+    rows_of,
+    told,
+)
 from lmmods.core.errors import UserError
 from lmmods.core.preference_losses import PreferenceLoss
 from lmmods.core.settings import Optimizer, OptimizerName
 from lmmods.core.trainer_fields import TrainerFields
 from lmmods.data.encode.templates import TEMPLATES as OUR_TEMPLATES
+from lmmods.extras.migration import axolotl, llamafactory, training, trl
+from lmmods.extras.migration.command import as_draft
+from lmmods.extras.migration.draft import Draft
+from lmmods.extras.migration.training import zero_stage
 
 PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
 HEADER = "| old | ours | notes |\n|---|---|---|\n"
@@ -80,7 +90,7 @@ def test_values_are_ours():
 
 
 def test_the_tables_are_packaged():
-    declared = re.search(r'"lmmods.commands.migration": \["(.*?)"\]', (PAGE.parents[1] / "setup.py").read_text())
+    declared = re.search(r'"lmmods.commands": \["(.*?)"\]', (PAGE.parents[1] / "setup.py").read_text())
     assert TABLES.name == declared[1]
 
 

@@ -21,14 +21,14 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import lmmods.commands.report.command as page_module
+import lmmods.extras.report.command as page_module
 from lmmods.cli import main
-from lmmods.commands.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
-from lmmods.commands.report.command import COLOURS, SHAPES, render
-from lmmods.commands.report.numbers import full, short
-from lmmods.commands.report.reading import Run, labels, read_curves, read_runs, read_samples
-from lmmods.commands.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
 from lmmods.core.errors import UserError
+from lmmods.extras.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
+from lmmods.extras.report.command import COLOURS, SHAPES, render
+from lmmods.extras.report.numbers import full, short
+from lmmods.extras.report.reading import Run, labels, read_curves, read_runs, read_samples
+from lmmods.extras.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
 
 PACKAGE = Path(page_module.__file__).parent
 VOID = {"meta", "input", "br", "wbr", "link", "img", "hr"}
@@ -171,7 +171,7 @@ def test_only_a_report_is_replaced_unasked(tmp_path, capsys):
 
 
 def test_its_parts_are_packaged():
-    pattern = re.search(r'"lmmods.commands.report": \["(.*?)"\]', (PACKAGE.parents[2] / "setup.py").read_text())[1]
+    pattern = re.search(r'"lmmods.extras.report": \["(.*?)"\]', (PACKAGE.parents[2] / "setup.py").read_text())[1]
     parts = [path.name for path in PACKAGE.iterdir() if path.is_file() and path.suffix != ".py"]
     assert len(parts) == 3 and all(fnmatch.fnmatch(part, pattern) for part in parts)
 

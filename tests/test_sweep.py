@@ -14,9 +14,9 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands import registry
-from lmmods.commands.sweep import command as trials_module
-from lmmods.commands.sweep.study import Parameter, Study, grid, read_space
 from lmmods.core.errors import UserError
+from lmmods.extras.sweep import command as trials_module
+from lmmods.extras.sweep.study import Parameter, Study, grid, read_space
 from lmmods.runs.folder import RunFolder
 
 LR = "model.optimizer.lr"

@@ -41,7 +41,7 @@ class Parser(ArgumentParser):
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
             refuse_import(key and key[1], denied[1])
-        from lmmods.commands.migration.advice import keys_given, told  # tables that only errors need
+        from lmmods.commands.foreign_keys import keys_given, told  # tables that only errors need
 
         types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
         arguments = list(_arguments.get())  # none where a parser reads what no one has typed

@@ -18,6 +18,7 @@ from jsonargparse import dict_to_namespace
 
 from lmmods.commands import declarations
 from lmmods.commands.allowed_callbacks import REFUSED, check_callback
+from lmmods.commands.foreign_keys import PROGRAMS, written_for
 from lmmods.commands.keys import (
     REQUIRED,
     Key,
@@ -32,7 +33,6 @@ from lmmods.commands.keys import (
     task_classes,
     walk,
 )
-from lmmods.commands.migration.detection import PROGRAMS, written_for
 from lmmods.commands.trainer_keys import check_values
 from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError, gathering, user_error_in
@@ -177,7 +177,7 @@ class Mistakes:
             self.found.append(f"{place}{message}")
 
     def _refuse(self, value: Any, key: Key, layer: Layer, line: int | None, wanted: str | None = None) -> Any:
-        from lmmods.commands.migration.advice import foreign_value
+        from lmmods.commands.foreign_keys import foreign_value
 
         at = layer.at(key.name, getattr(value, "line", line) if layer.is_file else None)
         wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
@@ -190,7 +190,7 @@ class Mistakes:
         return WRONG
 
     def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
-        from lmmods.commands.migration.advice import told
+        from lmmods.commands.foreign_keys import told
 
         at = layer.at(name, line)
         if name == "config":

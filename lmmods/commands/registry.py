@@ -30,7 +30,7 @@ class Command:
     Args:
         group: Of `GROUPS`.
         line: What it does, for the help.
-        function: Its function, as module:name below lmmods.commands; None for a method of the engine's trainer.
+        function: Its function, as module:name below lmmods; None for a method of the engine's trainer.
         positional: Arguments of the function that are given without their names.
         takes_recipe: Whether all other options are those of fit; the function gets them as its first argument.
         example: Arguments that have all it needs; empty where it needs none, or says itself what.
@@ -51,29 +51,29 @@ COMMANDS = {
     "test": Command("train", "Evaluate on the test set.", example=RECIPE),
     "predict": Command("train", "Write predictions.jsonl.", example=RECIPE),
     "recipes": Command("help", "List the recipes that come with the project: task, model, hardware, time.",
-                       "recipes:recipes"),
-    "new": Command("data", "Write a recipe for your own model and data.", "new:new", ("name",),
+                       "commands.recipes:recipes"),
+    "new": Command("data", "Write a recipe for your own model and data.", "commands.new:new", ("name",),
                    example="mine --model demo/llama --data demo/instructions.jsonl"),
     "inspect": Command("data", "Show what would be trained on, and train nothing.", example=RECIPE),
     "plan": Command("data", "Say whether a recipe fits on devices that are not here, and how long it runs.",
                     example=f"{RECIPE} --on 8xH100"),
     "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe.", example=RECIPE),
     "sweep": Command("tune", "Train a recipe with many settings, on this machine (Optuna) or by W&B's agents.",
-                     "sweep.command:sweep", ("parameters",), takes_recipe=True),
-    "chat": Command("results", "Talk to a run, a checkpoint, a model folder or a hub model.", "chat:chat"),
-    "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.", "merge:merge",
-                     example="--run runs/sft_qlora --out merged"),
-    "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "evaluate:evaluate",
+                     "extras.sweep.command:sweep", ("parameters",), takes_recipe=True),
+    "chat": Command("results", "Talk to a run, a checkpoint, a model folder or a hub model.", "extras.chat:chat"),
+    "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.",
+                     "commands.merge:merge", example="--run runs/sft_qlora --out merged"),
+    "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "commands.evaluate:evaluate",
                         example="--run runs/sft_qlora --tasks hellaswag"),
-    "verify": Command("results", "Check a run against its manifest.json; train its first steps again.", "verify:verify",
-                      ("run",), example="runs/sft_qlora"),
-    "report": Command("results", "Lay runs side by side on one HTML page.", "report.command:report", ("runs",),
+    "verify": Command("results", "Check a run against its manifest.json; train its first steps again.",
+                      "extras.verify:verify", ("run",), example="runs/sft_qlora"),
+    "report": Command("results", "Lay runs side by side on one HTML page.", "extras.report.command:report", ("runs",),
                       example="runs/sft_qlora"),
     "doctor": Command("help", "Say what works on this machine: versions, devices, kernels, disk, accounts.",
-                      "doctor:doctor"),
-    "dashboard": Command("results", "Lay out the W&B workspace of a project.", "dashboard:dashboard"),
-    "migrate": Command("help", "Make a recipe of a YAML of axolotl, LLaMA-Factory or TRL.", "migration.command:migrate",
-                       ("file",), example="theirs.yaml --out mine.yaml"),
+                      "extras.doctor:doctor"),
+    "dashboard": Command("results", "Lay out the W&B workspace of a project.", "extras.dashboard:dashboard"),
+    "migrate": Command("help", "Make a recipe of a YAML of axolotl, LLaMA-Factory or TRL.",
+                       "extras.migration.command:migrate", ("file",), example="theirs.yaml --out mine.yaml"),
 }
 ENGINE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.function is None)
 
@@ -162,4 +162,4 @@ def _positional(parameter: inspect.Parameter) -> dict[str, Any]:
 
 def _function(name: str) -> Callable[..., None]:
     module, _, function = COMMANDS[name].function.partition(":")
-    return getattr(importlib.import_module(f"lmmods.commands.{module}"), function)
+    return getattr(importlib.import_module(f"lmmods.{module}"), function)

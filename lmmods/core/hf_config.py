@@ -32,13 +32,13 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
     from huggingface_hub.errors import StrictDataclassError
 
     for name, value in (overrides or {}).items():
-        if name in rope_fields.FIELDS and hasattr(config, "rope_parameters"):
+        if name in rope_fields.ROPE_FIELDS and hasattr(config, "rope_parameters"):
             name, value = "rope_parameters", rope_fields.rope_with(config, name, value)
         try:
             setattr(config, name, value)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
-    if overrides and not set(rope_fields.FIELDS).isdisjoint(overrides):
+    if overrides and not set(rope_fields.ROPE_FIELDS).isdisjoint(overrides):
         rope_fields.check_rope(config)
     return config
 

@@ -16,7 +16,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import SEEDS, Collator
 from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, PackedSet, evaluation_order, training_order
+from lmmods.data.batches.packing import PackedSet
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.hooks import TaskHooks

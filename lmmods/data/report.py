@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lmmods.data.batches.sampler import OrderRule, best_fit_decreasing, evaluation_order, training_order
+from lmmods.data.batches.packing import best_fit_decreasing
+from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
 from lmmods.data.encode.encoder import UNUSED
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role

@@ -10,12 +10,11 @@ from transformers import AutoTokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import NumberedSet
+from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import (
     PADDING_ROW,
     OrderRule,
-    PackedSet,
     batches_of_rank,
-    best_fit_decreasing,
     training_order,
 )
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer

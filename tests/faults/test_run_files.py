@@ -14,10 +14,10 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.commands.exported_model import FinishedRun
-from lmmods.commands.report.command import render
-from lmmods.commands.report.reading import read_runs
 from lmmods.core.errors import UserError
 from lmmods.evaluation.samples import SampleWriter
+from lmmods.extras.report.command import render
+from lmmods.extras.report.reading import read_runs
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, write_text

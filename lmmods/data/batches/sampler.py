@@ -5,16 +5,13 @@ consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r
 it is cut, and a run continues at the same row with another batch size or another number of devices.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.core.labels import IGNORED
 
 SORTED_TOGETHER = 50  # steps per sorted chunk: enough to save padding, few enough to stay random
 PADDING_ROW = -1
@@ -167,84 +164,3 @@ def batches_of_rank(order: BatchOrder, start: int, rank: int, world_size: int) -
     for first in range(start, len(order), world_size):
         number = first + rank
         yield order[number] if number < len(order) else [PADDING_ROW]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Several rows in one of `max_length` tokens, kept apart by segment and position ids.
-
-CHUNK = 50_000  # rows considered at a time; bounds memory, and more fill no fuller
-
-
-def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Place each row, longest first, into the fullest pack that still has room.
-
-    Args:
-        lengths: Tokens of each row, none above `capacity`.
-
-    Returns:
-        The row numbers of each pack. Every row is in exactly one.
-    """
-    packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # free tokens -> packs
-    rooms: list[int] = []  # the keys of with_room, sorted
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[row])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            pack, room = len(packs), capacity
-            packs.append([])
-        else:
-            room = rooms[place]
-            pack = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
-        packs[pack].append(row)
-        left = room - length
-        if left not in with_room:
-            with_room[left] = []
-            insort(rooms, left)
-        with_room[left].append(pack)
-    return packs
-
-
-class PackedSet(Dataset):
-    """Items packed into rows of at most `max_length` tokens. Item -1 is None, a padding row.
-
-    Which items share a pack is drawn once from the seed; the number of packs is the same in each epoch. Pack number +
-    draw * len(self) is of the items of that draw.
-
-    Args:
-        items: Data set with `lengths` and items {input_ids, labels, index, row, draw}, perhaps `weight`, numbered as
-            `NumberedSet`'s.
-    """
-
-    def __init__(self, items: Any, max_length: int, seed: int) -> None:
-        self.items = items
-        lengths = items.lengths
-        order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
-        self._packs = [order[start : start + CHUNK][pack] for start in range(0, len(order), CHUNK)
-                       for pack in best_fit_decreasing(lengths[order[start : start + CHUNK]], max_length)]
-        self.lengths = np.array([lengths[pack].sum() for pack in self._packs], np.int64)
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    @property
-    def truncated(self) -> np.ndarray:
-        """Tokens removed from the rows of each pack."""
-        truncated = self.items.truncated
-        return np.array([truncated[pack].sum() for pack in self._packs], np.int64)
-
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
-            return None
-        draw, place = divmod(number, len(self))
-        rows = [self.items[item + draw * len(self.items)] for item in self._packs[place].tolist()]
-        sizes = [len(row["input_ids"]) for row in rows]
-        labels = np.concatenate([row["labels"] for row in rows])
-        labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # nothing before it in its document predicts a first token
-        weights = {"weight": np.repeat([row["weight"] for row in rows], sizes)} if "weight" in rows[0] else {}
-        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **weights,
-                "position_ids": np.concatenate([np.arange(size) for size in sizes]),
-                "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes),
-                "row": np.repeat([row["row"] for row in rows], sizes), "draw": draw, "index": rows[0]["index"]}

@@ -13,12 +13,12 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from lmmods.commands.findings import Findings
 from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
 from lmmods.core.redaction import redact
 from lmmods.core.versions import ROOT, Project, code_version, python_version
+from lmmods.extras.findings import Findings
 
 PROBES = {"torch": "lmmods.torch_engine.probe", "jax": "jax_engine.probe"}
 PROBE_SECONDS = 60  # on a busy machine; alone each takes a few

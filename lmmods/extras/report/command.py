@@ -12,10 +12,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lmmods.commands.report import charts, tables
-from lmmods.commands.report.numbers import full, percent
-from lmmods.commands.report.reading import Run, read_runs
 from lmmods.core.errors import UserError
+from lmmods.extras.report import charts, tables
+from lmmods.extras.report.numbers import full, percent
+from lmmods.extras.report.reading import Run, read_runs
 from lmmods.runs.folder import write_text
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lmmods.commands.migration import training
-from lmmods.commands.migration.draft import Draft
-from lmmods.commands.migration.training import Names, refuse_objective, take_quantization, take_training
 from lmmods.core.preference_losses import METHODS, REFUSED
+from lmmods.extras.migration import training
+from lmmods.extras.migration.draft import Draft
+from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
 
 NAMES, PREFERENCE_NAMES = Names(default_lr=2e-5), Names(default_lr=1e-6)
 # Keys that only trainers of rewards have -> what those train with; there is no task for them.

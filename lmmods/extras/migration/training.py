@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmmods.commands.migration.detection import PROGRAMS
-from lmmods.commands.migration.draft import OPTIMIZERS, SCHEDULES, Draft
+from lmmods.commands.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 from lmmods.core.errors import UserError
 from lmmods.core.preference_losses import METHODS, REFUSED
+from lmmods.extras.migration.draft import Draft
 
 LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}
 SHARDED = ("adamw", "sgd")  # what strategy fsdp takes

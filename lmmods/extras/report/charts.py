@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmmods.commands.report.numbers import short
-from lmmods.commands.report.reading import Run
+from lmmods.extras.report.numbers import short
+from lmmods.extras.report.reading import Run
 
 WIDTH, HEIGHT = 360, 214  # units of the SVG; about pixels, so that its text is as large as that of the page
 LEFT, RIGHT, TOP, BOTTOM = 44, 350, 8, 184

@@ -1,0 +1,284 @@
+"""Keys of other programs and what they are here: the tables of foreign_keys.txt, read when they are needed."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmmods.core.errors import UserError
+from lmmods.core.recipes import CONFIG_OPTIONS, RecipeLoader, config_argument, guarded, option_values
+
+TABLES = Path(__file__).with_name("foreign_keys.txt")
+NOT_NEEDED = "not needed"
+NO_KEY = ("none", NOT_NEEDED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
+
+    Args:
+        program: The table: a section of the file.
+        cells: Old, ours and notes, as they stand there.
+        pairs: Each old key with its keys here: none where there is no counterpart.
+    """
+
+    program: str
+    cells: tuple[str, str, str]
+    pairs: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def note(self) -> str:
+        """The notes as plain text."""
+        return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", self.cells[2]).replace("`", "")
+
+
+@functools.cache
+def read_rows() -> tuple[Row, ...]:
+    """All rows, in the order of the file."""
+    rows, program = [], ""
+    for line in TABLES.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            program = line.strip("[]")
+        elif line and not line.startswith("#"):
+            old, ours, note = (cell.strip() for cell in line.split("|", 2))
+            rows.append(Row(program, (old, ours, note), _pairs(old, ours)))
+    return tuple(rows)
+
+
+def rows_of(program: str) -> dict[str, Row]:
+    """Old key -> the row of a program's table."""
+    return {name: row for row in read_rows() if row.program == program for name, _ in row.pairs}
+
+
+def counterparts(key: str) -> list[tuple[tuple[str, ...], str]]:
+    """What a key of any program is here: keys (none where there is no counterpart) and a note, those with keys first.
+
+    Args:
+        key: Dotted; `lora.r` is looked up as lora_r before r.
+    """
+    parts = re.sub(r"\.(init_args|dict_kwargs)\b", "", key).replace("-", "_").split(".")
+    for name in ("_".join(parts[-2:]), parts[-1]):
+        found: dict[tuple[str, ...], str] = {}
+        for row in read_rows():
+            for old, ours in row.pairs:
+                if old == name and not found.get(ours):
+                    found[ours] = row.note
+        if found:
+            return sorted(found.items(), key=lambda item: not item[0])
+    return []
+
+
+def _pairs(old: str, ours: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    names, keys = _names(old), () if ours in NO_KEY else tuple(ours.split(", "))
+    if len(names) == len(keys):
+        return tuple((name, (key,)) for name, key in zip(names, keys, strict=True))
+    return tuple((name, keys) for name in names)
+
+
+def _names(cell: str) -> list[str]:
+    """The keys of the first column: what has a space in it is none, and what follows a colon are values."""
+    names = []
+    for item in cell.split(", "):
+        name, colon, _ = item.partition(":")
+        if re.fullmatch(r"[\w.\[\]]+", name):
+            names.append(name)
+        if colon:
+            break
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values of other programs' keys that have another name here, by foreign key: each gives settings of a recipe.
+
+OPTIMIZERS = {
+    "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adam": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw": "paged_adamw_32bit", "paged_adamw_32bit": "paged_adamw_32bit",
+    "paged_adamw_8bit": "paged_adamw_8bit", "adafactor": "adafactor", "sgd": "sgd", "lion": "lion",
+    "lion_32bit": "lion", "lion_8bit": "lion_8bit", "paged_lion_8bit": "paged_lion_8bit"}
+SCHEDULES = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
+    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}
+ATTENTION = {
+    "auto": None, "fa2": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
+    "eager": "eager", "disabled": "eager"}
+TEMPLATES = ("alpaca", "chatml", "llama2", "llama3", "mistral", "gemma", "vicuna", "zephyr")
+PRECISIONS = {"bfloat16": "bf16-mixed", "bf16": "bf16-mixed", "float16": "16-mixed", "fp16": "16-mixed",
+              "float32": "32-true", "fp32": "32-true", "auto": "auto"}
+
+Settings = dict[str, Any]
+
+
+def _named(key: str, names: dict[str, Any]) -> Callable[[Any], Settings]:
+    """A value that has another name here; nothing where it has none."""
+    return lambda value: {key: names[name]} if (name := str(value).lower()) in names else {}
+
+
+def _if_true(key: str, ours: Any) -> Callable[[Any], Settings]:
+    return lambda value: {key: ours} if value is True else {}
+
+
+def _attention(value: Any) -> Settings:
+    return {"model.attention": ATTENTION[value]} if value in ATTENTION else {}
+
+
+def _targets(value: Any) -> Settings:
+    """`all` and `all-linear`, names with commas between them, a list of names, but no regular expression."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if names and all(isinstance(name, str) and name.replace("_", "").replace(".", "").replace("-", "").isalnum()
+                     for name in names):
+        return {"model.lora.targets": "all-linear" if names[0] in ("all", "all-linear") else names}
+    return {}
+
+
+def _bits(value: Any) -> Settings:
+    return {"model.quantize": {4: "nf4", 8: "int8", 16: None, 32: None}[value]} if value in (4, 8, 16, 32) else {}
+
+
+def _interval(value: Any) -> Settings:
+    return {"trainer.val_check_interval": None} if value == "epoch" else {}
+
+
+# Foreign key -> its value as settings here, nothing where the value has no counterpart.
+VALUES: dict[str, Callable[[Any], Settings]] = {
+    "optim": _named("model.optimizer.name", OPTIMIZERS), "optimizer": _named("model.optimizer.name", OPTIMIZERS),
+    "adafactor": _if_true("model.optimizer.name", "adafactor"),
+    "lr_scheduler_type": _named("model.optimizer.schedule", SCHEDULES),
+    "lr_scheduler": _named("model.optimizer.schedule", SCHEDULES),
+    "scheduler": _named("model.optimizer.schedule", SCHEDULES),
+    "bf16": _if_true("trainer.precision", "bf16-mixed"), "bfloat16": _if_true("trainer.precision", "bf16-mixed"),
+    "fp16": _if_true("trainer.precision", "16-mixed"), "float16": _if_true("trainer.precision", "16-mixed"),
+    "pure_bf16": _if_true("trainer.precision", "bf16-true"),
+    "dtype": _named("trainer.precision", PRECISIONS), "torch_dtype": _named("trainer.precision", PRECISIONS),
+    "load_in_4bit": _if_true("model.quantize", "nf4"), "load_in_8bit": _if_true("model.quantize", "int8"),
+    "bits": _bits, "quantization_bit": _bits,
+    "bnb_4bit_quant_type": lambda value: {"model.quantize": value} if value in ("nf4", "fp4") else {},
+    "flash_attention": _if_true("model.attention", "flash_attention_2"),
+    "flash_attn": lambda value: _attention("fa2" if value is True else value),
+    "attn_implementation": _attention, "attention": _attention,
+    "sdp_attention": _if_true("model.attention", "sdpa"), "eager_attention": _if_true("model.attention", "eager"),
+    "lora_target_modules": _targets, "target_modules": _targets, "lora_target": _targets,
+    "lora_target_linear": _if_true("model.lora.targets", "all-linear"),
+    "disable_gradient_checkpointing": lambda value: {"model.gradient_checkpointing": not value},
+    "deepspeed": _if_true("trainer.strategy", "lmmods.strategies.DeepSpeed"),
+    "fsdp": lambda value: {"trainer.strategy": "fsdp"} if value else {},
+    "mask_history": _if_true("data.train_on", "last"), "train_on_prompt": _if_true("data.train_on", "all"),
+    "train_on_inputs": _if_true("data.train_on", "all"),
+    "eval_strategy": _interval, "evaluation_strategy": _interval,
+    "eval_on_start": _if_true("trainer.num_sanity_val_steps", -1),
+    "greater_is_better": lambda value: {"checkpoint.mode": "max" if value else "min"},
+    "train_sampling_strategy": lambda value: {"data.group_by_length": value == "group_by_length"},
+    "curriculum_sampling": lambda value: {"data.shuffle": not value},
+    "gpu_memory_limit": lambda value: {"model.max_memory": f"{value}GiB" if isinstance(value, int) else value},
+    "use_cpu": _if_true("trainer.accelerator", "cpu"), "no_cuda": _if_true("trainer.accelerator", "cpu"),
+    "validation_split_percentage": lambda value: {"data.val_size": value / 100},
+    "hub_strategy": lambda value: {"publish.when": {"every_save": "save"}.get(value, value)},
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the error for an unknown key says: where it stands, and what it is here if another program has it.
+
+# Keys here whose values have other names elsewhere.
+OURS = {"name": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS,
+        "quantize": {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}}
+
+
+def told(key: str, value: Any = None) -> str | None:
+    """What is said of an unknown key, with its value where that has another name here; None where no table has it."""
+    found = counterparts(key)
+    if not found:
+        return None
+    key = key.replace(".init_args.", ".")
+    settings = VALUES.get(key.rsplit(".", 1)[-1], lambda _: {})(value) if value is not None else {}
+    if settings:
+        shown = (f"{ours}: {yaml.safe_dump(is_now, default_flow_style=True).splitlines()[0]}"
+                 for ours, is_now in settings.items())
+        return f"{key} is no key. Here: {', '.join(shown)}."
+    ours, note = found[0]
+    if not ours:
+        return f"{key} is no key, and there is none for it: {note}."
+    note = "" if re.search(r"\bthere\b", note) else note  # that is about one program among several
+    others = "".join(f", or {' and '.join(each)}" for each, _ in found[1:] if each)
+    return f"{key} is no key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
+
+
+def foreign_value(key: str, value: str) -> str:
+    """A sentence that says what a wrong value is here, where another program has it; else nothing."""
+    ours = OURS.get(key.rpartition(".")[2], {}).get(value.lower())
+    return f" Other programs' {value} is {ours} here." if ours else ""
+
+
+def keys_given(arguments: list[str]) -> list[str]:
+    """Every key that a command line gives, in its words and in the recipes that it names, without `init_args`."""
+    names: list[str] = []
+    for name, value in _options(arguments):
+        if name not in ("config", "c"):
+            names += [name, *_walk(_loaded(value), f"{name}.")]
+    for _, recipe in _recipes(arguments):
+        names += _walk(recipe, "")
+    return [name.replace(".init_args.", ".") for name in names]
+
+
+def _recipes(arguments: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `--config` is given, and the recipe that it is."""
+    for value in option_values(arguments, *CONFIG_OPTIONS):
+        try:
+            yield value, config_argument(value)
+        except UserError:  # told where it is read
+            continue
+
+
+def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Names and values; that of an option without one is true."""
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            yield name, value if equals else "true" if following.startswith("--") else following
+
+
+def _walk(value: Any, prefix: str) -> Iterator[str]:
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        for name, each in part.items() if isinstance(part, dict) else ():
+            yield f"{prefix}{name}"
+            yield from _walk(each, f"{prefix}{name}.")
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return guarded(lambda checked: yaml.load(checked, Loader=RecipeLoader))(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which program a configuration was written for.
+
+PROGRAMS = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL"}
+BLOCKS = ("trainer", "model", "data", "checkpoint", "samples", "mmlu", "publish")  # of a recipe
+# Keys that a program alone has, of which one is enough.
+MARKS = {
+    "axolotl": {"base_model", "sequence_len", "micro_batch_size", "val_set_size", "sample_packing", "num_epochs",
+                "lora_target_linear", "dataset_prepared_path", "rl", "rl_beta", "dpo_loss_type"},
+    "llamafactory": {"stage", "finetuning_type", "cutoff_len", "lora_rank", "lora_target", "quantization_bit",
+                     "dataset_dir", "max_samples", "model_class", "train_dataset", "dist_config",
+                     "pref_loss", "pref_beta"},
+    "trl": {"dataset_name", "dataset_train_split", "use_peft", "dataset_text_field", "assistant_only_loss",
+            "completion_only_loss", "bnb_4bit_quant_type", "use_bnb_nested_quant", "eval_packing", "dataset_num_proc",
+            "loss_type", "desirable_weight", "undesirable_weight"},
+}
+
+
+def written_for(content: dict[str, Any]) -> str | None:
+    """The program, of `PROGRAMS`, whose keys a mapping has most of; None for a recipe, and where it is unclear."""
+    if any(isinstance(content.get(block), dict) for block in BLOCKS):
+        return None
+    counts = {program: len(marks & content.keys()) for program, marks in MARKS.items()}
+    best = max(counts, key=lambda program: counts[program])
+    return best if counts[best] and list(counts.values()).count(counts[best]) == 1 else None
