@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_engine.checkpointing import unpack_trainable
+from jax_engine.checkpoint import unpack_trainable
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import merge, split
 from jax_engine.models.building import COMPUTE_DTYPES, build_network

@@ -8,7 +8,7 @@ from jax_engine.run import Training
 from lmmods.core.console import say
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.manifest import end_manifest
-from lmmods.runs.model_files import complete_model
+from lmmods.runs.model_card import complete_model
 from lmmods.runs.wandb import log_checkpoint
 
 

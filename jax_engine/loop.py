@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_engine.callbacks import EarlyStopping
-from jax_engine.checkpointing import Checkpointer
+from jax_engine.checkpoint import Checkpointer
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.prefetch import Group
 from jax_engine.distributed.tree import Tree

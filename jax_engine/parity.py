@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.checkpointing import Checkpointer
+from jax_engine.checkpoint import Checkpointer
 from jax_engine.distributed.tree import Tree, flatten, merge, unflatten
 from jax_engine.evaluation import Evaluation
 from jax_engine.export import Exporter

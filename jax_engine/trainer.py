@@ -13,7 +13,7 @@ import jax
 from jax import monitoring
 
 from jax_engine.callbacks import EarlyStopping
-from jax_engine.checkpointing import Checkpointer, load_weights
+from jax_engine.checkpoint import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
@@ -42,7 +42,6 @@ from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
-from lmmods.runs.end import RunEnd
 from lmmods.runs.events import Events
 from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.hub_upload import Publisher
@@ -50,7 +49,7 @@ from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.progress import Cut
 from lmmods.runs.schedule import Schedule
-from lmmods.runs.start import Outlook, RunStart, say_engine
+from lmmods.runs.start import Outlook, RunEnd, RunStart, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
 from lmmods.runs.wandb import log_predictions
 

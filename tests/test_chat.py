@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, BertConfig
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
-from lmmods.data.encode.detokenizer import Detokenizer
-from lmmods.extras.chat import Session, answer_lines, converse, read_model, read_run
+from lmmods.extras.chat import Detokenizer, Session, answer_lines, converse, read_model, read_run
 
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
 SAMPLED = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_k": 0}

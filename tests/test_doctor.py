@@ -10,7 +10,7 @@ from lmmods.cli import main
 from lmmods.core import hub
 from lmmods.core.versions import Dependency, Project
 from lmmods.extras import doctor
-from lmmods.extras.findings import Findings
+from lmmods.extras.doctor import Findings
 from lmmods.torch_engine import probe
 
 TORCH = {"version": "2.13.0", "cuda": None, "threads": 4, "nccl": False, "met": "", "gpus": [],

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from lmmods.core.generation_config import GENERATION_CONFIG, exported_generation
 from lmmods.core.settings import Generation
-from lmmods.runs.model_files import base_generation
+from lmmods.runs.model_card import base_generation
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05,
         "bos_token_id": 11, "eos_token_id": [12, 11], "pad_token_id": 11, "transformers_version": "4.37.0"}

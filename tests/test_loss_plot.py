@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lmmods.runs.model_files import draw_curves
+from lmmods.runs.model_card import draw_curves
 
 
 @pytest.fixture

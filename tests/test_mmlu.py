@@ -22,7 +22,7 @@ from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sft import SFTData
 from lmmods.evaluation.mmlu import MMLUEvaluator, choice_tokens
 from lmmods.runs.folder import RunFolder
-from lmmods.torch_engine.callbacks import mmlu as torch_side
+from lmmods.torch_engine.callbacks import evaluation as torch_side
 from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

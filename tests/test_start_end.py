@@ -12,10 +12,9 @@ from lmmods.core.settings import LoRA
 from lmmods.core.task_fields import CausalFields, TaskFields
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.end import RunEnd
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.schedule import Schedule
-from lmmods.runs.start import Outlook, say_engine
+from lmmods.runs.start import Outlook, RunEnd, say_engine
 from lmmods.runs.step_metrics import StepMetrics
 
 DATA = SimpleNamespace(batch_size=4, report={"splits": {"train": {"rows": 38, "tokens": 380}}}, predict_source=None,

@@ -20,7 +20,7 @@ from jax_engine.distributed.tree import Path, Tree, flatten, merge, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import Attention, attention_mask, cached_mask, real_tokens
-from jax_engine.models.cut_rows import CutRows
+from jax_engine.models.context_parallel import CutRows
 from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
 from jax_engine.models.linear import (

@@ -67,8 +67,8 @@ def torch_engine() -> RecipeTypes:
     """The classes of the torch engine."""
     from lmmods.data.base import DataModule
     from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
+    from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
     from lmmods.torch_engine.callbacks.export import Publish
-    from lmmods.torch_engine.callbacks.mmlu import MMLU, Samples
     from lmmods.torch_engine.tasks.base import TaskModule
     from lmmods.torch_engine.trainer import Trainer
 

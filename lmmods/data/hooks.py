@@ -9,7 +9,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import Collator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.fields import DataFields
-from lmmods.data.scoring.predictions import Predictions
+from lmmods.data.scoring import Predictions
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source

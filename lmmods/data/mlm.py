@@ -13,7 +13,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.fields import MLMDataFields
-from lmmods.data.scoring.predictions import Predictions
+from lmmods.data.scoring import Predictions
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader

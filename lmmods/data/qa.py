@@ -13,8 +13,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.data.fields import QADataFields
-from lmmods.data.scoring.predictions import Predictions
-from lmmods.data.scoring.spans import Answers, SpanSettings, WindowLogits, choose_answer
+from lmmods.data.scoring import Answers, Predictions, SpanSettings, WindowLogits, choose_answer
 from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row

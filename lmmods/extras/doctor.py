@@ -6,19 +6,44 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
 from lmmods.core import hub
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
 from lmmods.core.redaction import redact
 from lmmods.core.versions import ROOT, Project, code_version, python_version
-from lmmods.extras.findings import Findings
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What `verify` and `doctor` find: printed as they go, a few lines each, and counted.
+
+INDENT = 9  # columns before a text
+
+
+@dataclass
+class Findings:
+    """Lines of a command; `problems` are the texts of those that are one."""
+
+    width: int = 120
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, kind: Literal["ok", "note", "problem"], text: str, remedy: str = "") -> None:
+        """Print a finding, and below it what to do."""
+        if kind == "problem":
+            self.problems.append(text)
+        for begin, part in ((f"{kind:<{INDENT}}", text), (" " * INDENT + "-> ", remedy)):
+            if part:
+                say(textwrap.fill(part, self.width, initial_indent=begin, subsequent_indent=" " * len(begin),
+                                  break_long_words=False, break_on_hyphens=False))
+
 
 PROBES = {"torch": "lmmods.torch_engine.probe", "jax": "jax_engine.probe"}
 PROBE_SECONDS = 60  # on a busy machine; alone each takes a few

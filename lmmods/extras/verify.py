@@ -19,7 +19,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.core.versions import ROOT
-from lmmods.extras.findings import Findings
+from lmmods.extras.doctor import Findings
 from lmmods.runs.atomic import files_in
 from lmmods.runs.checkpoint_format import check_manifest
 from lmmods.runs.folder import RunFolder, checkpoint_position

@@ -29,9 +29,8 @@ from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_asked, check_places, pl
 from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
-from lmmods.runs.recognition import wandb_paths
 from lmmods.runs.repair import mended_numbers
-from lmmods.runs.run_files import ANSWERS, LIST, NAMES, RunFiles
+from lmmods.runs.run_files import ANSWERS, LIST, NAMES, RunFiles, wandb_paths
 
 CHECKPOINT_PREFIX = "step="
 

@@ -16,7 +16,7 @@ from lmmods.core.console import say
 from lmmods.core.recipes import read_recipe
 from lmmods.core.redaction import redact, redacted
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.recognition import wandb_id
+from lmmods.runs.run_files import wandb_id
 
 TABLE_ROWS = 1000
 

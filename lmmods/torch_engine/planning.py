@@ -45,8 +45,8 @@ from lmmods.torch_engine.compat.torch import (
 )
 from lmmods.torch_engine.compat.transformers import without_padding
 from lmmods.torch_engine.nn import sharding
+from lmmods.torch_engine.nn.context_parallel import blocks_of_gpus
 from lmmods.torch_engine.nn.cpu_kernels import stays_float32
-from lmmods.torch_engine.nn.cut_rows import blocks_of_gpus
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
 from lmmods.torch_engine.nn.loss import chunks_of_gpus
 from lmmods.torch_engine.nn.optim import build_optimizer

@@ -36,8 +36,8 @@ from lmmods.runs.start import Outlook, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
+from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
 from lmmods.torch_engine.callbacks.metrics import Metrics, Progress
-from lmmods.torch_engine.callbacks.predictions import PredictionWriter
 from lmmods.torch_engine.callbacks.rehearsal import Rehearsal
 from lmmods.torch_engine.callbacks.run_events import RunEvents, StartReport
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO

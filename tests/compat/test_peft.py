@@ -1,4 +1,4 @@
-"""What lmmods/torch_engine/compat/peft.py and nn/fused_lora.py need of PEFT."""
+"""What lmmods/torch_engine/compat/peft.py and nn/lora.py need of PEFT."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.compat import peft as compat
 from lmmods.torch_engine.nn.building import compile_layers
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from lmmods.torch_engine.nn.lora import fuse_adapters
 from tests.compat.contract import mend
 
 

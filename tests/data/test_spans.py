@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lmmods.data.scoring.spans import SpanSettings, WindowLogits, choose_answer
+from lmmods.data.scoring import SpanSettings, WindowLogits, choose_answer
 
 CONTEXT = "the quick brown fox jumps over the lazy dog again and again"
 

@@ -13,7 +13,7 @@ from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_j
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from lmmods.data.sft import SFTData
 from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.runs.model_files import save_tokenizer
+from lmmods.runs.model_card import save_tokenizer
 from tests.data.conftest import CHAT_TEMPLATE
 from tests.data.test_properties import QUICK, TEXT
 

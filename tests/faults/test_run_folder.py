@@ -18,8 +18,7 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
 from lmmods.runs.inside import MAY_BE_LINKS, OWNER
 from lmmods.runs.lock import FILE as LOCK
-from lmmods.runs.recognition import wandb_paths
-from lmmods.runs.run_files import LIST, NAMES, RunFiles
+from lmmods.runs.run_files import LIST, NAMES, RunFiles, wandb_paths
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 2,

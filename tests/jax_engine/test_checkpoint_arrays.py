@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.checkpointing import pack, pack_accumulation, unpack, unpack_accumulation
+from jax_engine.checkpoint import pack, pack_accumulation, unpack, unpack_accumulation
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Steps

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from test_lora import wrapped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jax_engine.checkpointing import pack_accumulation, unpack_accumulation
+from jax_engine.checkpoint import pack_accumulation, unpack_accumulation
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn import cut_rows
-from lmmods.torch_engine.nn.cut_rows import FAMILIES, CutRows, check_network
+from lmmods.torch_engine.nn import context_parallel
+from lmmods.torch_engine.nn.context_parallel import FAMILIES, CutRows, check_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss
 from lmmods.torch_engine.nn.loss import LossSums
@@ -76,7 +76,7 @@ def agree(*families: str) -> None:
 
     torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    cut_rows.BLOCK = 2
+    context_parallel.BLOCK = 2
     for family in families:
         config = AutoConfig.for_model(family, **SIZES, **OF.get(family, {}), attn_implementation="sdpa")
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ class OneOfThree(CutRows):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("block", [1, 3, 1024])
 def test_attention_in_blocks_of_queries(monkeypatch, block, window):
-    monkeypatch.setattr(cut_rows, "BLOCK", block)
+    monkeypatch.setattr(context_parallel, "BLOCK", block)
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 24, 4, generator=draw) for heads in (4, 2, 2, 4))
     segments = torch.tensor([[1] * 5 + [2] * 14 + [3] * 2 + [0] * 3, [0] * 4 + [1] * 20]).int()

@@ -6,12 +6,11 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lmmods.core.settings import LoRA
-from lmmods.torch_engine.nn import fused_lora
+from lmmods.torch_engine.nn import lora
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.attention import say_eager
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss, keeps_packed_apart
-from lmmods.torch_engine.nn.lora import add_lora
+from lmmods.torch_engine.nn.lora import add_lora, fuse_adapters
 from tests.closeness import assert_as_close, gradients, in_both
 
 V = 61
@@ -99,8 +98,8 @@ def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatc
     model = with_adapters(make(name)) if adapted else make(name)
     (logps, expected, expected_preference), (exact_logps, exact, exact_preference) = in_both(of_transformers, model)
     num_adapted, joined = sum("lora_B" in key for key in expected), []
-    apply = fused_lora._AdaptedProduct.apply
-    monkeypatch.setattr(fused_lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))
+    apply = lora._AdaptedProduct.apply
+    monkeypatch.setattr(lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))
     monkeypatch.setattr(loss_module, "_AnyHead", None)
     fuse_adapters(model)
     head = LMHead.of(model)

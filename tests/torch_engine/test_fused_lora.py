@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmmods.torch_engine.compat.bitsandbytes import matrix_of, mend_cpu_kernels, multiply_by_matrices
 from lmmods.torch_engine.compat.peft import lora_layers
-from lmmods.torch_engine.nn import fused_lora
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from lmmods.torch_engine.nn import lora
+from lmmods.torch_engine.nn.lora import fuse_adapters
 from tests.closeness import assert_as_close, in_both
 
 LINEAR = {None: nn.Linear, "nf4": partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4"),
@@ -71,8 +71,8 @@ def of_peft(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def used(monkeypatch):
     """How often the fused step runs."""
     calls = []
-    apply = fused_lora._AdaptedProduct.apply
-    monkeypatch.setattr(fused_lora._AdaptedProduct, "apply", lambda *args: calls.append(True) or apply(*args))
+    apply = lora._AdaptedProduct.apply
+    monkeypatch.setattr(lora._AdaptedProduct, "apply", lambda *args: calls.append(True) or apply(*args))
     return calls
 
 

@@ -13,9 +13,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn import experts
 from lmmods.torch_engine.nn.building import compile_layers, enable_checkpointing
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.loading import load_pretrained
-from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
+from lmmods.torch_engine.nn.lora import add_lora, continue_adapter, fuse_adapters
 from lmmods.torch_engine.nn.summary import summarize
 
 SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4,

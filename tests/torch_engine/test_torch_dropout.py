@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lmmods.core import dropout as reference
 from lmmods.torch_engine.nn.building import compile_layers, enable_checkpointing
 from lmmods.torch_engine.nn.dropout import Dropped, TokenDropout, attention_mask, feature_mask
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
+from lmmods.torch_engine.nn.lora import fuse_adapters
 from lmmods.torch_engine.tasks.mlm import MLMHead
 from tests.closeness import assert_as_close, in_both
 

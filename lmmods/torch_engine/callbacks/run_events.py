@@ -8,14 +8,13 @@ import lightning as L
 
 from lmmods.core.errors import UserError
 from lmmods.core.peers import Peers
-from lmmods.runs.end import RunEnd
 from lmmods.runs.events import Event, Events, Moment
-from lmmods.runs.start import RunStart
+from lmmods.runs.start import RunEnd, RunStart
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
+from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
 from lmmods.torch_engine.callbacks.export import Publish, export_run
 from lmmods.torch_engine.callbacks.metrics import Metrics
-from lmmods.torch_engine.callbacks.mmlu import MMLU, Samples
 from lmmods.torch_engine.compat.lightning import epoch_ends
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 

@@ -17,10 +17,9 @@ from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32,
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.experts import packed_names
-from lmmods.torch_engine.nn.fused_lora import fuse_adapters
 from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
-from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
+from lmmods.torch_engine.nn.lora import add_lora, continue_adapter, fuse_adapters
 from lmmods.torch_engine.nn.stored import fill
 
 

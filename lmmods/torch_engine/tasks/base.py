@@ -19,7 +19,7 @@ from lmmods.core.text_metrics import perplexity
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
-from lmmods.torch_engine.nn.cut_rows import CutRows
+from lmmods.torch_engine.nn.context_parallel import CutRows
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import (

@@ -9,8 +9,8 @@ from transformers import Qwen2Config
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten
-from jax_engine.models import cut_rows, hub
-from jax_engine.models.cut_rows import CutRows
+from jax_engine.models import context_parallel, hub
+from jax_engine.models.context_parallel import CutRows
 from lmmods.core.settings import LoRA
 
 ROWS, LENGTH, VOCAB = 4, 16, 37
@@ -61,7 +61,7 @@ def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, 
     wanted_loss, wanted = jax.jit(step(net))(params, of_ranks(columns, 1))
 
     # Three queries at a time of a part of four or eight.
-    monkeypatch.setattr(cut_rows, "SCORE_BYTES", 4 * LENGTH * 4 * 3)
+    monkeypatch.setattr(context_parallel, "SCORE_BYTES", 4 * LENGTH * 4 * 3)
     mesh = ShardedMesh(**sizes, devices=jax.devices()[:np.prod(list(sizes.values()))])
     compiled = mesh.compile(step(net), ("state", "batch"), ("scalar", "state"))
     batch = mesh.put_batch(of_ranks(columns, mesh.data_parallel_size))
@@ -82,7 +82,7 @@ def test_devices_that_share_rows_share_the_parameters_too():
 def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
     """Of rows of 4,096 tokens over eight devices, of which each has 512 queries, 32 at a time here."""
     length, heads = 4096, 32
-    monkeypatch.setattr(cut_rows, "SCORE_BYTES", 32 * 4 * heads * length)
+    monkeypatch.setattr(context_parallel, "SCORE_BYTES", 32 * 4 * heads * length)
     x, ids = (jax.ShapeDtypeStruct((1, length, *more), dtype) for more, dtype in (((heads, 8), jnp.bfloat16),
                                                                                   ((), jnp.int32)))
 

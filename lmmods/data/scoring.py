@@ -91,3 +91,20 @@ def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[floa
         start, end = window.start[starts[i]], window.end[ends[j]]
         found.append((start + end, start, end, int(window.offsets[starts[i], 0]), int(window.offsets[ends[j], 1])))
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a task makes of the network's outputs: rows for predictions.jsonl, scores, further files.
+
+class Predictions(NamedTuple):
+    """Outputs turned back into the task's terms.
+
+    Args:
+        rows: Records of predictions.jsonl, in the order of the data.
+        scores: Metrics, where the data hold right answers.
+        files: Further JSON files of the run folder, by name.
+    """
+
+    rows: list[dict[str, Any]]
+    scores: dict[str, float]
+    files: dict[str, Any]

@@ -10,8 +10,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lmmods.core.console import say
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
+from lmmods.runs.wandb import log_predictions
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.lm_head import choice_logits
 from lmmods.torch_engine.tasks.causal_task import generation_config
@@ -114,3 +116,24 @@ def undisturbed(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]
         yield
     for part, training in modes:
         part.training = training
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# predictions.jsonl and its companions: what predict found, row by row.
+
+class PredictionWriter(L.Callback):
+    """Hand the outputs of predict to the data, which turn them into rows, and write these in the order of the data."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, Any] = {}
+
+    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any,
+                             batch: dict[str, torch.Tensor], *_: Any) -> None:
+        self._outputs |= trainer.datamodule.outputs_by_index(batch, outputs)
+
+    def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        outputs = gather(self._outputs, trainer.world_size)
+        if trainer.is_global_zero:
+            found = trainer.datamodule.predictions(outputs)
+            say(trainer.run_folder.write_predictions(found))
+            log_predictions(trainer.run_loggers, found.rows)
