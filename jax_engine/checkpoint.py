@@ -65,7 +65,7 @@ class Checkpointer:
         run.data.load_state_dict(content[key])
         self._latest = self.path
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def resume_from(self, checkpoint: Path) -> None:
         """Finish what a run that died after writing `checkpoint` left undone. Called by the first process."""
         self._policy.resume(self._run.folder, checkpoint)
 

@@ -16,7 +16,7 @@ from jax_engine.export import Exporter
 from jax_engine.run import Training
 from lmmods.core.progress_bar import describe
 from lmmods.core.signals import Interruption
-from lmmods.runs.events import Event, Events, Moment
+from lmmods.runs.events import Event, Events, RunState
 
 
 class Loop:
@@ -109,7 +109,7 @@ class Loop:
         if not run.is_done:
             self.interruption.note_step(progress.step)
         self._checkpointer.check()
-        self._perform(self._events.after_batch(self._moment(step_done)))
+        self._perform(self._events.after_batch(self._run_state(step_done)))
 
     def _step(self, group: Group, completes: bool) -> Any:
         """Accumulate; where the micro-batch `completes` the step, take it and return its figures."""
@@ -129,13 +129,13 @@ class Loop:
 
     def finish(self) -> None:
         """Do what is due at the end of the run, and return when all of it is on disk."""
-        self._perform(self._events.at_end(self._moment(step_done=True)))
+        self._perform(self._events.at_end(self._run_state(step_done=True)))
 
     # Events ----------------------------------------------------------------------------------------------------------
 
-    def _moment(self, step_done: bool) -> Moment:
+    def _run_state(self, step_done: bool) -> RunState:
         run = self.run
-        return Moment(
+        return RunState(
             run.progress.step, step_done, run.ends_epoch,
             stops_inside_step=jax.process_count() == 1,
             validates=lambda: run.schedule.num_val_batches > 0 and (

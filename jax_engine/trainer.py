@@ -49,7 +49,7 @@ from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.progress import Cut
 from lmmods.runs.schedule import Schedule
-from lmmods.runs.start import Outlook, RunEnd, RunStart, say_engine
+from lmmods.runs.start import RunSummary, RunEnd, RunStart, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
 from lmmods.runs.wandb import log_predictions
 
@@ -178,7 +178,7 @@ class Trainer(JaxTrainerFields):
         run, loader = self._training_run(model, datamodule, None)
         show_data(datamodule, rows, which)
         print()
-        self._outlook(run).say(datamodule)
+        self._summary(run).say(datamodule)
         group = next(iter(run.batches(loader, datamodule.batch_size, 1)))
         memory = run.steps.memory(run.state, run.weights.frozen, group.batch, run.scalars())
         parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
@@ -280,7 +280,7 @@ class Trainer(JaxTrainerFields):
         self.state.fn = SimpleNamespace(value=command)
         datamodule.trainer = self
         if checkpoint:
-            datamodule.go_on_from(read_plain(checkpoint))
+            datamodule.resume_from(read_plain(checkpoint))
         datamodule.adopt_contents(machines.on_first(lambda: self._prepare_data(datamodule, checkpoint)))
         datamodule.setup(command)
         if command == "fit":
@@ -322,17 +322,17 @@ class Trainer(JaxTrainerFields):
             start.make_folder_ready()
             self.samples.begin(self.run_folder, step if resumed else None)
             if resumed and self.enable_checkpointing:
-                checkpointer.go_on_from(resumed)
+                checkpointer.resume_from(resumed)
         machines.barrier("run folder")
         run.loggers = self.run_loggers if run.is_first else []
         start.begin_logging(run.loggers)
         if run.is_first:
-            start.say(self._outlook(run))
+            start.say(self._summary(run))
 
-    def _outlook(self, run: Training) -> Outlook:
+    def _summary(self, run: Training) -> RunSummary:
         """What is known of a run before its first step."""
-        return Outlook(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
-                       at_hand().memory)
+        return RunSummary(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
+                          at_hand().memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

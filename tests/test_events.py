@@ -6,7 +6,7 @@ from lmmods.cli import main
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.events import Event, Events, Moment
+from lmmods.runs.events import Event, Events, RunState
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 
@@ -22,10 +22,10 @@ STEP, EPOCH, VALIDATES = {"step_done": True}, {"epoch_ends": True}, {"validates"
 ENDS, INTERRUPTED = {"run_ends": True}, {"is_interrupted": True}
 
 
-def moment(step: int, **facts: bool) -> Moment:
+def moment(step: int, **facts: bool) -> RunState:
     names = ("validates", "run_ends", "is_interrupted", "is_saved")
-    return Moment(step, facts.get("step_done", False), facts.get("epoch_ends", False),
-                  facts.get("stops_inside_step", True), *(lambda name=name: facts.get(name, False) for name in names))
+    return RunState(step, facts.get("step_done", False), facts.get("epoch_ends", False),
+                    facts.get("stops_inside_step", True), *(lambda name=name: facts.get(name, False) for name in names))
 
 
 def words(events) -> str:
@@ -80,8 +80,8 @@ def test_before_the_first_step():
 def test_each_event_may_change_what_follows():
     """Early stopping ends the run at the end of an epoch: the run is sampled, validated and saved there."""
     ended = []
-    now = Moment(3, True, True, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
-                 is_interrupted=lambda: False, is_saved=lambda: False)
+    now = RunState(3, True, True, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
+                   is_interrupted=lambda: False, is_saved=lambda: False)
     performed = []
     for event in Events(**RULES).after_batch(now):
         performed.append(event)

@@ -14,7 +14,7 @@ from lmmods.core.throughput import Stopwatch
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.schedule import Schedule
-from lmmods.runs.start import Outlook, RunEnd, say_engine
+from lmmods.runs.start import RunSummary, RunEnd, say_engine
 from lmmods.runs.step_metrics import StepMetrics
 
 DATA = SimpleNamespace(batch_size=4, report={"splits": {"train": {"rows": 38, "tokens": 380}}}, predict_source=None,
@@ -36,17 +36,17 @@ def schedule(**changes) -> Schedule:
     ({"adapter": "runs/a/model"}, "the adapter runs/a/model, over base"),
 ], ids=str)
 def test_what_trains(fields, said):
-    assert Outlook(TaskFields(**{"pretrained": "base", **fields}), "", schedule(), 1, 0, 0).trains() == said
+    assert RunSummary(TaskFields(**{"pretrained": "base", **fields}), "", schedule(), 1, 0, 0).trains() == said
 
 
 def test_the_start(capsys):
-    Outlook(TaskFields(pretrained="base"), "Parameters: 7.", schedule(), 2, 2**30, 2**31).say(DATA)
+    RunSummary(TaskFields(pretrained="base"), "Parameters: 7.", schedule(), 2, 2**30, 2**31).say(DATA)
     assert capsys.readouterr().out.splitlines() == [
         "Parameters: 7.", "Trains: all weights of base.", "Step: 24 rows (4 x 3 micro-batches x 2 devices), about 240 "
         "tokens.", "Length: 6 steps (1.6 epochs of 4 steps); 2 validations.",
         "Memory: about 1.00 GiB for a step, 2.0 GiB on this device."]
     stream = schedule(batches_per_epoch=10**12, batches_per_step=1, num_val_batches=0)
-    Outlook(TaskFields(pretrained="base"), "", stream, 1, 2**32, 2**31).say(
+    RunSummary(TaskFields(pretrained="base"), "", stream, 1, 2**32, 2**31).say(
         SimpleNamespace(batch_size=4, report={"splits": {}}))
     said = capsys.readouterr().out
     assert "Step: 4 rows.\nLength: 6 steps; no validations.\nwarning: Memory: about 4.00 GiB" in said

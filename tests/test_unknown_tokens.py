@@ -185,7 +185,7 @@ def test_old_runs_go_on_with_the_tokens_that_they_had(byte_level, tmp_path):
     for state in ({}, CLMData("x").state_at({})):
         data = CLMData(str(tmp_path / "a.txt"), tokenizer=byte_level, max_length=32, add_tokens=["<gene>"])
         (tmp_path / "a.txt").write_text("a <gene> b\n")
-        data.go_on_from({"CLMData": state})
+        data.resume_from({"CLMData": state})
         data.setup("fit")
         made.append(data._rows("train")[0]["input_ids"].tolist().count(320))
     assert made == [0, 1]

@@ -21,7 +21,7 @@ SCORE_BYTES = 512 * 2**20  # of the float32 scores of a block, on each device
 
 @jax.tree_util.register_dataclass
 @dataclass
-class CutRows:
+class ContextParallel:
     """Who sees whom in rows cut along the sequence; takes the place of a mask, which would grow with their square.
 
     Args:
@@ -36,7 +36,7 @@ class CutRows:
     packed: bool = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "CutRows":
+    def of(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "ContextParallel":
         """Arguments as of `attention_mask`."""
         packed, length = "segment_ids" in batch, batch["input_ids"].shape[1]
         segments = batch["segment_ids"] if packed else real_tokens(batch).astype(jnp.int32)
@@ -53,7 +53,7 @@ class CutRows:
 
         def local(q, k, v, segments, window, scale, words, site, sinks):
             k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
-            rows = CutRows(segments, window, self.causal, self.packed)
+            rows = ContextParallel(segments, window, self.causal, self.packed)
             seeds = Seeds(words, {"layers.attn.weights": site}) if drops else None
             first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
             return rows._by_blocks(q, k, v, first, scale, rate, seeds, cap, sinks)

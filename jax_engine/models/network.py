@@ -20,7 +20,7 @@ from jax_engine.distributed.tree import Path, Tree, flatten, merge, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import Attention, attention_mask, cached_mask, real_tokens
-from jax_engine.models.context_parallel import CutRows
+from jax_engine.models.context_parallel import ContextParallel
 from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
 from jax_engine.models.linear import (
@@ -257,7 +257,7 @@ class Network(Names):
         self.unroll = unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
         self._ropes = list(dict.fromkeys(arch.ropes))
         self.fused = fused.choose(arch, build.dtype, head, build.attention)
-        self._loops = loops_of(arch)
+        self._stacks = layer_stacks(arch)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
         self._starts: dict[Path, Start] = {}
@@ -284,7 +284,7 @@ class Network(Names):
         arch, build = self.arch, self.build
         embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
         parts = {"embed": lambda: embedding(arch, build)}
-        kinds = {kind for loop in self._loops for kind in loop.kinds}
+        kinds = {kind for stack in self._stacks for kind in stack.kinds}
         parts |= {_block(routed): partial(Block, arch, build, routed) for routed in sorted(kinds)}
         if arch.final_norm_eps is not None:
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
@@ -345,7 +345,7 @@ class Network(Names):
         if kernel is not None:
             masks = [kernel]
         elif num_sequence_parts() > 1 and self.arch.relative is None:
-            masks = [CutRows.of(batch, self.arch.causal, window) for window in windows]
+            masks = [ContextParallel.of(batch, self.arch.causal, window) for window in windows]
         elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
         else:
@@ -398,18 +398,18 @@ class Network(Names):
         if self.remat != "none" or on_mesh():
             layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=0)
 
-        def body(loop: Loop, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:
+        def body(stack: LayerStack, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:
             kept = []
-            for number, routed in enumerate(loop.kinds):
-                x, of_layer = layer(routed, x, loop.of_layer(step, arch, number))
+            for number, routed in enumerate(stack.kinds):
+                x, of_layer = layer(routed, x, stack.of_layer(step, arch, number))
                 kept.append(of_layer)
             return x, tuple(map(list, zip(*kept, strict=True)))
 
         kept = []
-        for loop in self._loops:
-            x, of_loop = jax.lax.scan(partial(body, loop), x, loop.cut(steps, arch),
-                                      unroll=self.unroll if cache is None else 1)
-            kept.append(of_loop)
+        for stack in self._stacks:
+            x, of_stack = jax.lax.scan(partial(body, stack), x, stack.cut(steps, arch),
+                                       unroll=self.unroll if cache is None else 1)
+            kept.append(of_stack)
         kv, load = (joined(list(parts)) for parts in zip(*kept, strict=True))
         return x, kv, load
 
@@ -584,7 +584,7 @@ class Block(nnx.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # The loops of a network's depth: neighbouring layers of one kind share one, and so do kinds that take turns.
 
-class Loop(NamedTuple):
+class LayerStack(NamedTuple):
     """Neighbouring layers, some in each step.
 
     Args:
@@ -637,10 +637,10 @@ def _layers_with(path: tuple[str, ...], arch: Architecture) -> Sequence[int]:
     return arch.layers_with(".".join(("layers", *path[1:-1])))
 
 
-def loops_of(arch: Architecture) -> list[Loop]:
+def layer_stacks(arch: Architecture) -> list[LayerStack]:
     """Loops over all layers, each as long as it can be."""
     kinds = [arch.experts is not None and layer not in arch.dense_layers for layer in range(arch.num_layers)]
-    loops, first = [], 0
+    stacks, first = [], 0
     while first < len(kinds):
         found = []
         for period in range(1, len(kinds) - first + 1):
@@ -648,17 +648,17 @@ def loops_of(arch: Architecture) -> list[Loop]:
             while kinds[first + num_steps * period:first + (num_steps + 1) * period] == pattern:
                 num_steps += 1
             if num_steps > 1 or period == 1:
-                found.append(Loop(first, tuple(pattern), num_steps))
-        loops.append(max(found, key=lambda loop: len(loop.kinds) * loop.num_steps))
-        first += len(loops[-1].kinds) * loops[-1].num_steps
-    return loops
+                found.append(LayerStack(first, tuple(pattern), num_steps))
+        stacks.append(max(found, key=lambda stack: len(stack.kinds) * stack.num_steps))
+        first += len(stacks[-1].kinds) * stacks[-1].num_steps
+    return stacks
 
 
 def joined(kept: list[list[Tree | None]]) -> Tree | None:
-    """What loops have kept of their layers, a row for each layer in order; layers without anything have none.
+    """What stacks have kept of their layers, a row for each layer in order; layers without anything have none.
 
     Args:
-        kept: For each loop and each layer of its steps, leaves with a row for each step.
+        kept: For each stack and each layer of its steps, leaves with a row for each step.
     """
     parts = []
     for layers in kept:

@@ -230,7 +230,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self.max_length = min(DEFAULT_MAX_LENGTH, max_positions or DEFAULT_MAX_LENGTH)
             self.check_tokens()
 
-    def go_on_from(self, checkpoint: dict[str, Any]) -> None:
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Pad and read added tokens as the run of a checkpoint does, whose network has a row for [PAD] or has none.
 
         Args:

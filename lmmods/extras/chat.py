@@ -222,7 +222,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     if checkpoint:
         from lmmods.runs.checkpoint_format import read_plain
 
-        data.go_on_from(read_plain(checkpoint))
+        data.resume_from(read_plain(checkpoint))
     else:
         data.tokenizer = str(folder.model)
     _connect(data, model)

@@ -43,7 +43,7 @@ class Questions(Protocol):
 
 
 @dataclass(frozen=True)
-class Moment:
+class RunState:
     """Where a run stands. What the events before may change is asked anew: early stopping may end the run.
 
     Args:
@@ -87,7 +87,7 @@ class Events:
         if self.samples.wants_base and not resumed:
             yield Event.SAMPLE
 
-    def after_batch(self, now: Moment) -> Iterator[Event]:
+    def after_batch(self, now: RunState) -> Iterator[Event]:
         """After a micro-batch."""
         if now.step_done:
             yield Event.LOG
@@ -110,7 +110,7 @@ class Events:
         if self.mmlu.at_validation:
             yield Event.ASK
 
-    def after_validation(self, now: Moment) -> Iterator[Event]:
+    def after_validation(self, now: RunState) -> Iterator[Event]:
         """Saved after it, not before: a run resumed from before would skip the validation."""
         if self.may_stop_early:
             yield Event.CHECK_VALIDATION
@@ -118,7 +118,7 @@ class Events:
             yield Event.RANK
         yield from self._save(now)
 
-    def at_end(self, now: Moment) -> Iterator[Event]:
+    def at_end(self, now: RunState) -> Iterator[Event]:
         """After the last micro-batch, which was not known to be the last where a callback has ended the run."""
         if self.samples.is_due(now.step, ends=True):
             yield Event.SAMPLE
@@ -130,13 +130,13 @@ class Events:
         if self.publish.repo is not None:
             yield Event.PUBLISH
 
-    def _saves(self, now: Moment) -> bool:
+    def _saves(self, now: RunState) -> bool:
         by_rule = self.checkpoint is not None and now.step_done and self.checkpoint.is_due(now.step)
         # What is not saved ends with a whole step.
         may_stop = now.step_done or now.stops_inside_step and self.checkpoint is not None
         return by_rule or now.run_ends() or may_stop and now.is_interrupted()
 
-    def _save(self, now: Moment) -> Iterator[Event]:
+    def _save(self, now: RunState) -> Iterator[Event]:
         if self.checkpoint is not None:
             yield Event.SAVE
         if now.is_interrupted():

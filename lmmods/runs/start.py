@@ -54,17 +54,17 @@ class RunStart:
             loggers[0].rewind(self.step)
         log_recipe(loggers[1:], self.recipe, self.data.report)
 
-    def say(self, outlook: "Outlook") -> None:
+    def say(self, summary: "RunSummary") -> None:
         """What the run is about to do. Called once its loggers stand."""
         say(f"Run folder: {self.folder.root}.")
         say(self.data.report_table())
-        outlook.say(self.data)
+        summary.say(self.data)
         if self.resumed_from:
             say(f"Resumed at step {self.step} from {self.resumed_from}.")
 
 
 @dataclass(frozen=True)
-class Outlook:
+class RunSummary:
     """What of a run is known before its first step.
 
     Args:

@@ -385,7 +385,7 @@ class Planner:
                       "attention is counted as torch's flash kernel takes it"]
             if getattr(self.data, "packing", False):
                 notes.append("packed rows are planned with masks, which torch's kernel for them does without")
-        if task.cut_rows is not None and getattr(self.data, "packing", False):
+        if task.context_parallel is not None and getattr(self.data, "packing", False):
             notes.append("a packed row that is cut is planned as one document, which is the most that it can take")
         if (mixture := mixture_of(task.model.config)) is not None:
             notes.append(f"each token takes {mixture.per_token} of {mixture.num} experts, which are taken as evenly "

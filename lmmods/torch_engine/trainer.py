@@ -32,7 +32,7 @@ from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.progress import Cut
 from lmmods.runs.progress import Progress as RunProgress
 from lmmods.runs.schedule import Schedule, limited
-from lmmods.runs.start import Outlook, say_engine
+from lmmods.runs.start import RunSummary, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
@@ -138,7 +138,7 @@ class Trainer(L.Trainer):
         with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
             self.resumed_from = checkpoint = continued(self.run_folder, ckpt_path)
             if checkpoint:
-                datamodule.go_on_from(read_plain(checkpoint))
+                datamodule.resume_from(read_plain(checkpoint))
             # Before the processes know each other, and before anything is restored: the first one reads the data.
             for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint,
                                              self.cut(datamodule)):
@@ -177,7 +177,7 @@ class Trainer(L.Trainer):
         show_data(datamodule, rows, which)
         batches = limited(len(datamodule.train_dataloader()), self.limit_train_batches, "train")
         print()
-        self.outlook(batches).say(datamodule)
+        self.summary(batches).say(datamodule)
         if recipe:
             show_recipe(self.recipe, datamodule)
 
@@ -213,7 +213,7 @@ class Trainer(L.Trainer):
         if ckpt_path is None:
             return None
         checkpoint = self.run_folder.resolve(ckpt_path)
-        datamodule.go_on_from(read_plain(checkpoint))
+        datamodule.resume_from(read_plain(checkpoint))
         for line in self.identity.check_evaluation(checkpoint):
             say(line)
         return checkpoint
@@ -297,11 +297,11 @@ class Trainer(L.Trainer):
             max_epochs=self._epochs, max_steps=self.max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
 
-    def outlook(self, batches_per_epoch: int | None = None) -> Outlook:
+    def summary(self, batches_per_epoch: int | None = None) -> RunSummary:
         """What is known of the run before its first step; arguments as of `schedule`."""
         module = self.lightning_module
-        return Outlook(module, module.describe(), self.schedule(batches_per_epoch), self.num_data_ranks,
-                       module.memory_estimate(), available_bytes(module.device))
+        return RunSummary(module, module.describe(), self.schedule(batches_per_epoch), self.num_data_ranks,
+                          module.memory_estimate(), available_bytes(module.device))
 
     def machine(self) -> dict[str, Any]:
         """Devices and settings, for manifest.json."""

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.nn import context_parallel
-from lmmods.torch_engine.nn.context_parallel import FAMILIES, CutRows, check_network
+from lmmods.torch_engine.nn.context_parallel import FAMILIES, ContextParallel, check_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps, causal_loss
 from lmmods.torch_engine.nn.loss import LossSums
@@ -55,7 +55,7 @@ def whole_loss(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
     return (losses * batch["loss_weights"][:, 1:].flatten()).sum() if packed else losses.sum()
 
 
-def agree_by_row(network: torch.nn.Module, rows: CutRows, batch: dict[str, torch.Tensor]) -> None:
+def agree_by_row(network: torch.nn.Module, rows: ContextParallel, batch: dict[str, torch.Tensor]) -> None:
     """Log-probabilities of rows, of which each process has some tokens, and the gradient of a loss of all of them."""
     found = []
     for part in (batch, rows.cut(batch)):
@@ -92,7 +92,7 @@ def agree(*families: str) -> None:
             loss = whole_loss(network, batch)
             loss.backward()
             wanted = {"loss": loss.detach()} | {name: p.grad.clone() for name, p in network.named_parameters()}
-            rows = CutRows.over(network, mesh, 2)
+            rows = ContextParallel.over(network, mesh, 2)
             network.zero_grad()
             part = rows.cut(batch)
             assert part["input_ids"].shape == (2, 8)
@@ -108,7 +108,7 @@ def agree(*families: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-class OneOfThree(CutRows):
+class OneOfThree(ContextParallel):
     """One of three that cut rows, in a process that knows the keys, then the values, of the others [T, 2, ...]."""
 
     def __init__(self, rank: int, known: torch.Tensor):

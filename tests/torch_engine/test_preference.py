@@ -20,7 +20,7 @@ from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.gradient_accumulation import split_rows
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps
-from lmmods.torch_engine.nn.loss import token_logps
+from lmmods.torch_engine.nn.loss import token_log_probs
 from lmmods.torch_engine.nn.reference import Reference
 from lmmods.torch_engine.tasks.preference import Preference
 from tests.closeness import Float64, assert_as_close, in_both
@@ -110,7 +110,7 @@ def test_chunked_log_probabilities_and_their_gradients(kind, monkeypatch):
         return logps, torch.autograd.grad((logps * coefficients).sum(), [x, layer.weight])
 
     (wanted, wanted_grads), (exact, exact_grads) = in_both(whole, layer)
-    found = token_logps(hidden, targets, Head(), [layer.weight], 40, kind == "plain")
+    found = token_log_probs(hidden, targets, Head(), [layer.weight], 40, kind == "plain")
     assert_as_close(found, wanted, exact)
     assert_as_close(torch.autograd.grad((found * coefficients).sum(), [hidden, layer.weight]), wanted_grads,
                     exact_grads)

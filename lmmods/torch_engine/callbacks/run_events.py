@@ -8,7 +8,7 @@ import lightning as L
 
 from lmmods.core.errors import UserError
 from lmmods.core.peers import Peers
-from lmmods.runs.events import Event, Events, Moment
+from lmmods.runs.events import Event, Events, RunState
 from lmmods.runs.start import RunEnd, RunStart
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
@@ -64,7 +64,7 @@ class RunEvents(L.Callback):
             trainer.interruption.note_step(trainer.global_step)
         if self._checkpoint is not None:
             self._checkpoint.check(trainer)
-        self._perform(self._events.after_batch(self._moment(trainer, module)), trainer, module)
+        self._perform(self._events.after_batch(self._run_state(trainer, module)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Later, Lightning lets no callback log what others may monitor."""
@@ -73,13 +73,13 @@ class RunEvents(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._perform(self._events.after_validation(self._moment(trainer, module)), trainer, module)
+            self._perform(self._events.after_validation(self._run_state(trainer, module)), trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         at_end = {Event.ASK: self._mmlu.ask_at_end}
         if self._checkpoint is not None:
             at_end[Event.SAVE] = self._checkpoint.save_at_end
-        self._perform(self._events.at_end(self._moment(trainer, module)), trainer, module, self._performers | at_end)
+        self._perform(self._events.at_end(self._run_state(trainer, module)), trainer, module, self._performers | at_end)
         if trainer.is_global_zero:
             first_step, began = self._began
             RunEnd(trainer.run_folder, module, trainer.datamodule, self._metrics.steps, self._checkpoint, first_step,
@@ -87,8 +87,8 @@ class RunEvents(L.Callback):
 
     # Events ----------------------------------------------------------------------------------------------------------
 
-    def _moment(self, trainer: L.Trainer, module: L.LightningModule) -> Moment:
-        return Moment(
+    def _run_state(self, trainer: L.Trainer, module: L.LightningModule) -> RunState:
+        return RunState(
             trainer.global_step,
             step_done=not module.accumulation.is_open,
             epoch_ends=epoch_ends(trainer),
@@ -144,4 +144,4 @@ class StartReport(L.Callback):
         trainer.loggers = trainer.run_loggers
         start.begin_logging(trainer.loggers)
         if trainer.is_global_zero:
-            start.say(trainer.outlook())
+            start.say(trainer.summary())

@@ -22,7 +22,7 @@ from lmmods.torch_engine.nn.attention import compute_dtype
 from lmmods.torch_engine.nn.dropout import TokenDropout, has_rates
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
 
-NAME = "cut_rows"  # of the attention function
+NAME = "context_parallel"  # of the attention function
 # Attention of these goes through the functions that transformers lets one register, and nothing else mixes tokens.
 FAMILIES = ("cohere2", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2",
             "olmo3", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
@@ -68,7 +68,7 @@ def _rope_types(config: Any) -> set[str]:
     return {part["rope_type"] for part in (parameters, *by_layer) if "rope_type" in part}
 
 
-class CutRows:
+class ContextParallel:
     """How rows are cut over this process and those with it, and attention over them.
 
     Args:
@@ -81,7 +81,7 @@ class CutRows:
         self._last: tuple[Tensor | None, list[int]] = None, []
 
     @classmethod
-    def over(cls, model: nn.Module, mesh: DeviceMesh, size: int) -> "CutRows":
+    def over(cls, model: nn.Module, mesh: DeviceMesh, size: int) -> "ContextParallel":
         """Let a network take rows that are cut over `size` processes of Lightning's mesh; whole ones it takes as ever.
 
         Raises:
@@ -272,7 +272,7 @@ class _CutAttention(torch.autograd.Function):
     """Attention of a process's queries [B, heads, t, size] over the keys and values of all; keeps its own alone."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, rows: CutRows, blocks: list[_Block], scale: float
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, rows: ContextParallel, blocks: list[_Block], scale: float
                 ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.blocks, ctx.scale = rows, blocks, scale
@@ -297,6 +297,6 @@ class _CutAttention(torch.autograd.Function):
         return of_query, of_key, of_value, None, None, None
 
 
-def _gathered(rows: CutRows, key: Tensor, value: Tensor) -> Tensor:
+def _gathered(rows: ContextParallel, key: Tensor, value: Tensor) -> Tensor:
     """[2, B, heads, T, size]: keys, then values, of all places."""
     return rows.whole(torch.stack([key, value]).movedim(3, 0)).movedim(0, 3)

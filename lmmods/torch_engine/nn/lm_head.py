@@ -13,7 +13,7 @@ from lmmods.core.experts import Mixture
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
 from lmmods.torch_engine.nn.experts import with_load
-from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights, token_logps, token_loss
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights, token_log_probs, token_loss
 
 
 class LMHead:
@@ -107,7 +107,7 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     Args:
         head: Its head, or None to use the model's own logits [B, T, V].
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; where labels
-            do not all count alike, `loss_weights` [B, T]. Or what `CutRows.cut` makes of these.
+            do not all count alike, `loss_weights` [B, T]. Or what `ContextParallel.cut` makes of these.
         mixture: The experts whose load is to be measured, if any; `balance_loss` is the weight of that loss.
     """
     targets, weights = _targets(batch)
@@ -129,7 +129,7 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
     targets, _ = _targets(batch)
     hidden, *rest, _ = _before_head(model, head, batch)
     scored = targets != IGNORED
-    logps = token_logps(hidden[scored], targets[scored], *rest)
+    logps = token_log_probs(hidden[scored], targets[scored], *rest)
     rows = scored.nonzero()[:, 0]
     return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
 

@@ -95,8 +95,8 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
     return LossSums(total, weights.sum(), correct)
 
 
-def token_logps(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
-                vocab_size: int, plain: bool = False) -> Tensor:
+def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
+                    vocab_size: int, plain: bool = False) -> Tensor:
     """Log-probabilities [N] in float32 of `targets` under `head(hidden)`, for losses that are no sum over tokens.
 
     How much each counts is known only when all are, so a chunk's logits are made again in the backward pass.

@@ -29,7 +29,7 @@ class FSDP2(ModelParallelStrategy):
         tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
             every layer (see `nn.tensor_parallel`).
         context_parallel_size: Processes that compute each micro-batch together, each with a part of the places of every
-            row (see `nn.cut_rows`).
+            row (see `nn.context_parallel`).
     """
 
     def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None,

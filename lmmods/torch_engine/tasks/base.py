@@ -19,7 +19,7 @@ from lmmods.core.text_metrics import perplexity
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
-from lmmods.torch_engine.nn.context_parallel import CutRows
+from lmmods.torch_engine.nn.context_parallel import ContextParallel
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import (
@@ -50,7 +50,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
         self._waiting: list[dict[str, Tensor]] = []
         self._dropout: TokenDropout | None = None
-        self.cut_rows: CutRows | None = None  # where they are cut over several processes
+        self.context_parallel: ContextParallel | None = None  # where they are cut over several processes
         self.accumulation = GradientAccumulation(self.metric_names)
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
@@ -70,7 +70,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self._dropout = TokenDropout.of(self.model)
         if shards:
             if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
-                self.cut_rows = CutRows.over(self.model, self.device_mesh, num_pieces)
+                self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_pieces)
             stored = waiting(self.model)
             sharding.shard(self, self.model, self.device_mesh)
             read_shards(self.model, stored)
@@ -143,7 +143,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
         Of rows that are cut over several processes the first of these counts them.
         """
-        scored = self.scored_rows(batch) * (self.cut_rows is None or self.cut_rows.rank == 0)
+        scored = self.scored_rows(batch) * (self.context_parallel is None or self.context_parallel.rank == 0)
         return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:

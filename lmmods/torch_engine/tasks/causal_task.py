@@ -55,7 +55,7 @@ class CausalModule(CausalFields, TaskModule):
             self.accumulation = GradientAccumulation(METRICS)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        batch = batch if self.cut_rows is None else self.cut_rows.cut(batch)
+        batch = batch if self.context_parallel is None else self.context_parallel.cut(batch)
         if count_correct:  # in evaluation
             return causal_loss(self.model, self.head, batch, count_correct)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss)

@@ -80,7 +80,7 @@ class Preference(PreferenceFields, CausalModule):
         sums = torch.stack([torch.stack([(weights * count * value).sum(), (weights * count).sum()])
                             for value, count in metrics.values()])
         found = LossSums((weights * losses).sum(), weights.sum(), metrics=sums.detach())
-        return found if self.cut_rows is None else self.cut_rows.share(found)
+        return found if self.context_parallel is None else self.context_parallel.share(found)
 
     def memory_estimate(self) -> int:
         copies = sum(param.numel() for param in self.trainable().values()) if self.reference_kind == "copy" else 0
@@ -95,11 +95,11 @@ class Preference(PreferenceFields, CausalModule):
         """Log-probability [B, A] of each answer, and its length in tokens."""
         shape = batch["labels"].shape[:2]
         rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
-        if self.cut_rows is None:
+        if self.context_parallel is None:
             logps, lengths = causal_logps(self.model, self.head, rows)
         else:
-            found = causal_logps(self.model, self.head, self.cut_rows.cut(rows))
-            logps, lengths = (self.cut_rows.total(part) for part in found)
+            found = causal_logps(self.model, self.head, self.context_parallel.cut(rows))
+            logps, lengths = (self.context_parallel.total(part) for part in found)
         return logps.view(shape), lengths.view(shape)
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.tree import flatten
 from jax_engine.models import context_parallel, hub
-from jax_engine.models.context_parallel import CutRows
+from jax_engine.models.context_parallel import ContextParallel
 from lmmods.core.settings import LoRA
 
 ROWS, LENGTH, VOCAB = 4, 16, 37
@@ -87,7 +87,7 @@ def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
                                                                                   ((), jnp.int32)))
 
     def loss(q, k, v, ids):
-        cut = CutRows.of({"input_ids": ids, "segment_ids": ids}, True, 100)
+        cut = ContextParallel.of({"input_ids": ids, "segment_ids": ids}, True, 100)
         return cut.attend(q, k, v, jnp.float32(1)).astype(jnp.float32).sum()
 
     with jax.set_mesh(ShardedMesh(fsdp=1, sequence=8).mesh):

@@ -1,4 +1,4 @@
-"""Layers of two kinds, with experts and without: their loops, and a network of both against transformers'."""
+"""Layers of two kinds, with experts and without: their stacks, and a network of both against transformers'."""
 
 import jax
 import numpy as np
@@ -6,22 +6,22 @@ import pytest
 import torch
 from hf_reference import labels_of
 
-from jax_engine.models.network import Loop, loops_of
+from jax_engine.models.network import LayerStack, layer_stacks
 
 D, S = False, True
 
 
-@pytest.mark.parametrize(("kinds", "loops"), [
-    ([D, D, D], [Loop(0, (D,), 3)]),
-    ([D, S, S, S], [Loop(0, (D,), 1), Loop(1, (S,), 3)]),
-    ([D, S, D, S, D], [Loop(0, (D, S), 2), Loop(4, (D,), 1)]),
-    ([D, D, S, D, D, S], [Loop(0, (D, D, S), 2)]),
+@pytest.mark.parametrize(("kinds", "stacks"), [
+    ([D, D, D], [LayerStack(0, (D,), 3)]),
+    ([D, S, S, S], [LayerStack(0, (D,), 1), LayerStack(1, (S,), 3)]),
+    ([D, S, D, S, D], [LayerStack(0, (D, S), 2), LayerStack(4, (D,), 1)]),
+    ([D, D, S, D, D, S], [LayerStack(0, (D, D, S), 2)]),
 ])
-def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, loops):
+def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, stacks):
     class Depth:
         experts, num_layers, dense_layers = True, len(kinds), [n for n, routed in enumerate(kinds) if not routed]
 
-    assert loops_of(Depth) == loops
+    assert layer_stacks(Depth) == stacks
 
 
 @pytest.mark.slow
