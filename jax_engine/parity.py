@@ -1,6 +1,5 @@
 """What JAX computes of given rows, for a comparison with torch: logits of the whole network, loss and gradient."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.checkpoint import Checkpointer
 from jax_engine.distributed.tree import Tree, flatten, merge, unflatten
-from jax_engine.evaluation import Evaluation
-from jax_engine.export import Exporter
-from jax_engine.loop import Loop
 from jax_engine.models.network import Network
-from jax_engine.run import Training
 from jax_engine.tasks.base import Task
 from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences, write
-from lmmods.core.signals import Interruption
-from lmmods.evaluation.mmlu import MMLUEvaluator
-from lmmods.evaluation.samples import SampleWriter
-from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.events import Events
-from lmmods.runs.hub_upload import Publisher
-from lmmods.runs.identity import RunIdentity
-from lmmods.runs.progress import Cut
-from lmmods.runs.step_metrics import StepMetrics
 
 
 def measure(task: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
@@ -95,39 +80,3 @@ def _moved(network: Network, trainable: Tree) -> Tree:
             moved = np.stack([moved_adapter(*each) for each in zip(names, layers, strict=True)])
             leaves[path] = moved.reshape(leaf.shape)
     return unflatten(leaves)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training that leaves nothing: each step's figures are watched, and there is no run folder.
-
-class WatchedSteps(StepMetrics):
-    """Hands the figures of each optimiser step to `watch`, which says whether it was the last."""
-
-    def __init__(self, run: Training, watch: Callable[[dict[str, float]], bool]) -> None:
-        super().__init__(run.stopwatch)
-        self._run, self._watch = run, watch
-
-    def add(self, step: int, epoch: float, figures: Callable[[], dict[str, float]],
-            is_done: Callable[[], bool] = lambda: False) -> None:
-        if self._watch(figures()):
-            self._run.should_stop = True
-
-
-def rehearse(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[str, float]], bool]) -> None:
-    """Train until `watch` says that a step was the last, or to the end of the run.
-
-    Args:
-        accumulate: Micro-batches of each rank that make an optimiser step.
-    """
-    run.metrics = WatchedSteps(run, watch)
-    samples, mmlu, publish = SampleWriter(), MMLUEvaluator(), Publisher()
-    evaluation = Evaluation(run, samples, mmlu)
-    if run.schedule.num_val_batches:
-        evaluation.evaluate("val", limit=1, keep=False)
-    run.schedule = run.schedule.without_validation()
-    cut = Cut(run.data.batch_size, accumulate, run.parallel.data_parallel_size)
-    loop = Loop(run, accumulate, Events(None, samples, mmlu, publish, may_stop_early=False), evaluation,
-                Checkpointer(run, cut, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
-                Interruption(saves=False))
-    loop.train(loader, resumed=False)
-    run.bar.close()

@@ -23,7 +23,7 @@ QLORA = {"model__init_args__quantize": "nf4", "model__init_args__lora": {"rank":
 @pytest.fixture
 def stop_anywhere(stop_at, monkeypatch):
     """`stop_at` of both engines."""
-    from jax_engine.loop import Loop
+    from jax_engine.trainer import Loop
 
     left, train_batch = {"batches": 0}, Loop.train_batch
 

@@ -14,7 +14,7 @@ from lmmods.core.throughput import Stopwatch
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.schedule import Schedule
-from lmmods.runs.start import RunSummary, RunEnd, say_engine
+from lmmods.runs.start import RunEnd, RunSummary, say_engine
 from lmmods.runs.step_metrics import StepMetrics
 
 DATA = SimpleNamespace(batch_size=4, report={"splits": {"train": {"rows": 38, "tokens": 380}}}, predict_source=None,

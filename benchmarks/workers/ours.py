@@ -36,7 +36,7 @@ def pace_jax(rounds: Rounds, check: dict) -> None:
     import jax
     import numpy as np
 
-    from jax_engine.loop import Loop
+    from jax_engine.trainer import Loop
 
     begin, train_batch = Loop.train, Loop.train_batch
 

@@ -401,9 +401,9 @@ def free_memory() -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `find` at work within an engine: a recipe is rehearsed, and the learning rate or the needs of a step are measured.
+# `find` at work within an engine: a recipe is run dry, and the learning rate or the needs of a step are measured.
 
-# Of `trainer`, what a rehearsal sets in place of the recipe's value.
+# Of `trainer`, what a dry run sets in place of the recipe's value.
 UNSEEN = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
           "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
           "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
@@ -411,7 +411,7 @@ UNSEEN = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": N
 
 
 class Finder(EngineCLI):
-    """One engine's classes, rehearsing a recipe: nothing is logged, sampled or saved, and no folder is made."""
+    """One engine's classes, running a recipe dry: nothing is logged, sampled or saved, and no folder is made."""
 
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
@@ -462,7 +462,7 @@ class Finder(EngineCLI):
             return over
 
         try:
-            self.trainer.rehearse(model, datamodule, watch)
+            self.trainer.dry_run(model, datamodule, watch)
         except NotFinite:
             test.diverged = True
         finally:
@@ -473,7 +473,7 @@ class Finder(EngineCLI):
         datamodule.longest_first = True
         if datamodule.streaming:  # whose longest rows nobody knows
             datamodule.pad_to_multiple_of = datamodule.max_length
-        on_device = self.trainer.rehearse(model, datamodule, probe.add)
+        on_device = self.trainer.dry_run(model, datamodule, probe.add)
         if not self.trainer.is_global_zero:
             return
         found = {**probe.found(), "memory": (on_device or peak_of_process()) / 2**30,

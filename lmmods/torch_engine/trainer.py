@@ -35,10 +35,10 @@ from lmmods.runs.schedule import Schedule, limited
 from lmmods.runs.start import RunSummary, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
+from lmmods.torch_engine.callbacks.dry_run import DryRun
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
 from lmmods.torch_engine.callbacks.metrics import Metrics, Progress
-from lmmods.torch_engine.callbacks.rehearsal import Rehearsal
 from lmmods.torch_engine.callbacks.run_events import RunEvents, StartReport
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import (
@@ -196,7 +196,7 @@ class Trainer(L.Trainer):
             self.datamodule = datamodule
             model.configure_model()
 
-    def rehearse(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
+    def dry_run(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
         """Train as fit does until `watch`, given the figures of each step, says that it was the last one.
 
         Nothing is written: no run folder is taken or made.
@@ -204,7 +204,7 @@ class Trainer(L.Trainer):
         Returns:
             Most bytes that torch has held on this process's GPU, None without one.
         """
-        self.callbacks = [Rehearsal(watch)]
+        self.callbacks = [DryRun(watch)]
         super().fit(model, datamodule=datamodule)
         on_gpu = self.strategy.root_device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.strategy.root_device) if on_gpu else None

@@ -14,7 +14,7 @@ def short_runs(monkeypatch):
     import jax
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-    from jax_engine.loop import Loop
+    from jax_engine.trainer import Loop
     from lmmods.torch_engine.callbacks.run_events import StartReport
 
     def starts_processes(*_, **__):

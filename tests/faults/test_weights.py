@@ -133,7 +133,7 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
 
         owner, name = TaskModule, "training_step"
     else:
-        from jax_engine.loop import Loop
+        from jax_engine.trainer import Loop
 
         owner, name = Loop, "train_batch"
     whole = getattr(owner, name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from jax_engine.loop import Loop
+from jax_engine.trainer import Loop
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
 from tests.forks import Fork, together, train

@@ -272,8 +272,8 @@ class _CutAttention(torch.autograd.Function):
     """Attention of a process's queries [B, heads, t, size] over the keys and values of all; keeps its own alone."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, rows: ContextParallel, blocks: list[_Block], scale: float
-                ) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, rows: ContextParallel, blocks: list[_Block],
+                scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.blocks, ctx.scale = rows, blocks, scale
         keys, values = _gathered(rows, key, value)

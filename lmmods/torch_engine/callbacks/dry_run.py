@@ -1,4 +1,4 @@
-"""Lightning's call after each step of a rehearsal, which trains and leaves nothing."""
+"""Lightning's call after each step of a dry run, which trains and leaves nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 
-class Rehearsal(L.Callback):
+class DryRun(L.Callback):
     """Hands the figures of each optimiser step to `watch`, which says whether it was the last."""
 
     def __init__(self, watch: Callable[[dict[str, float]], bool]) -> None:
