@@ -32,8 +32,8 @@ class Evaluation:
         num_batches = num_batches if limit in (None, -1) else min(num_batches, limit)
         if not num_batches:
             return {}
-        for group in run.batches(loader, data.eval_batch_size, num_batches):
-            run.task.evaluate(run.steps, run.weights, group)
+        for batch in run.batches(loader, data.eval_batch_size, num_batches):
+            run.task.evaluate(run.steps, run.weights, batch)
         found, files = run.task.eval_results(role, data)
         if keep and run.is_first:
             run.folder.write_files(files)
@@ -44,8 +44,8 @@ class Evaluation:
         run, data = self._run, self._run.data
         with run.stopwatch.paused():
             batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
-            groups = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
-            logits = machines.gather(run.task.choice_logits(run.steps, run.weights, groups))
+            global_batches = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
+            logits = machines.gather(run.task.choice_logits(run.steps, run.weights, global_batches))
         return self.mmlu.score(run.progress.step, logits)
 
     def sample(self) -> None:

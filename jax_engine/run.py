@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.prefetch import Group, Prefetcher
+from jax_engine.distributed.prefetch import GlobalBatch, Prefetcher
 from jax_engine.distributed.steps import Steps, fetch_figures
 from jax_engine.distributed.tree import Tree
 from jax_engine.optim import step_scalars
@@ -62,7 +62,7 @@ class Run:
         return limited(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
 
     def batches(self, loader: Any, batch_size: int, num_batches: int | float,
-                max_length: int | None = None) -> Iterator[Group]:
+                max_length: int | None = None) -> Iterator[GlobalBatch]:
         """At most `num_batches` global micro-batches of a pass over a loader.
 
         Args:
@@ -71,8 +71,8 @@ class Run:
         prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id,
                                 max_length or self.data.max_length)
         with prefetcher:
-            for number, group in enumerate(prefetcher, start=1):
-                yield group
+            for number, batch in enumerate(prefetcher, start=1):
+                yield batch
                 if number == num_batches:
                     return
 

@@ -18,7 +18,7 @@ from jax_engine.checkpoint import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
@@ -161,8 +161,8 @@ class Trainer(JaxTrainerFields):
         num_batches = run.num_batches(loader, "predict")
         outputs: dict[int, Any] = {}
         run.bar.open("predict", num_batches)
-        for group in run.batches(loader, data.eval_batch_size, num_batches):
-            outputs |= run.task.outputs(run.steps, run.weights, group, data, data.run_seed)
+        for batch in run.batches(loader, data.eval_batch_size, num_batches):
+            outputs |= run.task.outputs(run.steps, run.weights, batch, data, data.run_seed)
             run.bar.update()
         run.bar.close()
         outputs = machines.gather(outputs)
@@ -181,8 +181,8 @@ class Trainer(JaxTrainerFields):
         show_data(datamodule, rows, which)
         print()
         self._summary(run).say(datamodule)
-        group = next(iter(run.batches(loader, datamodule.batch_size, 1)))
-        memory = run.steps.memory(run.state, run.weights.frozen, group.batch, run.scalars())
+        batch = next(iter(run.batches(loader, datamodule.batch_size, 1)))
+        memory = run.steps.memory(run.state, run.weights.frozen, batch.arrays, run.scalars())
         parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
         print(f"Memory of a compiled step on each device, for the first batch: {parts}.")
         if recipe:
@@ -382,32 +382,32 @@ class Loop:
                 progress.epoch, progress.batches = progress.epoch + 1, 0
                 loader.load_state_dict(run.data_position)  # of what was read ahead nothing was used
             left = run.schedule.batches_per_epoch - progress.batches
-            for group in self._surveyed(run.batches(loader, run.data.batch_size, left)):
-                self.train_batch(group)
+            for batch in self._surveyed(run.batches(loader, run.data.batch_size, left)):
+                self.train_batch(batch)
                 if run.is_done:
                     break
 
-    def _surveyed(self, groups: Iterator[Group]) -> Iterator[Group]:
-        """The groups; where the loss depends on all rows of a step, these are read before the first is handed out."""
+    def _surveyed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The batches; where the loss depends on all rows of a step, these are read before the first is handed out."""
         run, surveys = self.run, self.run.steps.surveys
         if surveys:
-            again = self._survey(self._groups_of_step())  # none between two steps
+            again = self._survey(self._batches_of_step())  # none between two steps
             if run.num_accumulated:
                 run.accumulation["statistics"] = again["statistics"]
-        while window := list(islice(groups, self._accumulate - run.num_accumulated if surveys else 1)):
+        while window := list(islice(batches, self._accumulate - run.num_accumulated if surveys else 1)):
             if surveys and len(window) > 1 and not run.num_accumulated:
                 run.accumulation = self._survey(window)
             yield from window
 
-    def _survey(self, groups: Iterable[Group]) -> Tree:
-        """A new accumulation with the statistics of these groups."""
+    def _survey(self, batches: Iterable[GlobalBatch]) -> Tree:
+        """A new accumulation with the statistics of these batches."""
         run, accumulation = self.run, self.run.steps.new_accumulation(self.run.state)
-        for group in groups:
-            accumulation = run.steps.survey(run.state, run.weights.frozen, accumulation, group.batch)
+        for batch in batches:
+            accumulation = run.steps.survey(run.state, run.weights.frozen, accumulation, batch.arrays)
         return accumulation
 
-    def _groups_of_step(self) -> Iterator[Group]:
-        """All groups of the step under way, those done and those to come; none where none is under way.
+    def _batches_of_step(self) -> Iterator[GlobalBatch]:
+        """All batches of the step under way, those done and those to come; none where none is under way.
 
         Raises:
             UserError: The data cannot be read twice.
@@ -418,28 +418,28 @@ class Loop:
         batches = run.data.micro_batches(first * ranks, count * ranks)
         return run.batches(batches, run.data.batch_size, count)
 
-    def train_batch(self, group: Group) -> None:
+    def train_batch(self, batch: GlobalBatch) -> None:
         """One micro-batch on each rank, the step that it may complete, and what follows."""
         run, progress = self.run, self.run.progress
         run.metrics.look()
         progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
-        run.data_position = group.position
+        run.data_position = batch.position
         step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
-        self._figures = self._step(group, step_done)
+        self._figures = self._step(batch, step_done)
         progress.step += step_done
         if not run.is_done:
             self.interruption.note_step(progress.step)
         self._checkpointer.check()
         self._perform(self._events.after_batch(self._run_state(step_done)))
 
-    def _step(self, group: Group, completes: bool) -> Any:
+    def _step(self, batch: GlobalBatch, completes: bool) -> Any:
         """Accumulate; where the micro-batch `completes` the step, take it and return its figures."""
         run, steps, frozen = self.run, self.run.steps, self.run.weights.frozen
         if completes and not run.num_accumulated:
-            state, figures = steps.full_step(run.state, frozen, group.batch, run.scalars())
+            state, figures = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
         else:
             accumulation = steps.new_accumulation(run.state) if run.accumulation is None else run.accumulation
-            run.accumulation = steps.accumulate(run.state, frozen, accumulation, group.batch)
+            run.accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
             run.num_accumulated += 1
             if not completes:
                 return None

@@ -23,17 +23,17 @@ _FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED
 
 
 @dataclass
-class Group:
+class GlobalBatch:
     """A global micro-batch: one micro-batch of the loader for each data-parallel rank.
 
     Args:
-        batch: On the devices: [ranks, B, ...] int32 (numbers with a point float32).
+        arrays: On the devices: [ranks, B, ...] int32 (numbers with a point float32).
         host: The part of this process's ranks, in host memory.
         num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
         position: `state_dict()` of the loader after these micro-batches; None where it has none.
     """
 
-    batch: dict[str, Array]
+    arrays: dict[str, Array]
     host: dict[str, np.ndarray]
     num_batches: int
     position: dict[str, Any] | None
@@ -49,7 +49,7 @@ class Prefetcher:
         batch_size: Rows of a micro-batch; smaller ones are filled up.
         max_length: Lengths are rounded up, but not above this; None leaves them as they are. Rows that are cut along
             the sequence are padded until all parts are of one length.
-        ahead: Groups to prepare in advance.
+        ahead: Global batches to prepare in advance.
     """
 
     def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int,
@@ -67,7 +67,7 @@ class Prefetcher:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[GlobalBatch]:
         self._thread.start()
         try:
             while (item := self._ready.get()) is not None:
@@ -78,7 +78,7 @@ class Prefetcher:
             self.close()
 
     def close(self) -> None:
-        """End the thread; groups that were not consumed are dropped."""
+        """End the thread; batches that were not consumed are dropped."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():
@@ -89,8 +89,8 @@ class Prefetcher:
 
     def _produce(self) -> None:
         try:
-            for host, num_batches, position in self._groups():
-                if not self._put(Group(self._parallel.put_batch(host), host, num_batches, position)):
+            for host, num_batches, position in self._global_batches():
+                if not self._put(GlobalBatch(self._parallel.put_batch(host), host, num_batches, position)):
                     return
             self._put(None)
         except BaseException as error:
@@ -106,7 +106,7 @@ class Prefetcher:
                 continue
         return False
 
-    def _groups(self) -> Iterator[tuple[dict[str, np.ndarray], int, dict[str, Any] | None]]:
+    def _global_batches(self) -> Iterator[tuple[dict[str, np.ndarray], int, dict[str, Any] | None]]:
         group: list[dict[str, np.ndarray] | Absent] = []
         for batch in self._loader:
             group.append(batch if isinstance(batch, Absent)

@@ -13,7 +13,7 @@ from jax import Array
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import LossSums
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps, Survey
 from jax_engine.distributed.tree import Tree, flatten, merge, split
 from jax_engine.models import hub
@@ -111,9 +111,9 @@ class Task(TaskFields, ABC):
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
-        """Take up a group of evaluation batches; nothing waits for the device."""
-        self._sums.append(steps.eval_step(weights.trainable, weights.frozen, group.batch))
+    def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
+        """Take up a global batch of evaluation; nothing waits for the device."""
+        self._sums.append(steps.eval_step(weights.trainable, weights.frozen, batch.arrays))
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """Metrics of the evaluation (`val` or `test`) that ends, and JSON files it leaves; the sums start anew."""
@@ -123,8 +123,8 @@ class Task(TaskFields, ABC):
         return {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}, {}
 
     @abstractmethod
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
-        """Outputs of predict for a group of batches, by the index of their rows."""
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+        """Outputs of predict for a global batch, by the index of their rows."""
 
     # Export ----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, token_loss
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.experts import Load
@@ -60,25 +60,25 @@ class CausalTask(CausalFields, Task):
         hidden = jnp.take_along_axis(self.network.hidden(params, rows), last[:, None, None], axis=1)[:, 0]
         return self.network.logits(params, hidden)[:, self.choice_ids]
 
-    def choice_logits(self, steps: Steps, weights: Weights, groups: Iterable[Group]) -> dict[int, np.ndarray]:
+    def choice_logits(self, steps: Steps, weights: Weights, batches: Iterable[GlobalBatch]) -> dict[int, np.ndarray]:
         """Logits [K] of `choice_ids` by the index of this process's rows; the device waits for nothing in between."""
-        asked = [(group.host["index"], steps.predict_step(weights.trainable, weights.frozen, group.batch))
-                 for group in groups]
+        asked = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
+                 for batch in batches]
         found = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in asked)
         return {index: row for indices, rows in found
                 for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
 
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
         found = {}
-        for rank in range(len(group.host["index"])):
-            batch = {name: part[rank] for name, part in group.host.items()}
-            rows = np.flatnonzero(batch["index"] >= 0)
-            prompts = [batch["input_ids"][row][batch["attention_mask"][row] > 0].tolist() for row in rows]
+        for rank in range(len(batch.host["index"])):
+            local = {name: part[rank] for name, part in batch.host.items()}
+            rows = np.flatnonzero(local["index"] >= 0)
+            prompts = [local["input_ids"][row][local["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:
                 continue
             answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.stop_token_ids,
-                               datamodule.tokenizer.pad_token_id, seed, batch["index"][rows].tolist())
-            own = {name: batch[name][rows] for name in ("input_ids", "index")}
+                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist())
+            own = {name: local[name][rows] for name in ("input_ids", "index")}
             found |= datamodule.outputs_by_index(own, answers)
         return found
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from jax_engine.distributed.loss import LossSums, token_loss
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
@@ -31,12 +31,12 @@ class MLM(MLMFields, Task):
         probabilities, tokens = jax.lax.top_k(jax.nn.softmax(logits, -1), min(self.top_k, logits.shape[-1]))
         return tokens, probabilities
 
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
-        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
         outputs = {}
-        for rank in range(len(group.host["index"])):
-            batch = {name: part[rank] for name, part in group.host.items()}
-            gaps = batch["input_ids"] == datamodule.tokenizer.mask_token_id
-            own = {name: batch[name] for name in ("input_ids", "index")}
+        for rank in range(len(batch.host["index"])):
+            rows = {name: part[rank] for name, part in batch.host.items()}
+            gaps = rows["input_ids"] == datamodule.tokenizer.mask_token_id
+            own = {name: rows[name] for name in ("input_ids", "index")}
             outputs |= datamodule.outputs_by_index(own, tuple(np.asarray(part[rank])[gaps] for part in found))
         return outputs

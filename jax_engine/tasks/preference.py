@@ -12,7 +12,7 @@ from jax import Array
 
 from jax_engine.distributed.devices import gather, on_first
 from jax_engine.distributed.loss import LossSums, shift_labels, token_log_probs
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree, flatten, split, unflatten
 from jax_engine.models.building import build_network
@@ -54,8 +54,8 @@ def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Log-probabilities [rows, answers] of a set."""
     data, steps = run.data, run.steps
     batch_size = data.eval_batch_size
-    found = [(group.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, group.batch)["logps"])
-             for group in run.batches(data.reference_loader(role), batch_size, math.inf)]
+    found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays)["logps"])
+             for batch in run.batches(data.reference_loader(role), batch_size, math.inf)]
     parts = {(number, rank): (index[place], values[place]) for number, (index, rows) in enumerate(found)
              for values in [steps.fetch_rows(rows)] for place, rank in enumerate(steps.local_ranks)}
     logps = np.zeros(shape, np.float32)
@@ -137,7 +137,7 @@ class Preference(PreferenceFields, CausalTask):
         if self._loss.method.has_baseline:
             self.survey, self.statistic_names = self._divergence, (BASELINE,)
         self._reference: Reference | None = None
-        # Of the evaluation under way, for each group: how to fetch, what is known on the host, what is computed.
+        # Of the evaluation under way, for each global batch: how to fetch, what is known on the host, what is computed.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
     def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
@@ -230,10 +230,10 @@ class Preference(PreferenceFields, CausalTask):
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
-        _check(group.host, 4)
-        found = steps.predict_step(weights.trainable, weights.frozen, group.batch)
-        self._evaluated.append((steps, self._facts(group.host), found))
+    def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
+        _check(batch.host, 4)
+        found = steps.predict_step(weights.trainable, weights.frozen, batch.arrays)
+        self._evaluated.append((steps, self._facts(batch.host), found))
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """Loss and metrics over all processes; the baseline is the whole set's, so no cut of it changes anything."""

@@ -10,7 +10,7 @@ from jax import Array
 
 from jax_engine.distributed.devices import gather
 from jax_engine.distributed.loss import IGNORED, LossSums, span_loss
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
@@ -46,11 +46,11 @@ class QA(QAFields, Task):
             logits, scored)
         return {"logits": logits, "loss": losses.astype(jnp.float32)}
 
-    def evaluate(self, steps: Steps, weights: Weights, group: Group) -> None:
-        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
-        scored = (group.host["index"] >= 0) & (group.host["start_positions"] != IGNORED)
-        self._losses |= dict(zip(group.host["index"][scored].tolist(), found["loss"][scored].tolist()))
-        self._logits |= _by_window(group, found["logits"])
+    def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
+        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
+        scored = (batch.host["index"] >= 0) & (batch.host["start_positions"] != IGNORED)
+        self._losses |= dict(zip(batch.host["index"][scored].tolist(), found["loss"][scored].tolist()))
+        self._logits |= _by_window(batch, found["logits"])
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """Loss, exact match and F1 over all processes, and the answers' files."""
@@ -60,17 +60,17 @@ class QA(QAFields, Task):
         found = datamodule.answer(role, logits)
         return {"loss": loss, **found.scores}, found.files
 
-    def outputs(self, steps: Steps, weights: Weights, group: Group, datamodule: Any, seed: int) -> dict[int, Any]:
-        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, group.batch))
-        return _by_window(group, found["logits"])
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
+        return _by_window(batch, found["logits"])
 
 
-def _by_window(group: Group, logits: Any) -> dict[int, tuple]:
-    """Start and end logits [T] of each window of a group, by its index; T ends with the window's last token."""
+def _by_window(batch: GlobalBatch, logits: Any) -> dict[int, tuple]:
+    """Start and end logits [T] of each window of a global batch, by its index; T ends with the window's last token."""
     found = {}
-    for rank, indices in enumerate(group.host["index"].tolist()):
+    for rank, indices in enumerate(batch.host["index"].tolist()):
         for row, index in enumerate(indices):
             if index >= 0:
-                end = np.flatnonzero(group.host["attention_mask"][rank, row])[-1] + 1
+                end = np.flatnonzero(batch.host["attention_mask"][rank, row])[-1] + 1
                 found[index] = (logits[rank, row, :end, 0], logits[rank, row, :end, 1])
     return found

@@ -18,7 +18,7 @@ from jax_engine.checkpoint import pack_accumulation, unpack_accumulation
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.prefetch import Group
+from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
 from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.models.building import build_network
@@ -327,7 +327,7 @@ def evaluated(task, trainable, frozen, batches):
     steps, weights = steps_of(task, trainable, one), Weights(one, one.put_state(trainable), one.put_state(frozen))
     for batch in batches:
         host = {name: x[None] for name, x in batch.items()}
-        task.evaluate(steps, weights, Group(one.put_batch(host), host, 1, None))
+        task.evaluate(steps, weights, GlobalBatch(one.put_batch(host), host, 1, None))
     return task.eval_results("val", None)[0]
 
 

@@ -63,9 +63,9 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
     for number, group in enumerate(prefetcher, start=1):
         scalars = parallel.put_scalars(step_scalars(SETTINGS, len(losses), num_steps))
         if groups == 1:
-            state, figures = steps.full_step(state, {}, group.batch, scalars)
+            state, figures = steps.full_step(state, {}, group.arrays, scalars)
         else:
-            accumulation = steps.accumulate(state, {}, accumulation or steps.new_accumulation(state), group.batch)
+            accumulation = steps.accumulate(state, {}, accumulation or steps.new_accumulation(state), group.arrays)
             if number % groups:
                 continue
             (state, figures), accumulation = steps.update(state, accumulation, scalars), None

@@ -79,7 +79,7 @@ def test_every_rank_gets_the_next_micro_batch(parallel):
             rows, width = batch["input_ids"].shape
             for name, x in batch.items():
                 assert np.array_equal(group.host[name][rank, :rows, :width], x), name
-        for name, x in group.batch.items():
+        for name, x in group.arrays.items():
             assert x.dtype == np.int32 and np.array_equal(parallel.fetch_rows(x), group.host[name]), name
 
 
