@@ -37,8 +37,8 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
 
 
 LONG = {"benchmarks/test_bench.py", "faults/test_mutations.py", "jax_engine/test_parallel.py",
-        "jax_engine/test_trainer.py", "test_engines_agree.py", "test_recipes_agree.py", "test_resume.py",
-        "test_startup.py"}
+        "jax_engine/test_trainer.py", "engines/test_engines_agree.py", "commands/test_recipes_agree.py",
+        "runs/test_resume.py", "commands/test_startup.py"}
 frozen = {"objects": 0}  # when the tests begin
 looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
 

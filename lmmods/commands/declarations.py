@@ -1,7 +1,7 @@
 """What the command line must know before libraries are imported: keys, types, defaults, documentation and class names.
 
 The fields are declared where the engines take them from. Here are the keys of Lightning's trainer, and stand-ins that
-bear the names of tasks and data modules. tests/test_early_check.py holds all of it equal to the real classes.
+bear the names of tasks and data modules. tests/commands/test_early_check.py holds all of it equal to the real classes.
 """
 
 from dataclasses import dataclass

@@ -386,7 +386,7 @@ def _shown(value: Any) -> str:
 # Which keys of a recipe may change when a run is resumed: `REPORTED`, `NOT_COMPARED` and, where a step keeps its rows,
 # `CUT`; all others are refused.
 #
-# tests/test_identity.py holds the lists in the documentation against these, and that each key is in exactly one.
+# tests/runs/test_identity.py holds the lists in the documentation against these, and that each key is in exactly one.
 
 _TRAINER = """accelerator devices num_nodes strategy precision plugins deterministic benchmark inference_mode profiler
     max_epochs min_epochs max_steps min_steps max_time fast_dev_run barebones gradient_clip_val gradient_clip_algorithm

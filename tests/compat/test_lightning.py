@@ -1,4 +1,4 @@
-"""What lmmods/torch_engine/compat/lightning.py needs of Lightning. The state of its loops: tests/test_progress.py."""
+"""What lmmods/torch_engine/compat/lightning.py needs of Lightning. Its loops' state: tests/runs/test_progress.py."""
 
 import inspect
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lmmods.cli import main
 from lmmods.core.adapters import SETTINGS, WEIGHTS, adapter_config
 from lmmods.core.errors import UserError
-from tests.test_evaluate import task_folder  # noqa: F401 - a fixture
+from tests.commands.test_evaluate import task_folder  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.timeout(60)  # what would wait for a pipe fails here
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])

@@ -25,7 +25,7 @@ from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder, checkpoint_name
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
-from tests.runs import assert_same_checkpoint
+from tests.finished_runs import assert_same_checkpoint
 
 OPTIMIZERS = get_args(OptimizerName)
 

@@ -9,8 +9,8 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.finished_runs import assert_same_run
 from tests.forks import Fork
-from tests.runs import assert_same_run
 
 # A moment is a call and what its arguments look like: the process is killed right before it, or right after.
 MOMENTS = {

@@ -19,8 +19,8 @@ from lmmods.cli import main
 from lmmods.runs.checkpoint_io import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from tests.faults.test_kills import killed_run
+from tests.finished_runs import TIMED, rows
 from tests.forks import Fork, environments, train
-from tests.runs import TIMED, rows
 
 
 @pytest.mark.slow

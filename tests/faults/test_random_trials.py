@@ -19,9 +19,9 @@ from lmmods.cli import main
 from lmmods.core.preference_losses import METHODS
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.finished_runs import TIMED, rows
 from tests.jax_engine.hf_reference import AUTO, FAMILIES
 from tests.jax_engine.tested import CAUSAL, ENCODERS
-from tests.runs import TIMED, rows
 
 NUMBER = int(os.environ.get("LMMODS_TRIALS", "24"))
 QUICK = 2

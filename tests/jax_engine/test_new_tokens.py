@@ -23,7 +23,7 @@ from lmmods.runs.checkpoint_io import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.loading import resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
-from tests.runs import TIMED, assert_same_run, rows
+from tests.finished_runs import TIMED, assert_same_run, rows
 
 TOKENS = [36, 5, 30]  # in no order, and in the batch
 

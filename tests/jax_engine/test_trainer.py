@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from jax_engine.trainer import Loop
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.finished_runs import TIMED, assert_same_run, rows
 from tests.forks import Fork, together, train
-from tests.runs import TIMED, assert_same_run, rows
 
 ROOT = Path(__file__).parent.parent.parent
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}

@@ -24,7 +24,7 @@ from lmmods.torch_engine.nn.loss import token_log_probs
 from lmmods.torch_engine.nn.reference import Reference
 from lmmods.torch_engine.tasks.preference import Preference
 from tests.closeness import Float64, assert_as_close, in_both
-from tests.runs import assert_same_run, rows
+from tests.finished_runs import assert_same_run, rows
 
 ALONE = SimpleNamespace(  # what a step asks of a trainer
     precision_plugin=SimpleNamespace(forward_context=nullcontext),

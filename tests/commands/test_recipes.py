@@ -1,0 +1,148 @@
+"""The recipes for real models: what they say, their published batch, and two steps of each on stand-ins for the hub.
+
+The stand-in models are tiny and random; `datasets.load_dataset` answers with a few rows in the layout of the real set.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+
+from lmmods.cli import main
+from tests.data.conftest import CORPUS
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import CONTEXT
+from tests.torch_engine.test_architectures import DECODERS, ENCODERS, make_folder
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
+ROWS_PER_STEP = {  # as published, or as the program they follow has it
+    "clm_gpt2_wikitext2": 8, "clm_gpt2_scratch": 64, "pretrain_qwen2.5_lora": 64, "pretrain_llama3.2_qlora": 64,
+    "mlm_roberta_wikitext2": 8, "qa_bert_squad": 12, "qa_bert_squad_v2": 12, "sft_guanaco_7b": 16,
+    "sft_guanaco_33b": 16, "sft_alpaca_7b": 16,
+    "preference_zephyr_7b": 32, "preference_orpo_mistral_7b": 32, "preference_kto_qwen2.5_7b": 32}
+LINES = [{"text": line} for line in [*CORPUS, ""] * 8]
+QUESTIONS = [{"id": str(n), "title": "sums", "question": "what is the sum?", "context": CONTEXT,
+              "answers": {"text": [CONTEXT[:5]], "answer_start": [0]}} for n in range(24)]
+UNANSWERED = {"id": "none", "title": "sums", "question": "who?", "context": CONTEXT,
+              "answers": {"text": [], "answer_start": []}}
+ASKED = [[{"role": "user", "content": f"Add {n} and 1."}] for n in range(8)]
+SAID = [[{"role": "assistant", "content": text}] for text in ("The sum.", "No.")]
+HUB = {  # repository -> (configurations, splits, rows)
+    "Salesforce/wikitext": ({"wikitext-2-raw-v1", "wikitext-103-raw-v1"}, {"train", "validation", "test"}, LINES),
+    "rajpurkar/squad": ({None}, {"train", "validation"}, QUESTIONS),
+    "rajpurkar/squad_v2": ({None}, {"train", "validation"}, [*QUESTIONS, UNANSWERED]),
+    "timdettmers/openassistant-guanaco": ({None}, {"train", "test"}, [
+        {"text": f"### Human: Add {n} and 1.### Assistant: {n + 1}" + " of course" * (n % 300)} for n in range(40)]),
+    "tatsu-lab/alpaca": ({None}, {"train"}, [
+        {"instruction": f"Add {n} and 1.", "input": "", "output": str(n + 1), "text": "the whole prompt"}
+        for n in range(1100)]),
+    "HuggingFaceH4/ultrafeedback_binarized": ({None}, {"train_prefs", "test_prefs"}, [
+        {"prompt": asked[0]["content"], "messages": asked + SAID[0], "chosen": asked + SAID[0],
+         "rejected": asked + SAID[1], "score_chosen": 8.0, "score_rejected": 3.0} for asked in ASKED]),
+    "trl-lib/kto-mix-14k": ({None}, {"train", "test"}, [
+        {"prompt": asked, "completion": SAID[n % 2], "label": n % 2 == 0} for n, asked in enumerate(ASKED)]),
+}
+
+
+def head(path: Path) -> str:
+    return re.match(r"(?:#.*\n)+", path.read_text()).group()
+
+
+def test_every_recipe_is_listed_here():
+    assert set(RECIPES) == set(ROWS_PER_STEP)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_says_what_it_needs_and_what_to_expect(name):
+    said = " ".join(head(RECIPES[name]).replace("#", " ").split())
+    assert f"python train.py fit --config configs/recipes/{name}.yaml" in said
+    assert re.search(r"Hardware: GPU with \d+ GB", said) and re.search(r"Time: .*\(estimate", said)
+    assert "Published" in said or "no figure is published" in said.lower()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_batch_of_a_step(name):
+    content = yaml.safe_load(RECIPES[name].read_text())
+    trainer, data = content["trainer"], content["data"]["init_args"]
+    assert trainer["devices"] == 1
+    assert data["batch_size"] * trainer.get("accumulate_grad_batches", 1) == ROWS_PER_STEP[name]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
+    """Hub id -> folder of a tiny model of that kind."""
+    root, longer = tmp_path_factory.mktemp("hub"), {"max_position_embeddings": 1024}
+    decoders = {"gpt2": {**DECODERS["gpt2"], "n_positions": 1024}, "llama": {**DECODERS["llama"], **longer},
+                "qwen2": {**DECODERS["qwen2"], **longer}}
+    made = {name: make_folder(root, name, fields, tokenizer_folder, "AutoModelForCausalLM")
+            for name, fields in decoders.items()}
+    for name, positions in (("bert", 512), ("roberta", 514)):
+        fields = {**ENCODERS[name], "max_position_embeddings": positions}
+        made[name] = make_folder(root, name, fields, bert_folder, "AutoModelForMaskedLM")
+    return {"openai-community/gpt2": made["gpt2"], "Qwen/Qwen2.5-0.5B": made["qwen2"],
+            "google-bert/bert-base-uncased": made["bert"], "FacebookAI/roberta-base": made["roberta"],
+            "Qwen/Qwen2.5-7B-Instruct": made["qwen2"],
+            **dict.fromkeys(("meta-llama/Llama-3.2-1B", "huggyllama/llama-7b", "huggyllama/llama-30b",
+                             "mistralai/Mistral-7B-v0.1", "alignment-handbook/zephyr-7b-sft-full"), made["llama"])}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub of data sets that knows the real configurations and splits, and a folder my_texts."""
+    def load_dataset(repository, name, *, split, **_):
+        names, splits, rows = HUB[repository]
+        assert name in names and split in splits, f"{repository}: no {name} / {split}"
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_texts").mkdir()
+    for n, line in enumerate(CORPUS * 4):
+        (tmp_path / "my_texts" / f"{n}.txt").write_text(line * 40)
+
+
+def test_the_set_can_be_changed_on_the_command_line(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    said = " ".join(head(RECIPES["clm_gpt2_scratch"]).replace("#", " ").split())
+    options = re.search(r"--data\.source\.name.*", said).group().split()
+    assert main(["fit", "--config", str(RECIPES["clm_gpt2_scratch"]), *options, "--print_config"]) == 0
+    data = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    assert data["source"]["name"] == data["val_source"]["name"] == "wikitext-2-raw-v1"
+    assert data["source"]["path"] == "Salesforce/wikitext" and data["val_source"]["split"] == "validation"
+
+
+def stand_ins(content: dict, models: dict[str, str]) -> dict:
+    """The recipe with its hub models replaced; everything else stays."""
+    for options in (content["model"]["init_args"], content["data"]["init_args"]):
+        for key in ("pretrained", "config", "tokenizer"):
+            if key in options:
+                options[key] = models[options[key]]
+    return content
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps_on_stand_ins(name, hub, models, tmp_path):
+    content = stand_ins(yaml.safe_load(RECIPES[name].read_text()), models)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert main(["fit", "--config", str(path), "--trainer.max_steps", "2", "--trainer.limit_val_batches", "1",
+                 "--trainer.num_sanity_val_steps", "0", "--trainer.accelerator", "cpu",
+                 "--trainer.log_every_n_steps", "1", "--trainer.accumulate_grad_batches", "1", "--data.batch_size", "2",
+                 "--data.eval_batch_size", "2"]) == 0
+    run = tmp_path / "runs" / name
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["trainer/global_step"] == 2 and metrics["train/grad_norm"] > 0
+    assert content.get("checkpoint", {}).get("monitor", "val/loss") in metrics
+    weights = "adapter_model" if "lora" in content["model"]["init_args"] else "model"
+    assert (run / "model" / f"{weights}.safetensors").exists() and (run / "completed").exists()
+    report = json.loads((run / "data_report.json").read_text())
+    assert all(split["length"]["max"] <= content["data"]["init_args"]["max_length"]
+               for split in report["splits"].values())
+    if name.startswith("sft_guanaco"):  # rows are scored in full, their begin token apart
+        source = next(iter(report["sources"].values()))
+        assert source["tokens"] - source["labelled_tokens"] == source["rows_kept"]

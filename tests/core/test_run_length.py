@@ -1,0 +1,66 @@
+"""Lengths of runs: whole epochs, fractions of them and steps, the same on both engines."""
+
+import csv
+import json
+
+import pytest
+
+from lmmods.cli import main
+from lmmods.core.errors import UserError
+from lmmods.core.trainer_fields import check_length, num_steps
+from lmmods.runs.folder import RunFolder
+from tests.finished_runs import assert_same_checkpoint
+
+
+@pytest.mark.parametrize(("max_epochs", "max_steps", "steps"), [
+    (1, -1, 4), (2, -1, 8), (2.0, -1, 8), (1.5, -1, 6), (0.1, -1, 1), (1.01, -1, 5), (1.99, -1, 8), (None, 9, 9),
+    (-1, 9, 9), (3, 9, 9), (1.5, 9, 6), (0, -1, 0),
+])
+def test_ten_batches_in_windows_of_three(max_epochs, max_steps, steps):
+    assert num_steps(10, 3, max_epochs, max_steps) == steps
+
+
+def test_a_fraction_is_what_is_written():
+    """1.1 and its kin are a little more as binary numbers."""
+    for tenths in range(1, 100):
+        assert num_steps(100, 1, tenths / 10, -1) == 10 * tenths
+
+
+@pytest.mark.parametrize("max_epochs", [-2, -0.5, float("nan"), float("inf")])
+def test_no_number_of_epochs(max_epochs):
+    with pytest.raises(UserError, match="trainer.max_epochs is"):
+        check_length(max_epochs, 10)
+
+
+# 32 rows: 8 micro-batches and 3 steps an epoch; half an epoch reaches into the second step, micro-batches 4 to 6.
+FRACTION = {"trainer__max_epochs": 1.5, "trainer__max_steps": -1, "trainer__accumulate_grad_batches": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_one_and_a_half_epochs(recipe, tmp_path, engine):
+    assert main(["fit", *recipe(**FRACTION, engine=engine, model__init_args__optimizer={
+        "lr": 0.01, "schedule": "linear"})]) == 0
+    folder = RunFolder(tmp_path / "run")
+    with open(folder.metrics_csv, newline="") as file:
+        rows = list(csv.DictReader(file))
+    lr = [float(row["train/lr"]) for row in rows if row["train/lr"]]
+    assert lr == pytest.approx([0.01 * (1 - step / 5) for step in range(5)])
+    assert [float(row["train/epoch"]) for row in rows if row["train/epoch"]] == [0.375, 0.75, 1.0, 1.375, 1.75]
+    assert rows[-1]["step"] == "5" and rows[-1]["val/loss"]  # of the final model
+    assert folder.names()[-1] == "step=5" and folder.completed.exists()
+    assert json.loads(folder.metrics_json.read_text())["trainer/global_step"] == 5
+
+
+@pytest.mark.slow
+def test_interrupted_in_the_last_fraction(recipe, tmp_path, stop_at):
+    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
+    assert main(["fit", *recipe(**FRACTION, trainer__default_root_dir=str(straight.root))]) == 0
+    arguments = recipe(**FRACTION, trainer__default_root_dir=str(broken.root))
+    for batch in (10, 3):  # then after two batches more, inside a window
+        stop_at(batch)
+        assert main(["fit", *arguments, *(["--ckpt_path", "last"] if broken.names() else [])]) == 130
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_checkpoint(straight, broken)
+    assert json.loads(broken.metrics_json.read_text())["trainer/global_step"] == 5

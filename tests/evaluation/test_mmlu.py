@@ -1,0 +1,520 @@
+"""MMLU while training: the letters' tokens, the answers against a bare loop, that training does not feel it.
+
+Everything is tiny and offline; the marked tests start several processes or compile much.
+"""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from lmmods.cli import main
+from lmmods.core.errors import UserError
+from lmmods.core.text_metrics import choice_scores
+from lmmods.data.encode.encoder import TextEncoder
+from lmmods.data.sft import SFTData
+from lmmods.evaluation.mmlu import MMLUEvaluator, choice_tokens
+from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.callbacks import evaluation as torch_side
+from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_qa import squad
+from tests.evaluation.test_samples import plain  # noqa: F401 - a fixture
+from tests.finished_runs import assert_same_checkpoint, seconds_of_steps
+from tests.forks import together
+
+ROOT = Path(__file__).parents[2]
+LORA = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 4, "alpha": 16}}
+ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
+SLOW_ON_JAX = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+UNEVEN = [2, 7, 14]  # questions of each subject
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    """23 questions of unequal length and with several ends, in three subjects of unequal size, with five letters."""
+    drawn = random.Random(3)
+    return [{"subject": subject, "input": f"Count {'one ' * drawn.randint(1, 30)}or {place}.\n"
+             + "".join(f"{letter}. {drawn.randint(1, 99)}\n" for letter in "ABCDE")
+             + drawn.choice(["Answer:", "I say", "So?", "It is (", "\n", "Response:\n0"]),
+             "output": drawn.choice("ABCDE")}
+            for subject, count in zip(("adding", "counting", "naming"), UNEVEN) for place in range(count)]
+
+
+@pytest.fixture
+def questions(tmp_path, rows) -> str:
+    return write(tmp_path / "questions.jsonl", rows)
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[dict[int, np.ndarray]]:
+    """Logits of each letter at each round of questions, by the row's number."""
+    found: list[dict[int, np.ndarray]] = []
+    score = MMLUEvaluator.score
+
+    def noted(self, step, logits):
+        found.append({row: logits[row][self._columns[row]] for row in sorted(logits)})
+        return score(self, step, logits)
+
+    monkeypatch.setattr(MMLUEvaluator, "score", noted)
+    return found
+
+
+def logged(folder: RunFolder) -> list[dict[str, float]]:
+    with open(folder.metrics_csv, newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value and key != "train/tokens_per_second"}
+                for row in csv.DictReader(file)]
+
+
+def final(folder: RunFolder) -> dict[str, float]:
+    found = json.loads(folder.metrics_json.read_text())
+    return {name: value for name, value in found.items() if name.startswith("mmlu/")}
+
+
+def asked_at(folder: RunFolder) -> list[int]:
+    return [row["step"] for row in logged(folder) if "mmlu/eval/accuracy" in row]
+
+
+# The letters' tokens -------------------------------------------------------------------------------------------------
+
+
+def metaspace(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTrainedTokenizerFast:
+    """A tokenizer that puts ▁ before each text, as Llama's does."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", ":", *letters, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [
+    ("Answer:", "Ġ{}"), ("Answer", "Ġ{}"), ("Answer:\n", "{}"), ("(", "Ġ{}"), ("Answer:\n\n", "{}"),
+])
+def test_a_letter_is_the_token_that_follows_the_prompt(prompt, expected):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
+    found = choice_tokens(tokenizer, TextEncoder(tokenizer), prompt, "ABCD")
+    assert tokenizer.convert_ids_to_tokens(found) == [expected.format(letter) for letter in "ABCD"]
+    space = " " if "Ġ" in expected else ""
+    for letter, token in zip("ABCD", found):
+        assert tokenizer.encode(prompt + space + letter, add_special_tokens=False)[-1] == token
+
+
+@pytest.mark.parametrize(("merges", "expected"), [
+    ([("▁", letter) for letter in "ABCD"], "▁{}"), ([], "{}"), ([("▁", "A")], "{}"),
+], ids=["a space in the token", "a space alone", "a space in one token only"])
+def test_all_letters_are_taken_in_the_same_way(merges, expected):
+    tokenizer = metaspace(merges)
+    found = choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
+    assert tokenizer.convert_ids_to_tokens(found) == [expected.format(letter) for letter in "ABCD"]
+
+
+@pytest.mark.parametrize(("letters", "merges"), [("AB", []), ("ABCD", [(":", "A"), ("▁", "A")])],
+                         ids=["unknown letters", "a letter that grows into the prompt"])
+def test_letters_without_a_token_of_their_own_are_refused(letters, merges):
+    tokenizer = metaspace(merges, letters)
+    with pytest.raises(UserError, match="does not make one token of each of the letters A, B, C, D"):
+        choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
+
+
+# Questions -----------------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """What the evaluator asks of a task."""
+
+    auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, room: int | None = None):
+        self.room = room
+
+    def max_positions(self) -> int | None:
+        return self.room
+
+
+@pytest.fixture
+def data(llama_folder, instructions) -> SFTData:
+    module = SFTData(str(instructions), batch_size=4)
+    module.connect(pretrained=str(llama_folder))
+    return module
+
+
+def prepared(data, source: str, room: int | None = None, **settings) -> MMLUEvaluator:
+    found = MMLUEvaluator(source, **settings)
+    found.prepare(data, Model(room))
+    return found
+
+
+def test_a_prompt_is_the_row_as_it_stands(data, rows, questions):
+    found = prepared(data, questions)
+    assert [ids.tolist() for ids in found.prompt_ids] == [data.tokenizer.encode(row["input"]) for row in rows]
+    assert ["ABCDE"[answer] for answer in found._answers] == [row["output"] for row in rows]
+    batches = list(found.batches(data, 0, 1))
+    assert sorted(index for batch in batches for index in batch["index"].tolist()) == list(range(len(rows)))
+    shares = [list(found.batches(data, rank, 4)) for rank in range(4)]
+    assert {len(share) for share in shares} == {2}  # each process as often: sharded forwards wait for each other
+    dealt = [index for share in shares for batch in share for index in batch["index"].tolist() if index >= 0]
+    assert sorted(dealt) == list(range(len(rows)))
+
+
+def test_a_space_at_the_end_belongs_to_the_answer(tmp_path, data, rows):
+    plain_rows, spaced = prepared(data, write(tmp_path / "plain.jsonl", rows)), prepared(
+        data, write(tmp_path / "spaced.jsonl", [{**row, "input": row["input"] + " "} for row in rows]))
+    assert [ids.tolist() for ids in plain_rows.prompt_ids] == [ids.tolist() for ids in spaced.prompt_ids]
+
+
+def test_prompts_that_end_differently_have_letters_of_their_own(tmp_path, data):
+    data._tokenizer.loaded.tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
+    rows = [{"input": f"Choose.{end}", "output": letter} for end in ("\nAnswer:", "\n") for letter in "ABC"]
+    found = prepared(data, write(tmp_path / "rows.jsonl", rows))
+    names = data.tokenizer.convert_ids_to_tokens(found.choice_ids.tolist())
+    assert [[names[column] for column in row] for row in found._columns] == [["ĠA", "ĠB", "ĠC"]] * 3 + [list("ABC")] * 3
+
+
+def test_a_long_prompt_loses_its_beginning_and_that_is_said(data, rows, questions, capsys):
+    whole = [data.tokenizer.encode(row["input"]) for row in rows]
+    room = sorted(len(ids) for ids in whole)[10]
+    for settings in ({"max_length": room}, {"room": room}):
+        found = prepared(data, questions, **settings)
+        assert [ids.tolist() for ids in found.prompt_ids] == [
+            ids if len(ids) <= room else [1, *ids[1 - room:]] for ids in whole]
+        cut = sum(len(ids) > room for ids in whole)
+        assert capsys.readouterr().out.count(f"{cut} of 23 prompts have more than {room} tokens") == 1
+
+
+def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
+    found = prepared(data, questions, limit=5)
+    assert [ids.tolist() for ids in found.prompt_ids] == [
+        data.tokenizer.encode(rows[place]["input"]) for place in (0, 4, 9, 13, 18)]
+    assert len(found._columns[0]) == 5  # the letters are those of all rows
+    assert len(prepared(data, questions, limit=99).prompt_ids) == 23
+
+
+def test_several_files_and_mapped_columns(tmp_path, data, rows):
+    from lmmods.data.sources.source import Source
+
+    first = write(tmp_path / "first.jsonl", rows[:3])
+    second = write(tmp_path / "second.jsonl", [{"question": row["input"], "right": row["output"]} for row in rows[3:]])
+    found = prepared(data, [first, Source(second, columns={"question": "input", "right": "output"}, limit=4)])
+    assert len(found.prompt_ids) == 7 and found._subjects == ["adding"] * 2 + ["counting"] + ["all"] * 4
+
+
+def test_without_subjects_there_is_one_accuracy(tmp_path, data):
+    found = prepared(data, write(tmp_path / "rows.jsonl", [{"input": "Q:", "output": letter} for letter in "AJ"]))
+    scores = found.score(3, {row: np.arange(10.0) for row in range(2)})
+    expected = np.log(np.exp(np.arange(10)).sum()) - 4.5
+    assert scores == pytest.approx({"mmlu/eval/accuracy": 0.5, "mmlu/eval/mean_subject_accuracy": 0.5,
+                                    "mmlu/eval/loss": expected})
+    assert found.latest_step == 3
+
+
+def test_scores_by_hand():
+    logits = np.log([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.4, 0.5, 0.1]])
+    found = choice_scores(logits, np.array([0, 2, 2, 1]), ["x", "y", "y", "y"])
+    assert found == pytest.approx({"accuracy": 3 / 4, "mean_subject_accuracy": (1 + 2 / 3) / 2, "x": 1.0, "y": 2 / 3,
+                                   "loss": -np.log([0.7, 0.3, 0.5, 0.5]).mean()})
+
+
+GOOD = {"input": "Q:", "output": "B"}
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ([GOOD, {"output": "A"}], ":2: input is missing"),
+    ([GOOD, {"input": " ", "output": "A"}], ":2: input is ' '"),
+    ([GOOD, {"input": "Q:", "output": "AB"}], ":2: output is 'AB'"),
+    ([GOOD, {"input": "Q:", "output": "K"}], ":2: output is 'K'"),
+    ([GOOD, {"input": "Q:", "output": 1}], ":2: output is 1"),
+    ([GOOD, {"input": "Q:"}], ":2: output is missing"),
+    ([GOOD, {**GOOD, "subject": 5}], ":2: subject is 5"),
+    ([GOOD, {**GOOD, "subject": "loss"}], ":2: subject is 'loss'"),
+    ([{"input": "Q:", "output": "A"}] * 2, "every answer is A"),
+    ([], "there is no row"),
+])
+def test_rows_that_are_no_questions(tmp_path, data, rows, message):
+    with pytest.raises(UserError, match="mmlu.source") as told:
+        prepared(data, write(tmp_path / "rows.jsonl", rows))
+    assert message in str(told.value)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"every_n_steps": 0}, "mmlu.every_n_steps is 0"), ({"limit": 0}, "mmlu.limit is 0"),
+    ({"max_length": 1}, "mmlu.max_length is 1"), ({"source": []}, "mmlu.source"), ({"name": "a/b"}, "mmlu.name"),
+])
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(UserError, match=message):
+        MMLUEvaluator(**settings)
+
+
+# Against a bare loop -------------------------------------------------------------------------------------------------
+
+
+def by_hand(model, tokenizer, rows: list[dict]) -> tuple[np.ndarray, float]:
+    """(picked letters, mean loss), one prompt at a time; behind these prompts, letters are tokens alone."""
+    letters = tokenizer.convert_tokens_to_ids(list("ABCDE"))
+    picked, losses = [], []
+    for row in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokenizer.encode(row["input"])])).logits[0, -1, letters].double()
+        picked.append(logits.argmax().item())
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor("ABCDE".index(row["output"]))).item())
+    return np.array(picked), float(np.mean(losses))
+
+
+@SLOW_ON_JAX
+def test_they_are_the_answers_of_the_model_that_is_saved(recipe, folder, plain, questions, rows, asked,  # noqa: F811
+                                                         engine):
+    changes = {**LORA, "model__init_args__pretrained": plain, "engine": engine, "mmlu": {"source": questions},
+               "data__init_args__eval_batch_size": 12}
+    assert main(["fit", *recipe(**changes)]) == 0
+    assert asked_at(folder) == [4, 6]
+    tokenizer = AutoTokenizer.from_pretrained(folder.model)
+    model = AutoModelForCausalLM.from_pretrained(plain).eval()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    _, untrained = by_hand(model, tokenizer, rows)
+    picked, loss = by_hand(PeftModel.from_pretrained(model, folder.model).eval(), tokenizer, rows)
+    assert [asked[-1][row].argmax() for row in range(23)] == picked.tolist() and len(set(picked)) > 2
+    hits = picked == ["ABCDE".index(row["output"]) for row in rows]
+    parts = np.split(hits, np.cumsum(UNEVEN)[:-1])
+    found = final(folder)
+    assert found.pop("mmlu/eval/loss") == pytest.approx(loss, abs=1e-5) and abs(loss - untrained) > 1e-3
+    assert found == pytest.approx({
+        "mmlu/eval/accuracy": hits.mean(), "mmlu/eval/mean_subject_accuracy": np.mean([p.mean() for p in parts]),
+        **{f"mmlu/eval/{name}": p.mean() for name, p in zip(("adding", "counting", "naming"), parts)}})
+    last, = (row for row in logged(folder) if row["step"] == 6)
+    assert {name: value for name, value in last.items() if name.startswith("mmlu/")} == final(folder)
+
+
+def test_a_model_that_is_not_taken_apart_gives_the_same_logits(plain, data, questions):  # noqa: F811
+    model = AutoModelForCausalLM.from_pretrained(plain).eval()
+    model.resize_token_embeddings(len(data.tokenizer), mean_resizing=False)  # one to pad with
+    found = prepared(data, questions)
+    batch = next(found.batches(data, 0, 1))
+    choices = torch.from_numpy(found.choice_ids)
+    with torch.no_grad():
+        whole, part = (choice_logits(model, head, batch, choices) for head in (None, LMHead.of(model)))
+    assert whole.shape == (4, 5)
+    torch.testing.assert_close(part, whole, rtol=0, atol=1e-5)
+
+
+@SLOW_ON_JAX
+def test_the_batch_size_changes_nothing(recipe, folder, questions, asked, engine):
+    for size in (1, 5, 40):
+        arguments = recipe(**LORA, engine=engine, mmlu={"source": questions}, data__init_args__eval_batch_size=size)
+        assert main(["validate", *arguments]) == 0
+    for other in asked[1:]:
+        assert all(other[row].argmax() == asked[0][row].argmax() for row in range(23))
+        assert np.stack(list(other.values())) == pytest.approx(np.stack(list(asked[0].values())), abs=2e-5)
+
+
+@pytest.mark.slow
+def test_both_engines_say_the_same(recipe, tmp_path, questions, plain):  # noqa: F811
+    """From the same weights, after the same six steps of LoRA."""
+    found = []
+    for engine in ("torch", "jax"):
+        run = RunFolder(tmp_path / engine)
+        assert main(["fit", *recipe(
+            **LORA, engine=engine, mmlu={"source": questions}, model__init_args__pretrained=plain,
+            trainer__default_root_dir=str(run.root), data__init_args__eval_batch_size=12)]) == 0
+        found.append([{name: value for name, value in row.items() if name.startswith("mmlu/")} for row in logged(run)]
+                     + [final(run)])
+    assert [len(row) for row in found[0]] == [0, 0, 0, 6, 0, 6, 6]
+    for row, wanted in zip(*found, strict=True):
+        losses = [part.pop("mmlu/eval/loss", 0.0) for part in (row, wanted)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-4) and row == wanted
+
+
+# Training does not feel it -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def noisy_questions(monkeypatch):
+    """Questions that draw from every random state there is."""
+    quiet = torch_side.choice_logits
+
+    def noisy(*args):
+        torch.rand(3), np.random.rand(3), random.random()
+        return quiet(*args)
+
+    monkeypatch.setattr(torch_side, "choice_logits", noisy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "every", "changes"), [
+    ("torch", 1, {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "trainer__accumulate_grad_batches": 3,
+                  "model__init_args__gradient_checkpointing": True}),
+    ("torch", None, {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "trainer__accumulate_grad_batches": 3}),
+    pytest.param("jax", 1, {"model__init_args__lora": {"rank": 4, "dropout": 0.2},
+                            "trainer__accumulate_grad_batches": 3}, marks=pytest.mark.slow),
+], ids=["qlora-by-steps", "qlora-by-validations", "jax"])
+def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, noisy_questions, engine, every, changes):
+    without, asking = RunFolder(tmp_path / "without"), RunFolder(tmp_path / "asking")
+    states = []
+    for run, extra in ((without, {}), (asking, {"mmlu": {"source": questions, "every_n_steps": every}})):
+        changes = {**changes, "engine": engine, "trainer__default_root_dir": str(run.root)}
+        assert main(["fit", *recipe(**changes, **extra)]) == 0
+        states.append((torch.get_rng_state().tolist(), np.random.get_state()[1:3], random.getstate()))
+    assert str(states[0]) == str(states[1])
+    rows = logged(asking)
+    # An epoch of 8 micro-batches has steps of 3, 3 and 2; validation is after every fourth step and at the end.
+    assert asked_at(asking) == ([1, 2, 3, 4, 5, 6] if every else [4, 6])
+    assert [{name: value for name, value in row.items() if not name.startswith("mmlu/")} for row in rows
+            ] == logged(without)
+    assert_same_checkpoint(asking, without)
+
+
+@SLOW_ON_JAX
+def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monkeypatch, clock):
+    batches = MMLUEvaluator.batches
+
+    def slow(self, *args, **options):
+        clock.now += 1000
+        return batches(self, *args, **options)
+
+    monkeypatch.setattr(MMLUEvaluator, "batches", slow)
+    assert main(["fit", *recipe(**LORA, engine=engine, mmlu={"source": questions, "every_n_steps": 5})]) == 0
+    assert clock.now > 1000 and 0 < max(seconds_of_steps(folder)) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("batch", [4, 6, 12])
+def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_at, batch, every):
+    """Inside a window, in the step that is asked at, and when that step is validated too."""
+    questions = shared("questions", lambda folder: write(folder / "questions.jsonl", rows)) / "questions.jsonl"
+    changes = {"mmlu": {"source": str(questions), "every_n_steps": every}, "trainer__accumulate_grad_batches": 3}
+    straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
+    stop_at(batch)
+    arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
+    assert main(["fit", *arguments]) == 130
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert logged(broken) == logged(straight) and final(broken) == final(straight)
+
+
+# When ----------------------------------------------------------------------------------------------------------------
+
+
+@SLOW_ON_JAX
+@pytest.mark.parametrize(("every", "validations", "steps"), [
+    (None, 2, [2, 4, 6]), (4, 2, [4, 6]), (None, None, [6]), (None, 4, [4, 6]),
+])
+def test_at_validations_or_by_steps_and_at_the_end(recipe, folder, questions, engine, every, validations, steps):
+    changes = {"trainer__val_check_interval": validations or 2, "mmlu": {"source": questions, "every_n_steps": every}}
+    if validations is None:
+        changes["data__init_args__val_size"] = 0
+        changes["checkpoint"] = {"keep_best": 0}
+    assert main(["fit", *recipe(**LORA, **changes, engine=engine)]) == 0
+    assert asked_at(folder) == steps
+    assert len(final(folder)) == 6
+
+
+@SLOW_ON_JAX
+def test_a_run_stopped_early_is_asked_at_its_end(recipe, folder, questions, engine):
+    stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 1,
+                                                              "divergence_threshold": 0.0}}]
+    assert main(["fit", *recipe(**LORA, mmlu={"source": questions, "every_n_steps": 50}, engine=engine,
+                                trainer__callbacks=stopping)]) == 0
+    assert asked_at(folder) == [4] and len(final(folder)) == 6 and folder.completed.exists()
+
+
+@SLOW_ON_JAX
+def test_checkpoints_and_early_stopping_go_by_the_answers(recipe, folder, questions, engine):
+    stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "mmlu/eval/loss", "patience": 1}}]
+    assert main(["fit", *recipe(
+        **LORA, mmlu={"source": questions}, engine=engine, trainer__callbacks=stopping, trainer__max_steps=12,
+        trainer__val_check_interval=2, model__init_args__optimizer={"lr": 0.05},
+        checkpoint={"monitor": "mmlu/eval/loss", "mode": "min"})]) == 0
+    rows = {int(row["step"]): row["mmlu/eval/loss"] for row in logged(folder) if "mmlu/eval/loss" in row}
+    *before, last = rows.values()
+    assert before == sorted(before, reverse=True) and last >= before[-1] and max(rows) < 12
+    assert folder.resolve("best").name == f"step={min(rows, key=rows.get)}"
+
+
+@pytest.mark.slow
+@SLOW_ON_JAX
+def test_validate_and_test_ask_too(recipe, folder, questions, instructions, engine):
+    changes = {**LORA, "engine": engine, "mmlu": {"source": questions, "every_n_steps": 3, "name": "test"},
+               "data__init_args__test_source": {"path": str(instructions), "limit": 4}}
+    assert main(["fit", *recipe(**changes)]) == 0
+    expected = final(folder)
+    for command in ("validate", "test"):
+        folder.metrics_json.unlink()
+        assert main([command, *recipe(**changes), "--ckpt_path", "last"]) == 0
+        assert final(folder) == pytest.approx(expected, abs=1e-6)
+    assert len(expected) == 6 and all(name.startswith("mmlu/test/") for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "strategy", "changes", "processes"), [
+    ("torch", "ddp", {}, 1), ("torch", "fsdp", {**LORA, "model__init_args__lora": None}, 1),
+    ("jax", "fsdp", {**LORA, "model__init_args__lora": None}, 1), ("jax", "ddp", {}, 2),
+], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-ddp-processes"])
+def test_two_devices_answer_as_one(recipe, tmp_path, plain, questions, strategy, engine, changes,  # noqa: F811
+                                   processes):
+    """Lightning starts its second process itself; JAX has two devices in a process, or two processes with one each."""
+    one, two = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
+    changes = {**changes, "mmlu": {"source": questions}, "model__init_args__pretrained": plain, "engine": engine,
+               "model__init_args__optimizer": {"lr": 0.003}, "data__init_args__val_size": 6,
+               "data__init_args__batch_size": 3}
+    assert main(["fit", *recipe(**changes, trainer__accumulate_grad_batches=2,
+                                trainer__default_root_dir=str(one.root))]) == 0
+    arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
+                       trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
+    said = "".join(together(["fit", *arguments], processes, devices=2 // processes))
+    assert asked_at(one)[-1] == asked_at(two)[-1] == 6 and said.count("23 questions") == len(asked_at(two))
+    assert final(two) == pytest.approx(final(one), abs=1e-4)
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@ENGINES
+def test_a_bad_row_stops_the_run_before_anything_is_written(recipe, tmp_path, folder, engine, capsys):
+    source = write(tmp_path / "bad.jsonl", [GOOD, {"input": "Q:", "output": "yes"}])
+    assert main(["fit", *recipe(**LORA, mmlu={"source": source}, engine=engine)]) == 2
+    said = capsys.readouterr().err
+    assert f"{source}:2: output is 'yes'" in said and not folder.root.exists()
+
+
+@ENGINES
+def test_tasks_that_predict_no_next_token(recipe, folder, tmp_path, bert_folder, questions, engine, capsys):  # noqa: F811
+    config = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "max_position_embeddings": 64}
+    data = {"source": squad(tmp_path), "tokenizer": str(bert_folder), "max_length": 48, "stride": 16,
+            "question_max_length": 16}
+    assert main(["fit", *recipe(mmlu={"source": questions}, engine=engine,
+                                model={"class_path": "QA", "init_args": {"config": config}},
+                                data={"class_path": "QAData", "init_args": data})]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: mmlu.source: QA") and "null" in said and not folder.root.exists()
+
+
+def test_a_misspelt_key_is_refused(recipe, capsys):
+    assert main(["fit", *recipe(mmlu__every_n_step=3)]) == 2
+    assert "Did you mean mmlu.every_n_steps?" in capsys.readouterr().err
+
+
+def test_the_demo_file_is_what_its_generator_writes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "demo")
+    from questions import questions as generated
+
+    rows = [json.loads(line) for line in (ROOT / "demo" / "mmlu.jsonl").read_text().splitlines()]
+    assert generated() == rows and len(rows) == 40
+    for row in rows:
+        choices = [line[3:] for line in row["input"].split("\n") if line[1:3] == ". "]
+        assert len(set(choices)) == 4

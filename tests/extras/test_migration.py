@@ -1,0 +1,424 @@
+"""Keys of other programs: the tables, the pages made of them, what errors say of a foreign key, and `migrate`."""
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from lmmods.cli import main
+from lmmods.commands.foreign_keys import (
+    MARKS,
+    NO_KEY,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    TABLES,
+    TEMPLATES,
+    counterparts,
+    read_rows,
+    rows_of,
+    told,
+)
+from lmmods.core.errors import UserError
+from lmmods.core.preference_losses import PreferenceLoss
+from lmmods.core.settings import Optimizer, OptimizerName
+from lmmods.core.trainer_fields import TrainerFields
+from lmmods.data.encode.templates import TEMPLATES as OUR_TEMPLATES
+from lmmods.extras.migration import axolotl, llamafactory, training, trl
+from lmmods.extras.migration.command import as_draft
+from lmmods.extras.migration.draft import Draft
+from lmmods.extras.migration.training import zero_stage
+
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+HEADER = "| old | ours | notes |\n|---|---|---|\n"
+
+
+# The tables -------------------------------------------------------------------------------------------------------
+
+
+def ticked(cell: str, separator: str = ", ") -> str:
+    """A cell of the page: keys in backticks, words as they are."""
+    if cell in NO_KEY or "`" in cell or " " in cell.replace(separator, "").replace(": ", ""):
+        return cell
+    return separator.join(f"`{name}`" for name in cell.split(separator)) if ":" not in cell else f"`{cell}`"
+
+
+def tables() -> list[str]:
+    """The tables of the page, one a program."""
+    rows = read_rows()
+    programs = list(dict.fromkeys(row.program for row in rows))
+    return [HEADER + "".join(f"| {ticked(old)} | {ticked(ours)} | {note} |\n".replace("|  |", "| |")
+                             for old, ours, note in (row.cells for row in rows if row.program == program))
+            for program in programs]
+
+
+def test_the_page_has_the_tables():
+    """To write them anew: python tests/extras/test_migration.py"""
+    found = re.findall(rf"{re.escape(HEADER)}(?:\|.*\n)+", PAGE.read_text())
+    assert found == tables()
+
+
+def test_no_table_has_a_key_twice():
+    for program in {row.program for row in read_rows()}:
+        names = [name for row in read_rows() if row.program == program for name, _ in row.pairs
+                 if not re.search(r": ", row.cells[0])]
+        assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
+
+
+def test_every_key_that_migrate_asks_for_is_in_a_table():
+    shared = rows_of("transformers") | rows_of("libraries")
+    for module in (axolotl, llamafactory, trl, training):
+        asked = set(re.findall(r"""draft\.(?:get|put_value)\("(\w+)\"""", Path(module.__file__).read_text()))
+        assert len(asked) > 15
+        known = shared | rows_of(module.__name__.rsplit(".", 1)[-1])
+        if module is training:
+            known |= rows_of("axolotl") | rows_of("trl")
+        assert not {key for key in asked if key not in known}, module.__name__
+    for program, marks in MARKS.items():
+        second_layout = {"model_class", "train_dataset", "dist_config"}
+        assert marks <= rows_of(program).keys() | shared.keys() | second_layout
+
+
+def test_values_are_ours():
+    assert set(OPTIMIZERS.values()) <= set(get_args(OptimizerName))
+    assert set(SCHEDULES.values()) <= set(get_args(Optimizer.__annotations__["schedule"]))
+    assert set(PRECISIONS.values()) <= set(get_args(TrainerFields.__annotations__["precision"]))
+    assert set(TEMPLATES) <= set(OUR_TEMPLATES)
+
+
+def test_the_tables_are_packaged():
+    declared = re.search(r'"lmmods.commands": \["(.*?)"\]', (PAGE.parents[1] / "setup.py").read_text())
+    assert TABLES.name == declared[1]
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("model.lr", 1, "model.lr is no key. Here: model.optimizer.lr."),
+    ("model.init_args.lora.r", 8, "model.lora.r is no key. Here: model.lora.rank."),
+    ("optim", "adamw_torch", "optim is no key. Here: model.optimizer.name: adamw."),
+    ("optim", "muon", "optim is no key. Here: model.optimizer.name"),
+    ("bf16", True, "bf16 is no key. Here: trainer.precision: bf16-mixed."),
+    ("load_in_4bit", True, "load_in_4bit is no key. Here: model.quantize: nf4."),
+    ("lr_scheduler_type", "cosine", "lr_scheduler_type is no key. Here: model.optimizer.schedule: cosine."),
+    ("flash_attention", True, "flash_attention is no key. Here: model.attention: flash_attention_2."),
+    ("deepspeed", "ds_z3.json", "deepspeed is no key. Here: trainer.strategy"),
+    ("use_fast_tokenizer", False, "use_fast_tokenizer is no key, and there is none for it: fast tokenizers only."),
+    ("datasets", None, "datasets is no key. Here: data.source"),
+])
+def test_what_is_said_of_a_key(key, value, message):
+    assert told(key, value).startswith(message)
+
+
+def test_nothing_is_said_of_a_key_that_no_program_has():
+    assert told("model.lora.rnak") is None and counterparts("max_stepz") == []
+
+
+@pytest.mark.parametrize(("changes", "extra", "message"), [
+    ({}, ["--learning_rate=1e-3"], "error: --learning_rate is no key. Here: model.optimizer.lr"),
+    ({}, ["--model.lora.r", "8"], "error: --model.lora.r is no key. Here: model.lora.rank."),
+    ({}, ["--bf16", "--trainer.max_stepz", "3"],
+     "error: 2 mistakes:\n  --bf16 is no key. Here: trainer.precision: bf16-mixed.\n"
+     "  --trainer.max_stepz is no key. Did you mean trainer.max_steps?"),
+    ({}, ["--trainer.precision", "bf16"], "error: --trainer.precision is bf16, but must be one of auto, 32-true, "
+     "bf16-true, bf16-mixed, 16-mixed. Other programs' bf16 is bf16-mixed here."),
+    ({"model__init_args__optimizer": {"learning_rate": 1}}, [],
+     "error: recipe.yaml: model.optimizer.learning_rate is no key. Here: model.optimizer.lr"),
+    ({"data__init_args__sequence_len": 512}, [],
+     "error: recipe.yaml: data.sequence_len is no key. Here: data.max_length."),
+    ({"per_device_train_batch_size": 4}, [],
+     "error: recipe.yaml: per_device_train_batch_size is no key. Here: data.batch_size"),
+])
+def test_a_foreign_key_is_an_error_that_names_ours(recipe, tmp_path, capsys, changes, extra, message):
+    assert main(["fit", *recipe(**changes), *extra]) == 2
+    said = re.sub(rf"{tmp_path}/(recipe.yaml):\d+: ", r"\1: ", capsys.readouterr().err)
+    assert said.startswith(message)
+
+
+# migrate ----------------------------------------------------------------------------------------------------------
+
+AXOLOTL = """
+base_model: some/llama
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+datasets:
+  - {path: some/chats, type: chat_template, split: "train[:5%]", train_on_eos: turn, field_messages: talk,
+     message_property_mappings: {role: who, content: said}, roles: {user: [human], assistant: [bot]}}
+  - {path: json, type: alpaca, data_files: [a.jsonl, b.jsonl]}
+val_set_size: 0.1
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: paged_adamw_8bit
+learning_rate: 2e-4
+evals_per_epoch: 4
+saves_per_epoch: 1
+bf16: auto
+gradient_checkpointing: true
+wandb_project: mine
+early_stopping_patience: 2
+special_tokens: {pad_token: <pad>}
+plugins: [axolotl.integrations.liger.LigerPlugin]
+liger_rope: true
+loss_watchdog_threshold: 5.0
+loss_watchdog_patience: 3
+neftune_noise_alpha: 5
+trust_remote_code: true
+no_such_option: 7
+"""
+LLAMAFACTORY = """
+model_name_or_path: some/qwen
+stage: sft
+finetuning_type: lora
+lora_target: q_proj,v_proj
+lora_rank: 8
+quantization_bit: 4
+dataset: mine, other
+dataset_dir: sets
+template: qwen3_nothink
+cutoff_len: 1024
+max_samples: 1000
+mask_history: true
+eval_strategy: steps
+eval_steps: 50
+val_size: 0.1
+gradient_accumulation_steps: 8
+lr_scheduler_type: cosine_with_restarts
+warmup_steps: 20
+num_train_epochs: 2.0
+pure_bf16: true
+plot_loss: true
+deepspeed: ds_z2_offload_config.json
+"""
+TRL = """
+model_name_or_path: some/model
+dataset_name: some/rows
+dataset_config: en
+eval_strategy: epoch
+learning_rate: 1.0e-5
+lr_scheduler_type: constant
+warmup_ratio: 0.1
+use_peft: true
+lora_target_modules: all-linear
+load_in_4bit: true
+packing: true
+assistant_only_loss: true
+max_length: 2048
+save_strategy: epoch
+report_to: [tensorboard]
+"""
+
+
+@pytest.fixture
+def migrated(tmp_path, monkeypatch, capsys):
+    """A function that gives the recipe which a YAML becomes, and what is said of it."""
+    monkeypatch.chdir(tmp_path)
+
+    def migrate(text: str, *options: str) -> tuple[dict, str]:
+        (tmp_path / "theirs.yaml").write_text(text)
+        status = main(["migrate", "theirs.yaml", "--out", "recipe.yaml", *options])
+        said = capsys.readouterr().err
+        assert status == 0, said
+        return yaml.safe_load((tmp_path / "recipe.yaml").read_text()), said
+
+    return migrate
+
+
+def test_axolotl(migrated, tmp_path):
+    recipe, said = migrated(AXOLOTL)
+    assert recipe["trainer"] == {
+        "precision": "auto", "max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 0.25,
+        "gradient_clip_val": 1.0, "log_every_n_steps": 10, "default_root_dir": "runs/migrated",
+        "logger": [{"class_path": "WandbLogger", "init_args": {"project": "mine"}}],
+        "callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2}}]}
+    assert recipe["model"] == {"class_path": "SFT", "init_args": {
+        "pretrained": "some/llama", "quantize": "nf4", "double_quant": True, "gradient_checkpointing": True,
+        "lora": {"rank": 32, "alpha": 16, "dropout": 0.0, "targets": "all-linear"},
+        "optimizer": {"name": "paged_adamw_8bit", "lr": 2e-4, "schedule": "cosine", "warmup": 0.03}}}
+    assert recipe["data"] == {"class_path": "SFTData", "init_args": {
+        "source": [{"path": "some/chats", "split": "train[:5%]", "columns": {"talk": "messages"}},
+                   {"path": "a.jsonl", "format": "alpaca"}, {"path": "b.jsonl", "format": "alpaca"}],
+        "max_length": 4096, "packing": True, "on_overflow": "skip", "val_size": 0.1, "pad_token": "<pad>",
+        "batch_size": 2, "turn_fields": {"role": "who", "content": "said"},
+        "roles": {"human": "user", "bot": "assistant"}}}
+    assert recipe["checkpoint"] == {"every_n_steps": None}
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "lr: 0.0002  # learning_rate: 0.0002" in text and "schedule: cosine  # default of lr_scheduler" in text
+    for lost in ("no_such_option: not known here", "neftune_noise_alpha: ", "trust_remote_code: on the command line",
+                 "at most 100 steps", "loss_watchdog_threshold: a loss that is no number stops the run, one that is",
+                 "val_set_size: the rows set aside"):
+        assert lost in said and lost in " ".join(text.replace("\n#", "").split()), lost
+    kernels = "(model.fast_kernels is on already: the same function, computed faster)"
+    for unneeded in (f"plugins: [axolotl.integrations.liger.LigerPlugin], liger_rope: true {kernels}",
+                     "datasets[].train_on_eos: turn (the token that ends a scored turn is scored"):
+        assert unneeded in said and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
+    assert said.index("Not needed here:") > said.index("No counterpart:")
+    _, said = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
+    assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl's" in said
+
+
+@pytest.mark.parametrize("key", ["train_on_eos", "train_on_eot"])
+@pytest.mark.parametrize("value", ["none", "last", "all"])
+def test_which_ends_of_turns_axolotl_scores(key, value):
+    """none is a choice and no feature that is off; sets of validation have keys too."""
+    chats = f"[{{path: some/chats, type: chat_template, {key}: {value}, shards: 7}}]"
+    draft = as_draft(yaml.safe_load(f"{{base_model: a/b, datasets: {chats}, test_datasets: {chats}}}"), Path("a.yaml"))
+    for name in ("datasets", "test_datasets"):
+        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the token that ends a scored turn is scored")
+        assert draft.lost[f"{name}[].shards"] == "rows are taken as they are"
+    assert not draft.unneeded
+
+
+def test_llamafactory(migrated, tmp_path):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "dataset_info.json").write_text(json.dumps({
+        "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "response": "answer"}},
+        "other": {"hf_hub_url": "some/other", "subset": "en", "formatting": "sharegpt",
+                  "columns": {"messages": "talk"}, "tags": {"role_tag": "who", "user_tag": "human"}}}))
+    recipe, said = migrated(LLAMAFACTORY)
+    assert recipe["data"]["init_args"] == {
+        "source": [{"path": "sets/mine.json", "columns": {"ask": "instruction", "answer": "output"}, "limit": 1000},
+                   {"path": "some/other", "name": "en", "columns": {"talk": "messages"}, "limit": 1000}],
+        "turn_fields": {"role": "who"}, "val_size": 0.1, "max_length": 1024, "train_on": "last", "batch_size": 8,
+        "chat_template_kwargs": {"enable_thinking": False}}
+    assert recipe["model"]["init_args"] == {
+        "pretrained": "some/qwen", "lora": {"rank": 8, "alpha": 16, "dropout": 0.0, "targets": ["q_proj", "v_proj"]},
+        "quantize": "nf4", "double_quant": True, "gradient_checkpointing": True,
+        "optimizer": {"name": "adamw", "lr": 5e-5, "schedule": "cosine", "warmup": 20}}
+    trainer = recipe["trainer"]
+    assert trainer["val_check_interval"] == 50 and trainer["precision"] == "bf16-true"
+    assert trainer["strategy"] == {"class_path": "lmmods.strategies.DeepSpeed",
+                                   "init_args": {"stage": 2, "offload_optimizer": True}}
+    assert "there is no cosine_with_restarts; cosine stands in its place" in said
+    assert "Not needed here:\n  - plot_loss: true (loss.png is always drawn)\n" in said
+
+
+def test_trl(migrated):
+    recipe, said = migrated(TRL)
+    assert recipe["data"]["init_args"] == {
+        "source": {"path": "some/rows", "name": "en"}, "train_on": "responses", "packing": True, "batch_size": 8,
+        "val_source": {"path": "some/rows", "name": "en", "split": "test"}, "max_length": 2048,
+        "on_overflow": "truncate"}
+    assert recipe["model"]["init_args"]["lora"] == {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
+    assert recipe["model"]["init_args"]["double_quant"] is False
+    assert recipe["model"]["init_args"]["optimizer"] == {"name": "adamw", "lr": 1e-5, "schedule": "constant"}
+    assert recipe["trainer"]["precision"] == "bf16-mixed" and recipe["trainer"]["log_every_n_steps"] == 10
+    assert "has no warm-up" in said
+
+
+def test_texts_are_the_task_clm():
+    draft = as_draft(yaml.safe_load("{base_model: x, sequence_len: 512, max_steps: 9, "
+                                    "pretraining_dataset: [{path: some/texts, text_column: body}]}"), Path("x.yaml"))
+    settings = {key: value for key, (value, _) in draft.settings.items()}
+    assert settings["model"] == "CLM" and settings["data"] == "CLMData" and settings["data.streaming"] is True
+    assert settings["data.source"] == [{"path": "some/texts", "columns": {"body": "text"}}]
+    assert settings["trainer.max_steps"] == 9 and "trainer.max_epochs" not in settings
+    assert settings["trainer.precision"] == "bf16-true" and "model.lora.rank" not in settings
+
+
+def settings_of(text: str) -> tuple[dict, Draft]:
+    """What a YAML becomes: the keys of the recipe, without the blocks that all have."""
+    draft = as_draft(yaml.safe_load(text), Path("x.yaml"))
+    return {key: value for key, (value, _) in draft.settings.items()}, draft
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{model_name_or_path: x, dataset_name: y, beta: 0.2}", {"loss": "sigmoid", "beta": 0.2, "optimizer.lr": 1e-6}),
+    ("{model_name_or_path: x, dataset_name: y, loss_type: [apo_zero, sft], loss_weights: [0.5, 1.0]}",
+     {"loss": "apo_zero", "sft_weight": 2.0}),
+    ("{model_name_or_path: x, dataset_name: y, loss_type: robust, label_smoothing: 0.1}",
+     {"loss": "robust", "label_smoothing": 0.1}),
+    ("{model_name_or_path: x, dataset_name: y, loss_type: simpo, simpo_gamma: 0.9}",
+     {"loss": "simpo", "gamma": 0.9, "sft_weight": 1.0}),
+    ("{model_name_or_path: x, dataset_name: y, cpo_alpha: 0.5}", {"loss": "cpo", "sft_weight": 0.5}),
+    ("{model_name_or_path: x, dataset_name: y, undesirable_weight: 1.3}",
+     {"loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.3}),
+    ("{model_name_or_path: x, dataset: y, stage: dpo, finetuning_type: lora, pref_loss: orpo, pref_ftx: 0.5}",
+     {"loss": "orpo", "beta": 0.1, "sft_weight": 1.5, "optimizer.lr": 5e-5}),
+    ("{model_name_or_path: x, dataset: y, stage: kto, finetuning_type: lora, kto_chosen_weight: 2}",
+     {"loss": "kto", "desirable_weight": 2.0}),
+    ("{model_name_or_path: x, dataset_name: y, beta: 0.2, precompute_ref_log_probs: true}",
+     {"loss": "sigmoid", "reference": "cache"}),
+    ("{base_model: x, rl: dpo, rl_beta: 0.3, rpo_alpha: 0.2, precompute_ref_log_probs: true, datasets: []}",
+     {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.2, "reference": "cache"}),
+    ("{base_model: x, rl: orpo, orpo_alpha: 0.2, precompute_ref_log_probs: true, datasets: []}",
+     {"loss": "orpo", "beta": 0.2}),
+])
+def test_losses_of_preferences(text, expected):
+    settings, _ = settings_of(text)
+    assert settings["model"] == "Preference" and settings["data"] == "PreferenceData"
+    assert expected.items() <= {key.removeprefix("model."): value for key, value in settings.items()}.items()
+    options = {key: settings[f"model.{key}"] for key in PreferenceLoss.__dataclass_fields__
+               if f"model.{key}" in settings}
+    assert PreferenceLoss(**options).loss == expected["loss"]
+    assert settings.get("model.reference") == expected.get("reference")
+
+
+def test_what_pairs_have_not_is_told():
+    settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, loss_type: [aot], packing: true, "
+                                  "label_smoothing: 0.1}")
+    assert settings["model.loss"] == "sigmoid" and "data.packing" not in settings
+    assert "sorts the scores" in draft.lost["loss_type"] and "stay beside each other" in draft.lost["packing"]
+    assert "does not use it" in draft.lost["label_smoothing"]
+
+
+def test_columns_of_pairs(tmp_path):
+    settings, _ = settings_of("{base_model: x, rl: dpo, datasets: [{path: a, type: chat_template.default, "
+                              "field_chosen: good, field_rejected: bad, field_messages: talk}]}")
+    assert settings["data.source"] == [{"path": "a", "columns": {"good": "chosen", "bad": "rejected",
+                                                                 "talk": "messages"}}]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"mine": {
+        "file_name": "a.json", "ranking": True, "columns": {"prompt": "ask", "chosen": "good", "rejected": "bad"}}}))
+    draft = as_draft(yaml.safe_load("{model_name_or_path: x, stage: dpo, finetuning_type: lora, dataset: mine}"),
+                     tmp_path / "x.yaml")
+    assert draft.settings["data.source"][0]["columns"] == {"ask": "instruction", "good": "chosen", "bad": "rejected"}
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{base_model: x, rl: grpo}", "trains on rewards (grpo)"),
+    ("{model_name_or_path: x, stage: rm, finetuning_type: lora}", "trains on a reward model (rm)"),
+    ("{model_name_or_path: x, dataset_name: y, beta: 0.1, num_generations: 8}", "trains on rewards (grpo)"),
+    ("{model: x, model_class: llm, train_dataset: y}", "second layout"),
+    ("{learning_rate: 3}", "the keys do not tell"),
+    ("{trainer: {max_steps: 3}}", "is a recipe already"),
+    ("{base_model: x, sequence_len: many, datasets: 3}", "a value is of another kind"),
+])
+def test_what_cannot_become_a_recipe_is_refused(text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        as_draft(yaml.safe_load(text), Path("theirs.yaml"))
+
+
+def test_a_file_of_another_program_is_told(migrated, tmp_path, capsys):
+    migrated(TRL)
+    assert main(["fit", "--config", "theirs.yaml"]) == 2
+    assert "theirs.yaml is a configuration of TRL, not a recipe. Make one of it: python train.py migrate theirs.yaml" \
+        in capsys.readouterr().err
+    assert main(["migrate", "theirs.yaml", "--out", "recipe.yaml"]) == 2
+    assert "--overwrite true" in capsys.readouterr().err
+    before = (tmp_path / "recipe.yaml").read_text()
+    assert main(["migrate", "theirs.yaml"]) == 0
+    assert capsys.readouterr().out == before
+    assert main(["migrate", "none.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: none.yaml: no such file")
+
+
+@pytest.mark.parametrize(("config", "stage"), [
+    ("configs/zero3_bf16.json", (3, False)), ("ds_z2_offload_config.json", (2, True)), ("mine.json", (None, False)),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, (1, True)),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}, (3, False))])
+def test_stages_of_deepspeed(config, stage):
+    assert zero_stage(config) == stage
+
+
+if __name__ == "__main__":
+    made = iter(tables())
+    PAGE.write_text(re.sub(rf"{re.escape(HEADER)}(?:\|.*\n)+", lambda _: next(made), PAGE.read_text()))

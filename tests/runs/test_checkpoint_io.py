@@ -1,0 +1,202 @@
+"""A checkpoint folder: arrays of any kind come back, by shards too; written beside training, and through a kill."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lmmods.core.errors import UserError
+from lmmods.extras.verify import first_difference
+from lmmods.runs import checkpoint_io, checkpoint_pieces
+from lmmods.runs.checkpoint_format import check_manifest, write_manifest
+from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint_pieces import Pieces, Shares
+from lmmods.torch_engine.checkpoint_io import TORCH, frozen
+from tests.forks import Fork
+from tests.runs.test_checkpoint_format import same
+
+
+def test_shards_of_older_checkpoints_are_read_by_both_engines(tmp_path):
+    """Two processes' files of rows without a word on where they belong; numbers are in the first one's."""
+    whole = {"w": torch.arange(12.0).view(4, 3), "b": torch.arange(2.0)}
+    step = torch.tensor(7.0)
+    write_checkpoint(tmp_path / "c", {
+        "state_dict": whole, "optimizer_states": [{"state": {0: {"step": step, "m": whole["w"].clone()}}}],
+        "sums": torch.ones(4), "global_step": 3}, TORCH)
+    for group in ("model", "optimizer"):
+        tensors = TORCH.load(tmp_path / "c" / f"{group}.safetensors")
+        for rank in range(2):
+            own = {name: tensor.chunk(2)[rank] if tensor.ndim else tensor for name, tensor in tensors.items()
+                   if tensor.ndim or rank == 0}
+            TORCH.save(own, tmp_path / "c" / f"{group}-{rank:05d}-of-00002.safetensors", {})
+        (tmp_path / "c" / f"{group}.safetensors").unlink()
+    (tmp_path / "c" / "manifest.json").unlink()
+    write_manifest(tmp_path / "c")
+    on_torch, on_jax = read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")
+    by_parts = open_checkpoint(tmp_path / "c")
+    for name, tensor in whole.items():
+        assert torch.equal(on_torch["state_dict"][name], tensor)
+        assert np.array_equal(on_jax["state_dict"][name], tensor.numpy())
+        assert np.array_equal(by_parts["state_dict"][name], tensor.numpy())
+    for found in (on_torch, on_jax, by_parts):
+        (optimizer,) = found["optimizer_states"]
+        assert optimizer["state"][0]["step"] == 7 and optimizer["state"][0]["m"].shape == (4, 3)
+        assert found["sums"].shape == (4,) and found["global_step"] == 3
+
+
+def pieces_of(rank: int) -> dict:
+    """What each of two processes has of a matrix cut by columns, of a vector that one holds, and of what both have."""
+    matrix, step = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.array(7.0)
+    columns = (slice(0, 2), slice(2, 3))[rank]
+    return {"state_dict": {"w": Pieces((4, 3), (((0, columns.start), matrix[:, columns]),)),
+                           "b": Pieces((2,), (((0,), np.ones(2)),) if rank == 0 else ())},
+            "optimizer_states": [{"state": {0: {"step": step, "m": Pieces((4, 3), (((2 * rank, 0),
+                                                                                 matrix[2 * rank:2 * rank + 2]),))}}}],
+            "window": {"sums": np.ones(4)}, "global_step": 3}
+
+
+def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
+    """The first process writes beside training and ends the checkpoint when the other one has written its pieces."""
+    first, second, events = BackgroundWriter(), BackgroundWriter(), []
+    first.save(tmp_path / "c", pieces_of(0), lambda: events.append("stands"), Shares(0, 2),
+               lambda: events.append("room"))
+    while not (tmp_path / ".c" / "state-00000-of-00002.safetensors").exists():
+        time.sleep(0.01)
+    assert events == ["room"] and not (tmp_path / "c").exists()
+    second.save(tmp_path / "c", pieces_of(1), lambda: events.append("not by the second"), Shares(1, 2))
+    second.wait()
+    first.wait()
+    assert events == ["room", "stands"] and not (tmp_path / ".c").exists()
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "manifest.json", *(f"{name}-{rank:05d}-of-00002.safetensors" for name in ("model", "optimizer", "state")
+                           for rank in range(2)), "state.json"]
+    whole = np.arange(12.0).reshape(4, 3)
+    for found in (read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c"),
+                  open_checkpoint(tmp_path / "c")):
+        state = found["optimizer_states"][0]["state"][0]
+        assert np.array_equal(found["state_dict"]["w"], whole) and np.array_equal(state["m"], whole)
+        assert np.array_equal(found["state_dict"]["b"], np.ones(2)) and state["step"] == 7
+        assert found["window"]["sums"].shape == (4,) and found["global_step"] == 3
+    assert np.array_equal(state["m"][1:3, 0:2], whole[1:3, 0:2])  # across pieces
+
+
+def test_what_torch_writes_beside_training_is_as_it_was(tmp_path):
+    """The shards of two processes; meanwhile training goes on with what they have counted and listed."""
+    import ml_dtypes
+
+    weights, step, best = torch.arange(12.0).view(4, 3).bfloat16(), torch.tensor(7.0), [[0.5, "step=2"]]
+    writers = BackgroundWriter(), BackgroundWriter()
+    for rank, writer in enumerate(writers):
+        shard = Pieces((4, 3), (((3 * rank, 0), weights[:3] if rank == 0 else weights[3:]),))
+        content = frozen({"state_dict": {"w": shard}, "optimizer_states": [{"state": {0: {"step": step}}}],
+                          "callbacks": {"Checkpoint": {"best": best}}})
+        step += 1
+        best.append([0.4, "step=4"])
+        writer.save(tmp_path / "c", content, shares=Shares(rank, 2), library=TORCH)
+    for writer in writers:
+        writer.wait()
+    for dtype, found in ((torch.bfloat16, read_checkpoint(tmp_path / "c", TORCH)),
+                         (ml_dtypes.bfloat16, read_checkpoint(tmp_path / "c"))):
+        assert found["state_dict"]["w"].dtype == dtype
+        assert found["state_dict"]["w"].tolist() == torch.arange(12.0).view(4, 3).tolist()
+        assert found["optimizer_states"][0]["state"][0]["step"] == 7
+        assert found["callbacks"]["Checkpoint"]["best"] == [[0.5, "step=2"]]
+
+
+def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
+    content = pieces_of(0)
+    whole = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    content["state_dict"] = {"w": whole, "b": np.ones(2)}
+    content["optimizer_states"][0]["state"][0]["m"] = whole.copy()
+    write_checkpoint(tmp_path / "one", content)
+    checkpoint_pieces.begin_folder(tmp_path / "two")
+    for rank in (1, 0):
+        checkpoint_pieces.write_share(tmp_path / "two", pieces_of(rank), Shares(rank, 2), checkpoint_io.place_of)
+    assert first_difference(tmp_path / "one", tmp_path / "two") == ("", 5)
+    content["optimizer_states"][0]["state"][0]["m"][3, 2] += 1
+    write_checkpoint(tmp_path / "one", content)
+    assert first_difference(tmp_path / "two", tmp_path / "one")[0] == "optimizer_states/0/state/0/m differs"
+
+
+def test_a_missing_piece_is_damage(tmp_path):
+    checkpoint_pieces.begin_folder(tmp_path / "c")
+    content = pieces_of(0)
+    checkpoint_pieces.write_share(tmp_path / "c", content, Shares(0, 1), checkpoint_io.place_of)
+    for read in (read_checkpoint, open_checkpoint):
+        with pytest.raises(UserError, match="parts of w are missing"):
+            read(tmp_path / "c")
+
+
+@pytest.mark.parametrize(("rows", "count"), [(4, 1), (4, 3), (2, 3), (0, 2)])
+def test_what_several_have_is_written_once(rows, count, monkeypatch):
+    """By rows where there are enough of them, and nothing twice."""
+    monkeypatch.setattr(checkpoint_pieces, "SMALL", 1)
+    array = np.arange(rows * 2).reshape(rows, 2)
+    parts = [part for number in range(count) for part in checkpoint_pieces.own_part((5, 1), array, number, count)]
+    assert np.array_equal(np.concatenate([part for _, part in parts]), array)
+    assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
+                                             for place in range(len(parts))]
+
+
+def test_damage_is_found(tmp_path):
+    write_checkpoint(tmp_path / "c", {"state_dict": {"a": np.arange(3.0)}, "optimizer_states": []})
+    with open(tmp_path / "c" / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+        read_checkpoint(tmp_path / "c")
+    check_manifest(tmp_path / "c", share=(1, 2))  # of model, state
+    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+        check_manifest(tmp_path / "c", share=(0, 2))
+
+
+def test_arrays_of_any_layout_and_dtype(tmp_path):
+    import ml_dtypes
+
+    arrays = {"view": np.arange(6.0).reshape(2, 3).T, "scalar": np.array(2.5, np.float32),
+              "half": np.arange(3).astype(ml_dtypes.bfloat16), "integers": np.arange(3)}
+    write_checkpoint(tmp_path / "c", {"state_dict": arrays, "plain": {"list": [1, "x", None]}})
+    content = read_checkpoint(tmp_path / "c")
+    assert same(content["state_dict"], arrays) and content["plain"] == {"list": [1, "x", None]}
+
+
+def test_writing_happens_aside_and_its_errors_come_with_the_next_call(tmp_path, monkeypatch):
+    writer, done = BackgroundWriter(), []
+    writer.save(tmp_path / "first", {"x": np.ones(3)}, lambda: done.append((tmp_path / "first").is_dir()))
+    writer.wait()
+    assert done == [True] and np.array_equal(read_checkpoint(tmp_path / "first")["x"], np.ones(3))
+
+    may_fail = threading.Event()
+
+    def fails(*_):
+        assert may_fail.wait(60)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint_io, "write_checkpoint", fails)
+    writer.save(tmp_path / "second", {})
+    writer.check()  # still being written
+    may_fail.set()
+    with pytest.raises(OSError, match="disk full"):
+        writer.save(tmp_path / "third", {})
+    writer.wait()
+
+
+def save_until_killed(folder: Path) -> None:
+    checkpoint_io.commit_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    writer = checkpoint_io.BackgroundWriter()
+    writer.save(folder, {"x": np.zeros(3)})
+    writer.wait()
+
+
+@pytest.mark.slow  # the server of the forks takes seconds to start
+def test_a_kill_during_the_save_leaves_the_old_one(tmp_path):
+    folder = tmp_path / "step=2"
+    write_checkpoint(folder, {"x": np.ones(3)})
+    assert Fork(save_until_killed, folder).wait() == -signal.SIGKILL
+    assert np.array_equal(read_checkpoint(folder)["x"], np.ones(3))
+    assert ".step=2" in os.listdir(tmp_path)

@@ -1,0 +1,240 @@
+"""A run that is stopped anywhere and resumed equals one that never stopped: bits, rows, counters."""
+
+import csv
+import json
+import re
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from lmmods.cli import main
+from lmmods.runs.folder import RunFolder
+from tests.finished_runs import assert_same_run, rows
+from tests.forks import Fork, together, train
+
+# 32 training rows: 8 micro-batches an epoch, windows of 3, 3 and 2; validation every 4 micro-batches, so also inside
+# windows; 6 steps are two epochs.
+EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5}
+
+
+@pytest.mark.parametrize("changes", [
+    pytest.param(EVERYWHERE, id="qlora", marks=pytest.mark.slow),
+    pytest.param({**EVERYWHERE, "data__init_args__group_by_length": True, "trainer__val_check_interval": 1.0,
+                  "trainer__max_epochs": 2, "trainer__max_steps": -1, "model__init_args__quantize": None,
+                  "model__init_args__lora": None}, id="full_epochs_grouped", marks=pytest.mark.slow),
+    pytest.param({**EVERYWHERE, "model__init_args__optimizer": {"name": "adamw_8bit", "lr": 0.01},
+                  "data__init_args__num_workers": 1, "trainer__limit_val_batches": 0}, id="8bit_workers",
+                 marks=pytest.mark.slow),
+    pytest.param({**EVERYWHERE, "data__init_args__streaming": True, "data__init_args__stream_window": 16,
+                  "data__init_args__val_size": 0, "trainer__limit_val_batches": 0}, id="streaming",
+                 marks=pytest.mark.slow),
+    pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0}, id="packing",
+                 marks=pytest.mark.slow),
+])
+def test_interrupted_at_every_micro_batch(recipe, finished, tmp_path, stop_at, changes):
+    """Four runs, each interrupted in every fourth micro-batch and taken up again, meet every place."""
+    straight = finished(**changes)
+    special = any(word in str(changes) for word in ("num_workers", "streaming", "packing"))
+    for places in [(1, 5, 8, 11)] if special else [range(first, 16, 4) for first in (1, 2, 3, 4)]:
+        broken = RunFolder(tmp_path / f"broken{places[0]}")
+        arguments, done = recipe(**changes, trainer__default_root_dir=str(broken.root)), 0
+        for place in places:
+            stop_at(place - done)
+            assert main(["fit", *arguments, *(["--ckpt_path", "last"] if done else [])]) == 130, place
+            assert not broken.completed.exists()
+            done = place
+        stop_at(0)
+        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+        assert_same_run(straight, broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [(5, 6), (8, 3), (8, 8)])
+def test_resumed_twice(recipe, finished, tmp_path, stop_at, stops):
+    """In the middle of an epoch, and at its end, which is where Lightning's own bookkeeping is weakest."""
+    changes = {**EVERYWHERE, "trainer__max_steps": -1, "trainer__max_epochs": 3, "trainer__limit_val_batches": 0}
+    straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
+    arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
+    stop_at(stops[0])
+    assert main(["fit", *arguments]) == 130
+    stop_at(stops[1])
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, broken)
+
+
+# Another cut ---------------------------------------------------------------------------------------------------------
+
+# 33 rows: 5 steps an epoch, the last of one row; full tuning whose steps are no longer than their gradients.
+RECUT = {"trainer__max_steps": 8, "trainer__val_check_interval": 3, "data__init_args__val_size": 3,
+         "data__init_args__eval_batch_size": 3, "model__init_args__quantize": None, "model__init_args__lora": None,
+         "model__init_args__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
+STREAM = {"data__init_args__streaming": True, "data__init_args__stream_window": 13, "data__init_args__val_size": 0}
+UNCUT = {"train/tokens_per_second", "train/epoch"}  # within an epoch, this counts micro-batches
+
+
+def cut(rows_at_once: int, accumulated: int, **changes) -> dict:
+    return {**RECUT, **changes, "data__init_args__batch_size": rows_at_once,
+            "trainer__accumulate_grad_batches": accumulated}
+
+
+def assert_same_steps(run: RunFolder, other: RunFolder) -> None:
+    """Rows logged after the same steps, validations too, and their numbers to rounding."""
+    found, wanted = rows(run, UNCUT), rows(other, UNCUT)
+    assert [(row["step"], *row) for row in found] == [(row["step"], *row) for row in wanted]
+    for row, expected in zip(found, wanted, strict=True):
+        assert row["train/tokens"] == expected["train/tokens"]
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [
+    {},
+    pytest.param({"data__init_args__group_by_length": True, "trainer__val_check_interval": 0.4},
+                 marks=pytest.mark.slow),
+    pytest.param({"data__init_args__packing": True}, marks=pytest.mark.slow),
+    pytest.param(STREAM, marks=pytest.mark.slow),
+    pytest.param({**STREAM, "data__init_args__group_by_length": True}, marks=pytest.mark.slow),
+], ids=["plain", "grouped", "packing", "streaming", "streaming-grouped"])
+def test_a_run_goes_on_in_another_cut(recipe, tmp_path, instructions, engine, changes, capfd):
+    """Inside an epoch, then over its end: 8 rows at once, 2 × 4, and 4 × 2 with the other engine."""
+    changes = {"engine": engine, **changes}
+    if "data__init_args__streaming" in changes:
+        changes["data__init_args__val_source"] = str(instructions)
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    root = {"trainer__default_root_dir": str(run.root)}
+    assert main(["fit", *recipe(**cut(8, 1, **changes), trainer__default_root_dir=str(straight.root))]) == 0
+    assert main(["fit", *recipe(**cut(8, 1, **changes), **root), "--stop_at", "2"]) == 0
+    capfd.readouterr()
+    assert main(["fit", *recipe(**cut(2, 4, **changes), **root), "--ckpt_path", "last", "--stop_at", "6"]) == 0
+    said = capfd.readouterr().out
+    for line in (r"data\.batch_size +8 +2", r"trainer\.accumulate_grad_batches +1 +4"):
+        assert re.search(line, said.split("Changed since that checkpoint")[1])
+    changes["engine"] = "jax" if engine == "torch" and changes.keys() != {"engine"} else "torch"
+    assert main(["fit", *recipe(**cut(4, 2, **changes), **root), "--ckpt_path", "last"]) == 0
+    assert_same_steps(run, straight)
+    changed = [json.loads(line)["changed"] for line in run.resumes.read_text().splitlines()]
+    assert [each["data.batch_size"] for each in changed] == [[8, 2], [2, 4]]
+
+
+@pytest.mark.parametrize(("size", "batches", "first", "second"), [
+    (1, 2, "step=0+2", "step=0+3"), pytest.param(4, 10, "step=5+1", "step=6", marks=pytest.mark.slow)])
+def test_a_step_is_completed_in_another_cut(recipe, tmp_path, stop_at, size, batches, first, second, capfd):
+    """Begun behind the start, and in the second epoch."""
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    root = {"trainer__default_root_dir": str(run.root)}
+    assert main(["fit", *recipe(**cut(8, 1), trainer__default_root_dir=str(straight.root))]) == 0
+    stop_at(batches)
+    assert main(["fit", *recipe(**cut(size, 8 // size), **root)]) == 130 and run.find("last").name == first
+    stop_at(0)
+    capfd.readouterr()
+    assert main(["fit", *recipe(**cut(8, 1), **root), "--ckpt_path", "last"]) == 2
+    assert "stands inside a step, behind" in capfd.readouterr().err
+    stop_at(2)
+    assert main(["fit", *recipe(**cut(2, 4), **root), "--ckpt_path", "last"]) == 130
+    assert run.find("last").name == second
+    stop_at(0)
+    assert main(["fit", *recipe(**cut(1, 8), **root), "--ckpt_path", "last"]) == 0
+    assert_same_steps(run, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("changes", [{}, {"data__init_args__group_by_length": True}, STREAM],
+                         ids=["plain", "grouped", "streaming"])
+def test_two_processes_go_on_in_another_cut(recipe, tmp_path, instructions, engine, changes):
+    """8 rows at once, 2 processes × 2 × 2, and again one alone."""
+    changes = {"engine": engine, **changes, "data__init_args__val_source": str(instructions),
+               "data__init_args__val_size": 0}
+    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    root = {"trainer__default_root_dir": str(run.root)}
+    assert main(["fit", *recipe(**cut(8, 1, **changes), trainer__default_root_dir=str(straight.root))]) == 0
+    assert main(["fit", *recipe(**cut(8, 1, **changes), **root), "--stop_at", "2"]) == 0
+    two = recipe("two.yaml", **cut(2, 2, **changes), **root, trainer__strategy="ddp",
+                 trainer__devices=2 if engine == "torch" else 1)
+    together(["fit", *two, "--ckpt_path", "last", "--stop_at", "7"], 1 if engine == "torch" else 2)
+    assert main(["fit", *recipe(**cut(1, 8, **changes), **root), "--ckpt_path", "last"]) == 0
+    assert_same_steps(run, straight)
+
+
+@pytest.mark.slow
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(recipe, tmp_path):
+    constant = {"model__init_args__optimizer": {"lr": 0.01}, "trainer__limit_val_batches": 0}
+    straight, grown = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "grown")
+    assert main(["fit", *recipe(**constant, trainer__default_root_dir=str(straight.root))]) == 0
+    assert main(["fit", *recipe(**constant, trainer__default_root_dir=str(grown.root), trainer__max_steps=3)]) == 0
+    arguments = recipe(**constant, trainer__default_root_dir=str(grown.root))
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, grown)
+
+
+def test_checkpoint_of_an_adapter_holds_no_base_weights(finished):
+    folder = finished()
+    saved = load_file(folder.resolve("last") / "model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+    size = sum(tensor.numel() * 4 for tensor in saved.values())
+    assert (folder.resolve("last") / "model.safetensors").stat().st_size < 2 * size
+
+
+def test_keep_rules(recipe, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert main(["fit", *recipe(checkpoint={"every_n_steps": 1, "keep_last": 2, "keep_best": 1})]) == 0
+    best = folder.resolve("best").name
+    assert set(folder.names()) == {"step=5", "step=6", best}
+    with open(folder.metrics_csv) as file:
+        losses = {row["step"]: float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]}
+    assert best == f"step={min(losses, key=losses.get)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_and_leave_with_130(recipe, tmp_path, number):
+    folder = RunFolder(tmp_path / "run")
+    arguments = recipe(**EVERYWHERE, trainer__default_root_dir=str(folder.root), trainer__max_steps=100000)
+    process = Fork(train, "fit", *arguments)
+    deadline = time.monotonic() + 120
+    while not folder.names() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Interrupted at step" in said and "--ckpt_path last" in said and "Traceback" not in said
+    assert f"{folder.resolve('last')}" in said.replace(str(folder.checkpoints), str(folder.checkpoints.resolve()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_resumed_run_follows_its_recipe(recipe, tmp_path, engine):
+    """Longer and with another learning rate: the schedule is the new recipe's from the next step on."""
+    changes = {"engine": engine, "model__init_args__quantize": None, "model__init_args__lora": {"rank": 2, "alpha": 4}}
+    settings = {"lr": 0.01, "schedule": "linear", "warmup": 0}
+    assert main(["fit", *recipe(**changes, trainer__max_steps=4, model__init_args__optimizer=settings)]) == 0
+    settings["lr"] = 0.02
+    assert main(["fit", *recipe(**changes, trainer__max_steps=8, model__init_args__optimizer=settings),
+                 "--ckpt_path", "last"]) == 0
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        lr = [float(row["train/lr"]) for row in csv.DictReader(file)]
+    assert lr[:4] == pytest.approx([0.01 * (1 - step / 4) for step in range(4)])
+    assert lr[4:] == pytest.approx([0.02 * (1 - step / 8) for step in range(4, 8)])
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_validate_says_that_there_is_nothing_to_validate_on(recipe, engine, capfd):
+    arguments = recipe(engine=engine, model__init_args__quantize=None, data__init_args__val_size=0)
+    assert main(["validate", *arguments]) == 2
+    assert "There is no validation set" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_fields_of_a_pretrained_configuration_may_be_changed(recipe, tmp_path, engine, capfd):
+    changes = {"engine": engine, "model__init_args__quantize": None, "model__init_args__lora": None,
+               "trainer__max_steps": 1}
+    assert main(["fit", *recipe(**changes, model__init_args__config_overrides={"rms_norm_eps": 0.5})]) == 0
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["rms_norm_eps"] == 0.5
+    assert main(["fit", *recipe(**changes, model__init_args__config_overrides={"nonsense": 1}),
+                 "--overwrite", "true"]) == 2
+    assert "has no field 'nonsense'" in capfd.readouterr().err

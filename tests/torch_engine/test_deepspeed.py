@@ -1,0 +1,141 @@
+"""DeepSpeed ZeRO: two processes (gloo, CPU) take the steps of one, and runs go on with and without it."""
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from lmmods.cli import main
+from lmmods.core.errors import UserError
+from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.engines.test_distributed import figures, same_figures, same_weights, task, with_two  # noqa: F401 - a fixture
+
+installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
+                               reason="deepspeed is not installed: pip install -e .[deepspeed]")
+LORA = {"model__init_args__quantize": None}
+HALFWAY = {"trainer__max_steps": 8, "trainer__val_check_interval": 1.0,
+           "checkpoint": {"every_n_steps": 4, "keep_last": 9, "monitor": "val/loss"}}
+
+
+def zero(stage: int, **options) -> dict:
+    """A strategy whose parameters, small as they are here, are cut too."""
+    return {"class_path": "lmmods.strategies.DeepSpeed",
+            "init_args": {"stage": stage, "persistence_threshold": 0, **options}}
+
+
+# Without deepspeed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named(recipe, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *args: None if name == "deepspeed" else find(name, *args))
+    assert main(["fit", *recipe(trainer__strategy=zero(2))]) == 2
+    assert "pip install -e .[deepspeed]" in capsys.readouterr().err
+
+
+@pytest.fixture
+def refusal():
+    """A function that gives what DeepSpeed says of a run it would not train exactly."""
+    def of(stage: int = 2, quantize: str | None = None, optimizer: str = "adamw", precision: str = "32-true",
+           clip: str | None = None) -> str:
+        module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer),
+                                 trainer=SimpleNamespace(precision=precision, gradient_clip_algorithm=clip))
+        with pytest.raises(UserError) as told:
+            DeepSpeed(stage=stage).check_run(module)
+        return str(told.value)
+
+    return of
+
+
+@pytest.mark.parametrize(("run", "words"), [
+    ({"stage": 3, "quantize": "nf4"}, "model.quantize nf4"),
+    ({"quantize": "int8"}, "model.quantize int8"),
+    ({"optimizer": "adamw_8bit"}, "optimizer.name adamw_8bit"),
+    ({"optimizer": "adafactor"}, "optimizer.name adafactor"),
+    ({"precision": "16-mixed"}, "trainer.precision 16-mixed"),
+    ({"clip": "value"}, "trainer.gradient_clip_algorithm value"),
+])
+def test_what_would_not_be_exact_is_refused_by_name(refusal, run, words):
+    assert words in refusal(**run)
+
+
+def test_parameters_are_offloaded_in_stage_3_only(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="offload_parameters needs stage 3"):
+        DeepSpeed(stage=2, offload_parameters=True).check()
+
+
+# With it -------------------------------------------------------------------------------------------------------------
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stage", "changes"), [
+    ("full", 2, {}), ("full", 3, {}), ("clm", 2, {}), ("clm", 3, {}), ("mlm", 3, {}), ("qa", 2, {}), ("qa", 3, {}),
+    ("qlora", 2, LORA), ("qlora", 3, LORA), ("qlora", 2, {}),
+])
+def test_two_processes_take_the_steps_of_one(task, name, stage, changes):  # noqa: F811
+    one, arguments = task(name, "one", **changes)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task(name, "two", 2, zero(stage), **changes)
+    out = with_two(arguments)
+    told, = (line for line in out.splitlines() if line.startswith("Parameters:"))
+    assert ": 0," not in told
+    same_figures(two, one, rel=1e-4)
+    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+    exported, = one.model.glob("*.safetensors")
+    same_weights(two.model / exported.name, exported)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"stage": 2, "offload_optimizer": True},
+    {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+], ids=["stage 2", "stage 3"])
+def test_offloading_changes_no_number(task, options):  # noqa: F811
+    """Windows of two micro-batches on each process."""
+    one, arguments = task("clm", "one", window=4)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("clm", "two", 2, zero(**options), window=4)
+    with_two(arguments)
+    same_figures(two, one, rel=1e-4)
+    same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "steps", "rel"), [("bf16-mixed", 3, 1e-4), ("bf16-true", 1, 1e-2)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_half_precision(task, stage, precision, steps, rel):  # noqa: F811
+    """The first steps only: what bfloat16 rounds the other way grows, and without float32 copies all of it does."""
+    one, arguments = task("qlora", "one", trainer__precision=precision, **LORA)
+    assert main(["fit", *arguments]) == 0
+    two, arguments = task("qlora", "two", 2, zero(stage), trainer__precision=precision, **LORA)
+    with_two(arguments)
+    assert len(figures(two)) == len(figures(one))
+    for row, wanted in zip(figures(two)[:steps], figures(one)[:steps], strict=True):
+        assert row == pytest.approx(wanted, rel=rel), row
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "first", "then"), [
+    ("clm", (1, "ddp"), (2, zero(2))), ("clm", (1, "ddp"), (2, zero(3))), ("clm", (2, zero(2)), (1, "ddp")),
+    ("clm", (2, zero(3)), (2, "fsdp")), ("qlora", (2, zero(3)), (2, zero(2))),
+], ids=["1 to stage 2", "1 to stage 3", "stage 2 to 1", "stage 3 to fsdp", "LoRA, stage 3 to 2"])
+def test_a_run_goes_on_with_another_strategy(task, name, first, then):  # noqa: F811
+    """Stopped at step 4 of 8: the numbers of a straight run."""
+    changes = HALFWAY | (LORA if name == "qlora" else {})
+    straight, arguments = task(name, "straight", **changes)
+    assert main(["fit", *arguments]) == 0
+    run, arguments = task(name, "run", *first, **changes)
+    with_two(arguments) if first[0] == 2 else main(["fit", *arguments])
+    _, arguments = task(name, "run", *then, **changes)
+    arguments += ["--ckpt_path", "4", "--overwrite", "true"]
+    with_two(arguments) if then[0] == 2 else main(["fit", *arguments])
+    same_figures(run, straight, rel=1e-4)
+    assert json.loads(run.metrics_json.read_text())["trainer/global_step"] == 8
