@@ -372,3 +372,14 @@ def test_the_files_of_usual_changes_are_there():
     named = re.findall(r"`((?:lmmods|jax_engine|tests|configs|docs)/[\w./]+)`", CONTRIBUTING)
     assert len(named) > 20
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_promises_have_their_tests():
+    """Each test that tests/README.md names is there, and so is each folder."""
+    page = (ROOT / "tests" / "README.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 15
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / path).read_text(), test
+    rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(re.findall(r"`(\w+)`", page.split("Helpers")[0].split("|---|---|")[1])) - {"lmmods"}
