@@ -13,7 +13,7 @@ ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-numerics test-newest test-oldest lock bench lint smoke clean plan-tpu \
+.PHONY: help install demo docs test test-all test-numerics test-newest test-oldest lock bench lint smoke clean plan-tpu \
 	plan-cuda accelerators plans
 
 help: ## Show this list
@@ -65,6 +65,11 @@ lock: .venv-lock/bin/uv ## Write .ci/lock.txt anew: the newest releases of all t
 
 smoke: $(READY) ## Run the demo recipe for a few steps
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --config configs/smoke.yaml --overwrite true
+
+docs: $(READY) ## Build the documentation as a site with search in .site/
+	@$(BIN)/pip install --quiet --quiet -c $(LOCK) -e '.[docs]'
+	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --strict --quiet -f mkdocs.yml
+	@echo "Open .site/index.html"
 
 bench: $(READY) ## Measure speed and memory beside other trainers (about an hour; installs them)
 	$(BIN)/python benchmarks/bench.py
