@@ -1,4 +1,4 @@
-"""A causal network that answers one prompt at a time, on torch."""
+"""Inference with a causal LM, one prompt at a time."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from lmmods.torch_engine.nn.decoding import generate
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
 from lmmods.torch_engine.tasks.causal_task import generation_config
 
-PREFIX = "model."  # of a network's parameters in a checkpoint: it is this attribute of a LightningModule
+PREFIX = "model."  # of parameter names in a checkpoint: the network is this attribute of a LightningModule
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of a name, or for `auto` a GPU where there is one. Raises UserError: there is no such device."""
+    """Return the named device; `auto` is a GPU if there is one. Raises UserError if there is no such device."""
     try:
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         torch.empty(0, device=chosen)
@@ -37,23 +37,23 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_precision(device: torch.device) -> str:
-    """What `auto` means for a model that no run has chosen a precision for."""
+    """Return the precision of `auto` for a model that belongs to no run."""
     return precisions.choose_precision(device.type)[0].replace("mixed", "true") if device.type != "cpu" else "32-true"
 
 
 class TextModel:
-    """A causal network that answers.
+    """A causal LM that answers prompts.
 
     Args:
-        fields: What it is made of.
+        fields: Fields of the task that describe the network.
         data: The data module, for its tokenizer.
-        precision: Lightning's name.
-        seed: Of all weights that no file holds.
-        checkpoint: Of the run, whose parameters take the place of the first ones.
+        precision: Lightning's name of the precision.
+        seed: Seed of all weights that are not loaded from a file.
+        checkpoint: Checkpoint of a run, whose parameters replace the initial ones.
         frozen: As in `build_network`.
 
     Raises:
-        UserError: The model cannot be found, read or made, or the checkpoint does not fit it.
+        UserError: The model cannot be found, read or built, or the checkpoint does not fit it.
     """
 
     def __init__(self, fields: CausalFields, data: Any, *, precision: str, device: torch.device, seed: int,
@@ -65,24 +65,24 @@ class TextModel:
         if checkpoint:
             _load(network, read_checkpoint(checkpoint, TORCH)["state_dict"])
         if fields.max_memory is None:
-            nn.Module.to(network, device)  # transformers' own refuses quantised ones
+            nn.Module.to(network, device)  # transformers' own `to` rejects quantised models
         self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,
                                                                          data.tokenizer)
 
     @torch.no_grad()
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
                on_token: Callable[[int], bool]) -> bool:
-        """Answer a prompt; returns whether an end token came, which is not handed over.
+        """Answer a prompt; returns True if the answer ended with an end token, which `on_token` does not receive.
 
-        Beams are searched to their end before the first token is handed over.
+        Beam search finishes before `on_token` receives the first token.
 
         Args:
-            row: Number of the prompt, by which it draws.
-            on_token: Given a token of the answer as soon as it is chosen, says whether to go on.
+            row: Number of the prompt, on which sampling depends.
+            on_token: Called with each token of the answer as soon as it is chosen; returns True to continue.
         """
         ids = torch.tensor([prompt], device=self._device)
         watch = _Watch(on_token, set(stop_token_ids)) if settings.num_beams == 1 else None
-        torch.manual_seed(seed)  # for beams, which draw from torch's generator
+        torch.manual_seed(seed)  # for beam sampling, which uses torch's generator
         numbers = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
         with self._autocast():
             found = generate(self._network, ids, torch.ones_like(ids),
@@ -95,14 +95,14 @@ class TextModel:
         return ended
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        """What Lightning computes in under this precision."""
+        """Return the autocast context that Lightning uses under this precision."""
         if not self._precision.endswith("mixed"):
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, COMPUTE_DTYPES[self._precision])
 
 
 class _Watch(StoppingCriteria):
-    """Sees each token, and stops where it is told to."""
+    """Passes each token to a callback, and stops generation when it returns False."""
 
     def __init__(self, on_token: Callable[[int], bool], ends: set[int]):
         self._on_token, self._ends = on_token, ends
@@ -115,7 +115,7 @@ class _Watch(StoppingCriteria):
 
 @torch.no_grad()
 def _load(network: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Parameters of a checkpoint instead of the first ones. Raises UserError: it is of another model."""
+    """Replace the initial parameters by those of a checkpoint. Raises UserError if it is of another model."""
     trained = {PREFIX + name: param for name, param in network.named_parameters() if param.requires_grad}
     check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (saved, trained)))
     for name, param in trained.items():

@@ -1,4 +1,4 @@
-"""Lightning's reading and writing of checkpoints, as the folders of both engines."""
+"""Lightning plugin that reads and writes checkpoints as folders, in the format shared with the JAX engine."""
 
 import collections
 import os
@@ -21,20 +21,20 @@ from lmmods.runs.checkpoint_pieces import ArrayLibrary, Shares, split_pieces
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """A checkpoint as a folder (lmmods.runs.checkpoint_io)."""
+    """Reads and writes checkpoint folders (lmmods.runs.checkpoint_io)."""
 
-    writer: BackgroundWriter | None = None  # since several processes have begun to write one together
+    writer: BackgroundWriter | None = None  # created by the first `save_share`
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike,
                         storage_options: Callable[[], None] | None = None) -> None:
-        """Write it; `storage_options` is called when it stands."""
+        """Write a checkpoint; `storage_options` is called once it is complete."""
         write_checkpoint(Path(path), checkpoint, TORCH)
         if storage_options is not None:
             storage_options()
 
     def save_share(self, checkpoint: dict[str, Any], path: Path, then: Callable[[], None] | None, shares: Shares,
                    barrier: Callable[[], None]) -> None:
-        """Begin to write this process's part of it beside training; arguments as of `BackgroundWriter.save`."""
+        """Start writing this process's share in the background; arguments as in `BackgroundWriter.save`."""
         if self.writer is None:
             self.writer = BackgroundWriter()
         self.writer.save(path, frozen(checkpoint), then or (lambda: None), shares, barrier, TORCH)
@@ -44,10 +44,10 @@ class FolderCheckpointIO(CheckpointIO):
         return _of_lightning(read_checkpoint(Path(path), TORCH))
 
     def open_checkpoint(self, path: Path, gather: Callable[[dict], dict], shares: Shares) -> dict[str, Any]:
-        """As `load_checkpoint`, but what is large is lazy. All processes must call this: each verifies some files.
+        """Load a checkpoint with lazy arrays. A collective call: each process verifies a share of the files.
 
         Args:
-            gather: Of what each process has under its rank, that of all.
+            gather: Merges the processes' dictionaries, which are keyed by rank.
 
         Raises:
             UserError: A file is damaged.
@@ -66,28 +66,28 @@ class FolderCheckpointIO(CheckpointIO):
 
 
 def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
-    # Lightning asks which of its versions wrote a checkpoint; the JAX engine knows none.
+    # Lightning requires the version that wrote a checkpoint, which those of the JAX engine do not have.
     return {"pytorch-lightning_version": L.__version__, **content}
 
 
 def frozen(content: CheckpointContent) -> CheckpointContent:
-    """A checkpoint that training changes no more: plain data and tensors copied; `Pieces` are copies already."""
+    """Copy a checkpoint's data and tensors to the CPU, so that training cannot change them; `Pieces` are copies."""
     tree, arrays = split_pieces(content, TORCH)
     return join(tree, {path: array.detach().to("cpu", copy=True) if torch.is_tensor(array) else array
                        for path, array in arrays.items()})
 
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:
-    """Optimisers let the state of several parameters share a tensor: bitsandbytes' 8-bit ones their code books."""
+    """Return a key by which shared tensors are found: bitsandbytes' 8-bit optimisers share their code books."""
     if not tensor.numel():
-        return id(tensor)  # empty ones have no memory
+        return id(tensor)  # empty tensors have no memory
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
     stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     uses = collections.Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
-    for name, tensor in stored.items():  # safetensors refuses parts of one memory that overlap
+    for name, tensor in stored.items():  # safetensors rejects tensors that share memory
         if uses[tensor.untyped_storage().data_ptr()] > 1:
             stored[name] = tensor.clone()
     save_file(stored, path, metadata={"format": "pt", **metadata})
@@ -98,7 +98,7 @@ def _open(file: Path) -> dict[str, LazyArray]:
 
 
 def _read(array: LazyArray) -> torch.Tensor:
-    return array[(slice(None),) * array.ndim].clone()  # not the file's memory
+    return array[(slice(None),) * array.ndim].clone()  # a copy, not the file's mapped memory
 
 
 TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _open, _read, _memory_of)

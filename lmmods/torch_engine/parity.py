@@ -1,4 +1,5 @@
-"""What torch computes of given rows, for a comparison with JAX: transformers' own logits, and our loss and gradient."""
+"""Torch's results for given rows, to compare with JAX: transformers' own logits, and this project's loss and gradient.
+"""
 
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
     """Write loss, logits and gradient of rows [1, ...] into a folder, without dropout; see `core.parity`.
 
     Args:
-        module: With its network on the device.
+        module: A task whose network is on the device.
     """
     network = module.model
     with torch.no_grad():
@@ -40,19 +41,19 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
 
 
 def _named(module: TaskModule) -> dict[str, nn.Parameter]:
-    """What trains, by the names of the network itself."""
+    """Return the trainable parameters by their names in the network."""
     return {name.removeprefix("model."): param for name, param in module.trainable().items()}
 
 
 @torch.no_grad()
 def _logits(module: TaskModule, row: Row, places: Tensor) -> Tensor:
-    """[P, V] of the network's own forward pass, at these tokens; for answer spans [P, 2]."""
+    """Return the logits of the network's own forward pass at the given tokens, [P, V]; for answer spans [P, 2]."""
     inputs = {name: torch.from_numpy(values).to(module.device) for name, values in sequences(row).items()}
     inputs.pop("segment_ids", None)
-    if "position_ids" in inputs:  # packed: beside them a mask of ones, or a cache, would join the documents
+    if "position_ids" in inputs:  # packed: with an all-ones mask, or a cache, documents would attend to each other
         del inputs["attention_mask"]
     options = {"use_cache": False} if isinstance(module, CausalModule) else {}
-    # PEFT's wrapper for answer spans drops token_type_ids; the adapters lie in the network itself.
+    # PEFT's wrapper for answer spans drops token_type_ids; the adapters are inside the network itself.
     network = module.model.get_base_model() if module.trains_adapter else module.model
     output = network(**inputs, **options)
     logits = output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)

@@ -1,8 +1,8 @@
-"""What a training step of a recipe needs on devices that need not be here: the step itself, without values.
+"""Plan the memory and compute of a training step on devices that may not be present, by a step without values.
 
-The recipe's own network is built, wrapped and trained for a step on tensors that have shapes and types alone. Tensors
-of this processor stand in for those of a GPU; a process group of the wanted size, whose collectives do nothing, for
-the others.
+The recipe's own network is built, wrapped and trained for one optimiser step on tensors with shapes and dtypes only
+(FakeTensorMode). CPU tensors stand in for GPU tensors, and a process group of the target's size, whose collectives do
+nothing, for its processes.
 """
 
 import copy
@@ -55,14 +55,13 @@ from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 from lmmods.torch_engine.tasks.base import TaskModule
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is in memory while torch computes without values: each tensor's storage from when it is made until it is gone.
+# Memory of a computation without values: each tensor's storage is tracked from its allocation until it is freed.
 #
-# Where nothing has values, nothing can be asked for them. A program that asks whether something holds (the check of a
-# kernel, whether all tokens are real) is told that it does; a number is 1; and where it looks for what is scored, or
-# routed, all of it is.
+# Code that reads a value gets a fixed answer, as there are none: conditions (such as the check of a kernel, or whether
+# all tokens are real) are true, numbers are 1, and all elements of a mask (such as scored or routed tokens) are set.
 
 aten = torch.ops.aten
-# Collectives by the names of their operators, those of processes and those of sharded tensors.
+# Collectives by the names of their operators: those of process groups and those of DTensor.
 COLLECTIVES = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
                "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
                "allreduce_": "all-reduce", "all_reduce": "all-reduce"}
@@ -72,10 +71,10 @@ ANSWERS = {READING: lambda x: 1.0 if x.is_floating_point() else x.dtype == torch
 
 
 class Ledger(DispatchMode):
-    """Counts bytes, arithmetic and collectives of what runs while it is entered, within `without_values`.
+    """Counts bytes, FLOPs and collectives of operations while entered, within `without_values`.
 
     Args:
-        vocab_size: Tensors of this width are named logits.
+        vocab_size: Tensors of this width are labelled logits.
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
@@ -84,10 +83,10 @@ class Ledger(DispatchMode):
         self.traffic: dict[tuple[str, int], Traffic] = {}  # by kind and processes
         self._vocab_size = vocab_size
         self._kinds: dict[int, str] = {}
-        self._sizes: dict[int, int] = {}  # bytes of what lives
+        self._sizes: dict[int, int] = {}  # bytes of live storages, by number
         self._numbers: dict[int, tuple[int, weakref.ref]] = {}  # by the storage's id
         self._num_seen = 0
-        self._events: list[tuple[int, int]] = []  # a storage's number, and the bytes that it gains or loses
+        self._events: list[tuple[int, int]] = []  # a storage's number, and the change of its bytes
         self._before: dict[int, int] = {}
         self._hooks = ExitStack()
 
@@ -100,27 +99,27 @@ class Ledger(DispatchMode):
         self._hooks.close()
 
     def begin(self) -> None:
-        """From here on peak, arithmetic and collectives are counted."""
+        """Start counting peak memory, FLOPs and collectives."""
         self.flops, self.traffic, self._events, self._before = 0, {}, [], dict(self._sizes)
 
     def name(self, kind: str, tensors: list[Tensor]) -> None:
-        """Say what tensors are, for as long as they have lived."""
+        """Label tensors, also for the time before this call."""
         for tensor in tensors:
             self._kinds[self._number(tensor.untyped_storage())] = kind
 
     @property
     def num_seen(self) -> int:
-        """Storages until now."""
+        """Number of storages so far."""
         return self._num_seen
 
     def name_new(self, kind: str, first: int) -> None:
-        """Say what all is that lives, has no name, and was seen when there had been `first` others, or later."""
+        """Label all live storages that have no label and were first seen when `num_seen` was `first` or more."""
         for number in self._sizes:
             if number >= first:
                 self._kinds.setdefault(number, kind)
 
     def peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment since `begin` when they were most."""
+        """Return the bytes by kind at the peak since `begin`."""
         total = most = sum(self._before.values())
         end = 0
         for place, (_, change) in enumerate(self._events, 1):
@@ -135,19 +134,19 @@ class Ledger(DispatchMode):
             kinds[self._kinds.get(number, "temporaries")] += size
         return {kind: size for kind, size in kinds.items() if size}
 
-    # What is seen ----------------------------------------------------------------------------------------------------
+    # Observed operations ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does to the parts that are here comes next
+            return NotImplemented  # DTensor dispatches again, with the operations on local shards
         if func in ANSWERS and not has_values(args[0]):
             return ANSWERS[func](args[0])
         if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = (args[0], _all_places(args[1]), *args[2:])
         before = self._num_seen
         result = (grouped if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
-        made = [x for x in tensors_in(result) if not x.is_meta]  # by which sharded tensors find whole ones' shapes
+        made = [x for x in tensors_in(result) if not x.is_meta]  # DTensor infers global shapes on the meta device
         for tensor in made:
             number = self._number(tensor.untyped_storage())
             if number >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
@@ -166,7 +165,7 @@ class Ledger(DispatchMode):
         return result
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        """A storage's number; one that is new is counted from here on."""
+        """Return a storage's number; a new one is counted from now on."""
         place = id(storage)
         if place not in self._numbers:
             number, self._num_seen = self._num_seen, self._num_seen + 1
@@ -181,7 +180,7 @@ class Ledger(DispatchMode):
 
     def _resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         number = self._number(storage)
-        self._kinds[number] = "gathered parameters"  # nothing else is resized
+        self._kinds[number] = "gathered parameters"  # only FSDP2 resizes storages
         self._change(number, num_bytes - self._sizes[number])
 
     def _change(self, number: int, num_bytes: int) -> None:
@@ -190,7 +189,7 @@ class Ledger(DispatchMode):
 
 
 def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """The same with a place for each element of a mask, as if all were true."""
+    """Replace boolean masks among the indices by integer indices of all elements, as if all were true."""
     found: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
@@ -198,21 +197,22 @@ def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-ROOM = 0.9  # of a GPU's memory
-BUCKETS = 2**20, 25 * 2**20  # bytes of gradients that DDP adds up at a time: the first, and each after it
-STEPPING = ("adamw", "sgd", "adafactor")  # optimisers that can step without values
+ROOM = 0.9  # usable share of a GPU's memory
+BUCKETS = 2**20, 25 * 2**20  # bytes of DDP's gradient buckets: the first one, and the others
+STEPPING = ("adamw", "sgd", "adafactor")  # optimisers whose step runs without values
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
-Count = tuple[float, dict[tuple[str, int], Traffic]]  # arithmetic and collectives, by kind and processes
-Counts = dict[str, list[Count]]  # at the end of each micro-batch, by pass (`survey`, `backward`), and of the `step`
+Count = tuple[float, dict[tuple[str, int], Traffic]]  # FLOPs, and collectives by kind and number of processes
+# Running counts at the end of each micro-batch, by pass (`survey`, `backward`), and at the end of the `step`.
+Counts = dict[str, list[Count]]
 
 
 class Planner:
     """Plans of one recipe on one target.
 
     Args:
-        trainer: Of the recipe, but on this processor.
-        on: The target.
+        trainer: The recipe's trainer, but on this CPU.
+        on: The target devices.
         strategy: `trainer.strategy` of the recipe.
         precision: `trainer.precision` of the recipe.
 
@@ -220,7 +220,7 @@ class Planner:
         UserError: Something in the recipe cannot be planned.
     """
 
-    missing = None  # nothing but this processor is needed
+    missing = None  # no devices are required
 
     def __init__(self, trainer: Any, task: TaskModule, data: Any, on: Target, strategy: Any, precision: str):
         self.trainer, self.task, self.data, self.on, self._strategy = trainer, task, data, on, strategy
@@ -256,7 +256,7 @@ class Planner:
 
     @property
     def may_shard(self) -> bool:
-        """Whether the recipe can go on with `fsdp`."""
+        """True if the recipe can run with strategy `fsdp`."""
         try:
             FSDP2().check_run(self.task)
         except UserError:
@@ -264,23 +264,23 @@ class Planner:
         return True
 
     def recipe(self) -> Variant:
-        """The recipe as it is."""
+        """Return the recipe's own variant."""
         task = self.task
         return Variant(self.data.batch_size, self.trainer.accumulate_grad_batches, task.gradient_checkpointing,
                        self._strategy, task.quantize, task.lora)
 
     @property
     def length(self) -> RunLength:
-        """Of the run."""
+        """Length of the run."""
         trainer = self.trainer
         return RunLength(len(self._loader) * self.data.batch_size,
                          trainer.overfit_batches or trainer.limit_train_batches, *trainer.length)
 
     def plan(self, variant: Variant) -> StepPlan:
-        """What a step needs.
+        """Return the memory, FLOPs and collectives of an optimiser step.
 
         Raises:
-            UserError: The network cannot be made, or not so.
+            UserError: The network cannot be built, or not in this variant.
         """
         ranks = self.on.num_devices
         strategy = FSDP2() if variant.strategy == "fsdp" else variant.strategy
@@ -289,7 +289,7 @@ class Planner:
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.compile = False
         task.__post_init__()
-        stays_float32()  # is found out with values
+        stays_float32()  # cached here, as the measurement needs values
         on_gpu, sharers = self.on.platform == "gpu", (1, 1)
         if isinstance(strategy, FSDP2):
             strategy, task.trainer = copy.copy(strategy), self.trainer
@@ -322,14 +322,14 @@ class Planner:
             ledger.name_new("gradients", first)
             first = ledger.num_seen
             if optimizer is not None:
-                for group in optimizer.param_groups if on_gpu else ():  # torch's choice there
+                for group in optimizer.param_groups if on_gpu else ():  # torch's default on GPUs
                     group["foreach"] = not group.get("fused")
                 optimizer.step()
             ledger.name_new("optimiser state", first)
             rows, num_batches = self._pieces(task, variant)
             batch = full_batch(self.example, rows, self.data.max_length)
             ledger.name("rows", list(batch.values()))
-            # The first sharded step makes whole tensors too, to see how operations cut them.
+            # The first sharded step also allocates full tensors, as DTensor infers the sharding of each operation.
             for _ in range(2 if is_sharded else 1):
                 counts = self._step(task, optimizer, [batch] * min(num_batches, 2), ledger)
             gradients = [sharding.local(param.grad) for param in params if param.grad is not None]
@@ -349,7 +349,7 @@ class Planner:
             self._notes(task, optimizer), "simulated")
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
-        """Rows that are computed at a time, and how often in a step; from here on the task cuts nothing itself."""
+        """Return the rows of a chunk, and the chunks of an optimiser step; turns off chunking in the task itself."""
         size = 0
         if self.on.platform == "cpu":
             size = task.piece_size()
@@ -362,7 +362,7 @@ class Planner:
         return rows, -(-variant.rows // rows) * variant.accumulated
 
     def _step(self, task: TaskModule, optimizer: Any, batches: list[dict[str, Tensor]], ledger: Ledger) -> Counts:
-        """A step; what had been counted by the end of its parts."""
+        """Run an optimiser step; returns the running counts at the end of its passes."""
         counts: Counts = {"survey": [], "backward": []}
         first = ledger.num_seen
 
@@ -403,7 +403,7 @@ class Planner:
 
 
 def num_buckets(sizes: list[int]) -> int:
-    """How many all-reduces DDP makes of gradients of these bytes, which come in the order of their parameters."""
+    """Return how many all-reduces DDP makes of gradients of these bytes, given in the order of the parameters."""
     count, filled, limit = 0, 0, BUCKETS[0]
     for size in reversed(sizes):
         filled += size
@@ -423,7 +423,7 @@ def _is_known(strategy: str) -> bool:
 
 
 def _counted(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]:
-    """Arithmetic and collectives of a step of so many micro-batches; those behind the second count as it does."""
+    """Return FLOPs and collectives of a step of `num_batches` micro-batches; from the third on as the second."""
     [(flops, traffic)] = counts["step"]
     more = num_batches - 2
     for found in (counts["survey"], counts["backward"]) if more > 0 else ():
@@ -435,20 +435,20 @@ def _counted(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic
             old = earlier.get(kind, Traffic(0, 0, 1))
             one = Traffic(total.count - old.count, total.num_bytes - old.num_bytes, total.group)
             traffic[kind] = traffic[kind].plus(one, more)
-    largest = dict(sorted(traffic))  # of each kind
+    largest = dict(sorted(traffic))  # largest group of each kind, as later keys overwrite earlier ones
     return flops, {kind if group == largest[kind] else f"{kind} of {group}": found
                    for (kind, group), found in traffic.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A training step outside of Lightning's loops, in their order: without values it is planned, with values measured.
+# A training step outside Lightning's loops, in the same order: without values for planning, with values for measuring.
 
 class Ranks:
-    """What a task asks of a strategy of Lightning's, of several processes.
+    """Stand-in for a strategy of Lightning with several processes, with the attributes that a task uses.
 
     Args:
-        root_device: Of the first one.
-        tensor_parallel_size: And `context_parallel_size`: as of `strategies.FSDP2`.
+        root_device: Device of the first process.
+        tensor_parallel_size: As in `strategies.FSDP2`; likewise `context_parallel_size`.
     """
 
     global_rank = 0
@@ -459,20 +459,20 @@ class Ranks:
         self.tensor_parallel_size, self.context_parallel_size = tensor_parallel_size, context_parallel_size
 
     def reduce(self, tensor: Tensor, reduce_op: str = "mean") -> Tensor:
-        """A sum over processes, as large as what it is of."""
+        """Return the tensor itself, as a sum over processes has the same shape."""
         return tensor
 
 
 def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device: str = "cpu",
              sharers: tuple[int, int] = (1, 1)) -> Any:
-    """What a task asks of Lightning's trainer.
+    """Return a stand-in for Lightning's trainer, with the attributes that a task uses.
 
     Args:
-        precision: Lightning's name.
-        accumulated: Micro-batches of a step.
-        ranks: Processes.
-        device: For which the network is built.
-        sharers: Processes that share matrices, and those that share rows.
+        precision: Lightning's name of the precision.
+        accumulated: Micro-batches of an optimiser step.
+        ranks: Number of processes.
+        device: Device for which the network is built.
+        sharers: Sizes of tensor and context parallelism.
     """
     place = torch.device(device)
     strategy = SingleDeviceStrategy(place) if ranks == 1 else Ranks(place, ranks, *sharers)
@@ -489,10 +489,10 @@ def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device
 
 
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:
-    """A micro-batch of rows as long as they may be, of ones: all tokens are real and scored.
+    """Return a micro-batch of rows of maximum length, filled with ones: all tokens are real and scored.
 
     Args:
-        example: One of the loader.
+        example: A micro-batch of the loader.
     """
     axis = example["input_ids"].ndim - 1
     return {name: torch.ones((rows, *x.shape[1:axis], *((max_length,) if x.ndim > axis else ()), *x.shape[axis + 1:]),
@@ -501,12 +501,12 @@ def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[s
 
 def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batches: list[dict[str, Tensor]],
               clipping: tuple[float | None, str | None], seen: Callable[[str], None] = lambda _: None) -> None:
-    """One optimiser step.
+    """Run one optimiser step.
 
     Args:
-        optimizer: None leaves it at the gradients.
-        clipping: Value and algorithm.
-        seen: Is told of each pass that has ended: `survey`, `forward`, `backward`.
+        optimizer: None stops after the gradients.
+        clipping: Value and algorithm of gradient clipping.
+        seen: Called with the name of each pass as it ends: `survey`, `forward`, `backward`.
     """
     def surveyed() -> Iterator[dict[str, Tensor]]:
         for batch in batches:
@@ -518,7 +518,7 @@ def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batch
         with module.trainer.precision_plugin.forward_context():
             loss = module.training_step(batch, place)
         seen("forward")
-        if place == 0:  # only now, so the last step's gradients are there in the forward pass
+        if place == 0:  # as late as Lightning does, so that the last step's gradients count in the first forward pass
             for param in module.parameters():
                 param.grad = None
         module.backward(loss)

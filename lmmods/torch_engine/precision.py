@@ -1,7 +1,7 @@
-"""What `trainer.precision: auto` means on this machine, for the torch engine.
+"""Choice of `trainer.precision: auto`.
 
-The choice follows from what the hardware can do, not from a timing: it must be the same on all processes of a run and
-on each of its starts.
+It depends on the hardware's features, not on timings, as it must be the same on all processes of a run and whenever the
+run is resumed.
 """
 
 import torch
@@ -10,7 +10,7 @@ from lmmods.torch_engine.compat.torch import cpu_multiplies_bfloat16
 
 
 def choose_precision(accelerator: str) -> tuple[str, str]:
-    """Precision and the reason for it."""
+    """Return the precision and the reason for it."""
     if accelerator != "cpu" and torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16-mixed", "this GPU multiplies bfloat16"

@@ -1,6 +1,6 @@
-"""What torch finds on this machine, for `doctor`: `python -m lmmods.torch_engine.probe` prints it as JSON.
+"""Report torch's devices and working kernels, for `doctor`: `python -m lmmods.torch_engine.probe` prints JSON.
 
-A process of its own, so that a driver that hangs or kernels that crash take nothing with them.
+It runs in a process of its own, so that a hanging driver or a crashing kernel does not affect the caller.
 """
 
 import json
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from lmmods.torch_engine.precision import choose_precision
 
-SECONDS = 10  # for two processes to meet
+SECONDS = 10  # timeout for two processes to connect
 
 
 def probe() -> dict[str, Any]:
-    """Devices, precision, kernels and the meeting of two processes."""
-    met = processes_meet()  # first: a process may fork while it has no device and no threads
+    """Return devices, precision, problems of kernels and of communication between two processes."""
+    met = processes_meet()  # first, as forking is only safe before devices and threads are in use
     devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
     return {
         "version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
@@ -35,16 +35,16 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def kernels(device: torch.device) -> dict[str, str]:
-    """What is wrong with each quantisation of bitsandbytes on a device; empty for those that work."""
+    """Return the problem of each quantisation of bitsandbytes on a device; empty for those that work."""
     try:
         import bitsandbytes  # noqa: F401
-    except Exception as error:  # a library of CUDA that does not load, as a rule
+    except Exception as error:  # usually a CUDA library that cannot be loaded
         return dict.fromkeys(("nf4", "fp4", "int8"), f"bitsandbytes cannot be imported: {error}")
     return {name: _wrong_with(name, device) for name in ("nf4", "fp4", "int8")}
 
 
 def _wrong_with(name: str, device: torch.device) -> str:
-    """Multiply by a quantised matrix, and compare with the product by the matrix that it stands for."""
+    """Compare the product with a quantised matrix to that with its dequantised matrix; returns the problem, if any."""
     import bitsandbytes as bnb
 
     random = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def _wrong_with(name: str, device: torch.device) -> str:
         if name == "int8":
             layer = bnb.nn.Linear8bitLt(128, 96, bias=False, has_fp16_weights=False)
             layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-            layer, allowed = layer.to(device).eval(), 0.03  # inputs are rounded to 8 bits too
+            layer, allowed = layer.to(device).eval(), 0.03  # inputs are rounded to 8 bits, too
             plain = layer.weight.CB.float() * layer.weight.SCB.float().unsqueeze(1) / 127
         else:
             packed, state = bnb.functional.quantize_4bit(weight.to(device), quant_type=name)
@@ -62,7 +62,7 @@ def _wrong_with(name: str, device: torch.device) -> str:
         found, wanted = layer(inputs.to(device)).float(), inputs.to(device) @ plain.float().t()
         lost = (plain.cpu() - weight).abs().mean() / weight.abs().mean()
         off = ((found - wanted).abs().max() / wanted.abs().max()).item()
-    except Exception as error:  # whatever a kernel raises is what is wrong with it
+    except Exception as error:  # any exception of a kernel is reported
         return f"{type(error).__name__}: {error}"
     if lost > 0.2:
         return f"quantised weights are {lost:.0%} off"
@@ -70,7 +70,7 @@ def _wrong_with(name: str, device: torch.device) -> str:
 
 
 def processes_meet() -> str:
-    """What keeps two processes of this machine from summing a number over a port; empty where nothing does."""
+    """Return why two processes on this machine cannot all-reduce a number over a port; empty if they can."""
     if sys.platform != "linux" or not dist.is_available():
         return ""
     with socket.socket() as free:

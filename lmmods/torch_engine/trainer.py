@@ -1,4 +1,4 @@
-"""Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
+"""Lightning's Trainer extended by this project's run folder, exact resume and clean interruption."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ from lmmods.torch_engine.strategies.fsdp2 import FSDP2
 
 
 class Trainer(L.Trainer):
-    """Train, evaluate and predict with Lightning, whose keys are explained in TrainerFields and TorchTrainerFields."""
+    """Train, evaluate and predict with Lightning; TrainerFields and TorchTrainerFields document the keys."""
 
     def __init__(self, *, logger: Logger | list[Logger] | bool | None = None,
                  callbacks: L.Callback | list[L.Callback] | None = None,
@@ -85,7 +85,7 @@ class Trainer(L.Trainer):
         callbacks += [Progress(metrics.steps)] if enable_progress_bar else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
-            # Lightning's requeueing writes a checkpoint of its own, which later starts would load instead of ours.
+            # Lightning's requeueing writes its own checkpoint, which a later start would load instead of ours.
             plugins.append(SLURMEnvironment(auto_requeue=False))
         try:
             super().__init__(
@@ -108,21 +108,21 @@ class Trainer(L.Trainer):
                 plugins=[*plugins, FolderCheckpointIO()],
                 **kwargs,
             )
-        except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:  # of the values
+        except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:  # bad values
             raise UserError(f"trainer: {error}") from error
         if self.overfit_batches:
-            self.limit_train_batches = 1.0  # the loader has no more: Lightning would take its share of these again
+            self.limit_train_batches = 1.0  # the loader is limited already: Lightning would limit it a second time
         self._epochs = max_epochs
         decide_loops(self, functools.partial(is_skipped, self), self._validates_by_interval,
                      lambda: self.lightning_module.accumulation.is_open)
-        self.length = (max_steps, max_epochs)  # as the recipe says it
+        self.length = (max_steps, max_epochs)  # as written in the recipe
         self.stopwatch = metrics.stopwatch
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
-        # Attached when the data and the model have loaded, so that a failed start leaves nothing behind.
+        # Attached only after data and model have loaded, so that a failed start leaves no files behind.
         self.run_loggers: list[Logger] = [MetricsCSV(self.run_folder.metrics_csv), *extra]
         self.resumed_from: Path | None = None
-        self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
+        self.recipe: dict[str, Any] = {}  # the complete recipe, written as config.yaml
         self.identity = RunIdentity()
         self.interruption = Interruption(saves=enable_checkpointing)
         self.heartbeat_timeout = heartbeat_timeout
@@ -139,7 +139,7 @@ class Trainer(L.Trainer):
             self.resumed_from = checkpoint = continued(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
-            # Before the processes know each other, and before anything is restored: the first one reads the data.
+            # Before the process group exists and before anything is restored; only rank 0 reads the data.
             for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint,
                                              self.cut(datamodule)):
                 say(line)
@@ -182,14 +182,14 @@ class Trainer(L.Trainer):
             show_recipe(self.recipe, datamodule)
 
     def measure(self, model: Any, datamodule: Any, rows: list[Row], folder: Path) -> None:
-        """Write what torch computes of rows into a folder, for a comparison with JAX; trains nothing."""
+        """Write torch's results for the given rows into a folder, for comparison with JAX; nothing is trained."""
         self._say_engine()
         self._build(model, datamodule)
         self.strategy.model_to_device()
         measure(model, rows, folder)
 
     def _build(self, model: Any, datamodule: Any) -> None:
-        """The network, outside of Lightning's loops."""
+        """Build the network outside Lightning's loops."""
         model.trainer = datamodule.trainer = self
         self.strategy.connect(model)
         with self.strategy.tensor_init_context():
@@ -197,12 +197,12 @@ class Trainer(L.Trainer):
             model.configure_model()
 
     def dry_run(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
-        """Train as fit does until `watch`, given the figures of each step, says that it was the last one.
+        """Train like `fit` until `watch` returns True; it is called with the figures of each optimiser step.
 
-        Nothing is written: no run folder is taken or made.
+        Writes nothing: no run folder is created or locked.
 
         Returns:
-            Most bytes that torch has held on this process's GPU, None without one.
+            Peak bytes reserved by torch on this process's GPU; None without a GPU.
         """
         self.callbacks = [DryRun(watch)]
         super().fit(model, datamodule=datamodule)
@@ -220,7 +220,7 @@ class Trainer(L.Trainer):
 
     @contextmanager
     def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """The run folder for one command. Processes that a launcher has started all hear of a problem at `setup`."""
+        """Hold the run folder for one command. Processes started by a launcher are told of a problem in `setup`."""
         self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         try:
@@ -241,34 +241,34 @@ class Trainer(L.Trainer):
     # Metrics ---------------------------------------------------------------------------------------------------------
 
     def log_evaluation(self, metrics: dict[str, float]) -> None:
-        """Log what a callback has measured at this step, and keep it for the final numbers."""
+        """Log a callback's metrics at this step, and keep them for the final results."""
         self._metrics.steps.log(metrics, self.global_step)
 
     # Processes -------------------------------------------------------------------------------------------------------
 
     @property
     def num_data_ranks(self) -> int:
-        """Micro-batches that are computed at a time: one by each process, or by those that share its matrices."""
+        """Micro-batches computed in parallel: one per process, or per group of processes that share a micro-batch."""
         return self.world_size // num_sharers(self.strategy)
 
     @property
     def batches_per_step(self) -> int:
-        """Micro-batches of an optimiser step, of all these processes together."""
+        """Micro-batches of an optimiser step, over all processes."""
         return self.accumulate_grad_batches * self.num_data_ranks
 
     def cut(self, data: Any) -> Cut:
-        """How steps are cut; `data` is the DataModule."""
+        """Return how optimiser steps are divided into micro-batches; `data` is the DataModule."""
         return Cut(data.batch_size, self.accumulate_grad_batches, self.num_data_ranks)
 
     @property
     def data_rank(self) -> int:
-        """Whose of these micro-batches this process computes."""
+        """Index of this process's micro-batch among the parallel ones, from 0 to `num_data_ranks` - 1."""
         return self.global_rank // num_sharers(self.strategy)
 
     # Interruption ----------------------------------------------------------------------------------------------------
 
     def interrupt_requested(self) -> bool:
-        """Whether any process has been asked to stop. All processes must call this at the same place."""
+        """True if any process has been asked to stop. A collective call: every process must make it."""
         if self.world_size == 1:
             return self.interruption.is_due
         asked = torch.tensor(float(self.interruption.is_due), device=self.strategy.root_device)
@@ -278,18 +278,18 @@ class Trainer(L.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimiser steps of the run. Where max_epochs is a fraction, they end it: Lightning knows whole epochs."""
-        steps = super().estimated_stepping_batches  # loads the data, too
+        """Optimiser steps of the run. Enforces a fractional `max_epochs`: Lightning only counts whole epochs."""
+        steps = super().estimated_stepping_batches  # also loads the data
         if isinstance(self._epochs, float) and math.isfinite(self.num_training_batches):
             steps = num_steps(self.num_training_batches, self.accumulate_grad_batches, self._epochs, self.max_steps)
             end_after(self, steps)
         return steps
 
     def schedule(self, batches_per_epoch: int | None = None) -> Schedule:
-        """The same in numbers.
+        """Return the schedule of the run: its length, and when it validates.
 
         Args:
-            batches_per_epoch: Micro-batches of an epoch; None asks Lightning, which knows from `on_train_start` on.
+            batches_per_epoch: Micro-batches per epoch; None asks Lightning, which knows from `on_train_start` on.
         """
         return Schedule.from_keys(
             batches_per_epoch=batches_per_epoch or self.num_training_batches,
@@ -298,33 +298,33 @@ class Trainer(L.Trainer):
             val_epochs=self.check_val_every_n_epoch)
 
     def summary(self, batches_per_epoch: int | None = None) -> RunSummary:
-        """What is known of the run before its first step; arguments as of `schedule`."""
+        """Summarise the run before its first step; arguments as in `schedule`."""
         module = self.lightning_module
         return RunSummary(module, module.describe(), self.schedule(batches_per_epoch), self.num_data_ranks,
                           module.memory_estimate(), available_bytes(module.device))
 
     def machine(self) -> dict[str, Any]:
-        """Devices and settings, for manifest.json."""
+        """Return devices and settings for manifest.json."""
         return describe_machine(self)
 
     # Position --------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def validates(self) -> bool:
-        """In fit: whether there is anything to validate on."""
+        """True if there is validation data; for use in fit."""
         return bool(self.limit_val_batches and self.datamodule.val_dataloader())
 
     def _validates_by_interval(self) -> bool:
-        """Where fit stands: whether a validation is due, as `val_check_interval` says."""
+        """True if `val_check_interval` makes a validation due after the current batch."""
         here = RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, step=self.global_step)
         return self.schedule().validates_after(here)
 
     def validation_is_due(self) -> bool:
-        """In on_train_batch_end: whether validation follows this batch."""
+        """True if validation follows this batch; for use in `on_train_batch_end`."""
         return self.validates and validation_follows(self)
 
     def is_last_batch_of_run(self) -> bool:
-        """In on_train_batch_end: whether max_steps or max_epochs end the run with this batch."""
+        """True if max_steps or max_epochs end the run with this batch; for use in `on_train_batch_end`."""
         if self.max_steps != -1 and self.global_step >= self.max_steps:
             return True
         last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
@@ -332,17 +332,17 @@ class Trainer(L.Trainer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a resumed run does that has nothing left to train.
+# Resumed runs that have nothing left to train.
 
 def is_skipped(trainer, skips: bool) -> bool:
-    """Whether fit returns at once.
+    """True if fit returns at once.
 
-    A run that was killed after its last step still goes through its end: samples, metrics, model and loss plot are then
-    written as they would have been. A run that is complete only says so.
+    A run killed after its last step still performs the end of a run, so that samples, metrics, model and loss plot are
+    written. A complete run only reports that it is complete.
 
     Args:
         trainer: `lmmods.torch_engine.trainer.Trainer`.
-        skips: Whether Lightning's loop would return.
+        skips: Whether Lightning's own loop would return at once.
     """
     if trainer.resumed_from is None or trainer.limit_train_batches == 0:
         return skips
@@ -355,10 +355,10 @@ def is_skipped(trainer, skips: bool) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# torch's devices: whether those that a recipe asks for are here, and what manifest.json says of them.
+# Devices: check that those of a recipe are available, and describe them for manifest.json.
 
 def check_accelerator(accelerator: str, devices: list[int] | int | str) -> None:
-    """Raise UserError where torch has no such devices on this machine, or not as many. Lightning checks the rest."""
+    """Raise UserError if torch finds no such devices, or too few, on this machine. Lightning checks the rest."""
     if accelerator == "tpu":
         raise UserError("trainer.accelerator is tpu, on which the torch engine trains nothing. Take --engine jax.")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -375,7 +375,7 @@ def check_accelerator(accelerator: str, devices: list[int] | int | str) -> None:
 
 
 def describe_machine(trainer: L.Trainer) -> dict[str, Any]:
-    """Devices and settings of a run that is about to train; keys as on JAX."""
+    """Return devices and settings of a run about to train; same keys as in the JAX engine."""
     device = trainer.strategy.root_device
     settings: dict[str, Any] = {
         "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -391,13 +391,13 @@ def describe_machine(trainer: L.Trainer) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which strategies `trainer.strategy` may name.
+# Supported values of `trainer.strategy`.
 
 def choose_strategy(strategy: str | Strategy) -> str | Strategy:
-    """What Lightning's trainer is given for `trainer.strategy`.
+    """Return the strategy to pass to Lightning's trainer.
 
     Raises:
-        UserError: DeepSpeed without its package, or a strategy under which gradients or checkpoints may be wrong.
+        UserError: DeepSpeed is not installed, or gradients or checkpoints could be wrong under the strategy.
     """
     if strategy == "fsdp":
         return FSDP2()

@@ -1,4 +1,4 @@
-"""How a checkpoint is written, and what Lightning alone would not put into it."""
+"""Writing of checkpoints, with the content that Lightning does not include."""
 
 from pathlib import Path
 
@@ -23,32 +23,32 @@ class Checkpoint(CheckpointPolicy, L.Callback):
             self.resume(trainer.run_folder, trainer.resumed_from)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Note what the run is, and on how many ranks."""
+        """Add the run's identity and its number of ranks."""
         checkpoint["world_size"] = trainer.num_data_ranks
         checkpoint["identity"] = trainer.identity.tree
         if self._inside_epoch:
             correct_epochs(checkpoint)
 
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Recount micro-batches where the run goes on with others."""
+        """Convert Lightning's counts of micro-batches if their size or number per optimiser step has changed."""
         if trainer.state.fn == "fit":
             data = trainer.datamodule
             progress = recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
             module.accumulation.num_batches = progress.accumulated
 
-    # Called when it is due --------------------------------------------------------------------------------------------
+    # Called by RunEvents ---------------------------------------------------------------------------------------------
 
     def path(self, trainer: L.Trainer) -> Path:
-        """Of a checkpoint of this very moment."""
+        """Return the path of a checkpoint of the current position."""
         accumulation = trainer.lightning_module.accumulation
         return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step, accumulation.num_batches))
 
     def rank_now(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Note the checkpoint about to be written among the best, if it is."""
+        """Rank the checkpoint about to be written by the monitored metric."""
         self.rank({name: value.item() for name, value in trainer.callback_metrics.items()}, self.path(trainer).name)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write a checkpoint of this very moment, point `last` and `best`, drop what is no longer kept."""
+        """Write a checkpoint of the current position, update `last` and `best`, and remove checkpoints not kept."""
         module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
         path = self._latest = self.path(trainer)
         kept = self.decide(path.name)
@@ -62,24 +62,24 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         trainer.strategy.barrier("checkpoint")
 
     def is_saved(self, trainer: L.Trainer) -> bool:
-        """Whether a checkpoint of this very moment stands, or is being written."""
+        """True if a checkpoint of the current position exists or is being written."""
         path = self.path(trainer)
         return path == self._latest or path.is_dir()
 
     def check(self, trainer: L.Trainer) -> None:
-        """Raise what went wrong with the latest checkpoint, if anything has by now; waits for nothing."""
+        """Raise the error of the latest checkpoint if writing it has failed by now; does not wait."""
         writer = trainer.strategy.checkpoint_io.writer
         if writer is not None:
             writer.check()
 
     def wait(self, trainer: L.Trainer) -> None:
-        """Return when the latest checkpoint stands; raises what went wrong. All processes must call this."""
+        """Wait until the latest checkpoint is complete, and raise its error, if any. A collective call."""
         writer = trainer.strategy.checkpoint_io.writer
         if writer is not None:
             writer.wait()
             trainer.strategy.barrier("checkpoint stands")
 
     def save_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """The same where a callback has ended the run, and Lightning has counted its epoch."""
+        """Save at the end of a run ended by a callback, where Lightning has already counted the epoch as complete."""
         self._inside_epoch = False
         self.save(trainer, module)

@@ -1,4 +1,4 @@
-"""Lightning's call after each step of a dry run, which trains and leaves nothing."""
+"""Callback of a dry run, which trains without writing anything."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,12 @@ import lightning as L
 
 
 class DryRun(L.Callback):
-    """Hands the figures of each optimiser step to `watch`, which says whether it was the last."""
+    """Pass the figures of each optimiser step to `watch`, and stop when it returns True."""
 
     def __init__(self, watch: Callable[[dict[str, float]], bool]) -> None:
         self._watch = watch
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        # Figures are sums over all processes, so these decide alike.
+        # The figures are sums over all processes, so all of them decide alike.
         if not module.accumulation.is_open and self._watch(module.accumulation.last.figures()):
             trainer.should_stop = True

@@ -13,14 +13,14 @@ _FIELDS = ("monitor", "patience", "verbose", "mode", "strict", "check_finite", "
 
 
 class SharedEarlyStopping(L.Callback):
-    """Both engines' early stopping in the place of Lightning's, whose checks and state are its own."""
+    """Replaces Lightning's early stopping by the rule shared with the JAX engine, so that both stop alike."""
 
     def __init__(self, rule: EarlyStoppingRule) -> None:
         self.rule = rule
 
     @classmethod
     def instead_of(cls, callback: L.Callback) -> L.Callback:
-        """What stands for a callback of the recipe: Lightning's own class is replaced, a subclass of it is not."""
+        """Replace a callback of Lightning's class EarlyStopping; others, subclasses included, are returned as is."""
         if type(callback) is not EarlyStopping:
             return callback
         sign = 1 if callback.mode == "max" else -1
@@ -43,7 +43,7 @@ class SharedEarlyStopping(L.Callback):
             trainer.should_stop = True
 
     def check(self, trainer: L.Trainer, validated: bool) -> None:
-        """Look at the metrics if it is time, after a validation or at the end of an epoch without one."""
+        """Check the metrics if due, after a validation or at the end of an epoch without one."""
         if self.rule.is_due(validated, epoch_ends(trainer)) and not trainer.fast_dev_run:
             found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop

@@ -1,4 +1,4 @@
-"""Multiple-choice questions, asked on Lightning."""
+"""Callbacks that evaluate: multiple-choice questions, samples and predictions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,20 +40,20 @@ class MMLU(MMLUEvaluator, L.Callback):
             trainer.run_folder.merge_metrics(found)
 
     def ask(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-        """Ask, and log what others may monitor."""
+        """Ask, and log the scores for other callbacks to monitor."""
         found = self.ask_at_end(trainer, module)
         for name, value in found.items():
             module.log(name, value, logger=False, rank_zero_only=False)
         return found
 
     def ask_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-        """Ask where Lightning lets no callback log any more."""
+        """Ask in hooks in which Lightning no longer allows callbacks to log."""
         found = self._evaluate(trainer, module)
         trainer.log_evaluation(found)
         return found
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-        """All processes must call this: each asks a part, and sharded parameters are gathered from all."""
+        """Answer the questions. A collective call: each process answers a part, and sharded parameters are gathered."""
         logits: dict[int, Any] = {}
         with undisturbed(trainer, module):
             choices = torch.from_numpy(self.choice_ids).to(module.device)
@@ -66,7 +66,7 @@ class MMLU(MMLUEvaluator, L.Callback):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples, generated on Lightning.
+# Samples.
 
 class Samples(SampleWriter, L.Callback):
     """Sample without side effects on training."""
@@ -81,7 +81,7 @@ class Samples(SampleWriter, L.Callback):
             self.begin(trainer.run_folder, trainer.global_step if trainer.resumed_from else None)
 
     def sample(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """All processes must call this: sharded parameters are gathered from all."""
+        """Generate and write samples. A collective call: sharded parameters are gathered."""
         step, data = trainer.global_step, trainer.datamodule
         with undisturbed(trainer, module):
             tokens = self._generate(trainer, module)
@@ -90,7 +90,7 @@ class Samples(SampleWriter, L.Callback):
         self.latest_step = step
 
     def _generate(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """New tokens [prompts, T_new]."""
+        """Return the new tokens [prompts, T_new]."""
         from lmmods.torch_engine.nn.decoding import generate
 
         data = trainer.datamodule
@@ -103,12 +103,12 @@ class Samples(SampleWriter, L.Callback):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What callbacks do with the network while it trains, without training feeling it.
+# Use of the network by callbacks during training, without side effects on training.
 
 @contextmanager
 def undisturbed(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
-    """No dropout, no gradients, the stopwatch stands; modes of the modules and random states are left as they were."""
-    # Also waits for the device, still training.
+    """Disable dropout and gradients, pause the stopwatch, and restore module modes and random states afterwards."""
+    # Also synchronises with the device before the stopwatch is paused.
     module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -119,10 +119,10 @@ def undisturbed(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# predictions.jsonl and its companions: what predict found, row by row.
+# predictions.jsonl and its companions: results of predict, one row each.
 
 class PredictionWriter(L.Callback):
-    """Hand the outputs of predict to the data, which turn them into rows, and write these in the order of the data."""
+    """Collect the outputs of predict, let the data module turn them into rows, and write these in data order."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model folder with its card, and the curves as a picture."""
+"""Output of a finished run: model folder, model card and loss plot; uploads to the hub."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from lmmods.runs.wandb import log_checkpoint
 
 
 def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Write model/ and loss.png and mark the run completed. All processes must call this."""
+    """Write model/ and loss.png and mark the run completed. A collective call."""
     folder = trainer.run_folder
     exported = write_model(trainer, module, folder.room_for_model)
     if trainer.is_global_zero:
@@ -27,15 +27,15 @@ def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callable[[], Path]) -> Path:
-    """Write model or adapter and what belongs beside it. All processes must call this.
+    """Write model or adapter with its companion files; returns the folder. A collective call.
 
     Args:
-        make_room: Makes the new folder to write into; called by the first process.
+        make_room: Creates the folder to write into; called by the first process.
     """
     folder = trainer.strategy.broadcast(make_room() if trainer.is_global_zero else None)
     trained = [(param, param.data) for param in module.trainable().values()]
     module.export(folder)  # sharded parameters are gathered by all processes
-    for param, data in trained:  # model.save_dtype has rounded them, and training may go on
+    for param, data in trained:  # export has cast them to model.save_dtype, and training may continue
         param.data = data
     if trainer.is_global_zero:
         complete_model(folder, trainer.run_folder, module, module.auto_class, trainer.datamodule)
@@ -43,7 +43,7 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callab
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Uploads to the hub on Lightning.
+# Uploads to the hub.
 
 class Publish(Publisher, L.Callback):
     """Upload the model of each checkpoint, or of the finished run."""
@@ -56,7 +56,7 @@ class Publish(Publisher, L.Callback):
             raise UserError(problem)
 
     def upload(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Upload the model of this moment, unless the upload before it is under way. All processes must call this."""
+        """Upload the current model, unless the previous upload is still running. A collective call."""
         if trainer.strategy.broadcast(self.is_busy):
             return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
         with trainer.stopwatch.paused():

@@ -1,4 +1,4 @@
-"""Lightning's calls of what is measured while training."""
+"""Callbacks for metrics and the progress bar."""
 
 from typing import Any
 
@@ -43,14 +43,14 @@ class Metrics(L.Callback):
         self.stopwatch.start()
 
     def log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Note the step just done, and log it if it is its turn."""
+        """Record the optimiser step just done, and log every `log_every_n_steps`."""
         epoch = trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
         self.steps.add(trainer.global_step, epoch, module.accumulation.last.figures)
         if trainer.global_step % self.steps.every == 0:
             self._put(module, self.steps.fetch())
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
-        """Lightning has taken `state_dict` already; the steps since the last row go into it here."""
+        """Update the saved state with the steps since the last row: Lightning called `state_dict` before this hook."""
         self.steps.fetch()
         checkpoint["callbacks"][self.state_key] = self.state_dict()
 
@@ -85,25 +85,25 @@ class Metrics(L.Callback):
 
     @staticmethod
     def _put(module: L.LightningModule, metrics: dict[str, float]) -> None:
-        """Make metrics Lightning's `callback_metrics`, by which it stops, ranks checkpoints and shows progress."""
+        """Add metrics to Lightning's `callback_metrics`, used by early stopping, checkpoint ranking and progress."""
         for name, value in metrics.items():
             module.log(name, value, logger=False, rank_zero_only=False)
 
     def finish(self, trainer: L.Trainer) -> None:
-        """Write the final numbers to metrics.json."""
+        """Write the final metrics to metrics.json."""
         self.steps.fetch()
         if trainer.is_global_zero:
             trainer.run_folder.merge_metrics(self.steps.final(trainer.global_step))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lightning's phases on the progress bar.
+# Progress bar.
 
 class Progress(L.Callback):
-    """Steps, loss, tokens/s, memory and the time left.
+    """Progress bar with steps, loss, tokens/s, memory and remaining time.
 
     Args:
-        steps: What is measured of the steps.
+        steps: Metrics of the optimiser steps.
     """
 
     def __init__(self, steps: StepMetrics) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's hooks of the run's events: in each, what lmmods/runs/events.py says is due is performed."""
+"""Lightning hooks that perform the events due at each point of a run, as decided by lmmods/runs/events.py."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,15 +18,15 @@ from lmmods.torch_engine.callbacks.metrics import Metrics
 from lmmods.torch_engine.compat.lightning import epoch_ends
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
-NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest one must stand
+NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest one must be complete
 Performer = Callable[[L.Trainer, L.LightningModule], None]
 
 
 class RunEvents(L.Callback):
-    """Stands behind all callbacks whose state is part of a checkpoint of the same moment.
+    """Performs the events of a run; must come after all callbacks whose state is part of a checkpoint it writes.
 
     Args:
-        callbacks: Of the run; those of this project's kinds perform the other events.
+        callbacks: Callbacks of the run; those of this project's classes perform their events.
     """
 
     def __init__(self, metrics: Metrics, callbacks: list[L.Callback]):
@@ -59,7 +59,7 @@ class RunEvents(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         if trainer.is_last_batch_of_run():
-            trainer.should_stop = True  # which makes Lightning validate now: the final numbers are the final model's
+            trainer.should_stop = True  # makes Lightning validate now, so the final metrics are the final model's
         else:
             trainer.interruption.note_step(trainer.global_step)
         if self._checkpoint is not None:
@@ -67,7 +67,7 @@ class RunEvents(L.Callback):
         self._perform(self._events.after_batch(self._run_state(trainer, module)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Later, Lightning lets no callback log what others may monitor."""
+        """Perform events that log metrics: in later hooks Lightning does not allow callbacks to log."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._perform(self._events.in_validation(), trainer, module)
 
@@ -102,7 +102,7 @@ class RunEvents(L.Callback):
                  performers: dict[Event, Performer] | None = None) -> None:
         for event in events:
             if event is Event.VALIDATE:
-                return  # Lightning does, and calls the hooks of it
+                return  # Lightning validates next; the validation hooks perform the remaining events
             if event in NEEDS_CHECKPOINT and self._checkpoint is not None:
                 self._checkpoint.wait(trainer)
             (performers or self._performers)[event](trainer, module)
@@ -121,13 +121,13 @@ class RunEvents(L.Callback):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The start of a run: the run folder is made ready, the loggers are attached, and what is trained is reported.
+# Start of a run: prepare the run folder, attach the loggers, report what will be trained.
 
 class StartReport(L.Callback):
-    """Make the run folder ready and say what will happen."""
+    """Prepare the run folder, attach the loggers and print a summary of the run."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Where the first process may not have the run folder, all end alike; others wait for it since their start."""
+        """Stop all processes with the same error if the first one could not take the run folder."""
         Peers.current().meet(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast,
                              trainer.heartbeat_timeout)
         problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))

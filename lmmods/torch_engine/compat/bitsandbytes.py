@@ -1,7 +1,6 @@
-"""bitsandbytes' products with quantised weights: what keeps them from being exact, and the private names to mend it by.
-Read in 0.50.2.
+"""Corrections of bitsandbytes' inexact products with quantised weights, by private names, as of 0.50.2.
 
-Each use is held by tests/compat/test_bitsandbytes.py.
+Each use is tested by tests/compat/test_bitsandbytes.py.
 """
 
 import warnings
@@ -20,11 +19,10 @@ from lmmods.torch_engine.compat.torch import with_values
 def mend_cpu_kernels(model: nn.Module) -> None:
     """Make 4-bit layers of `model` exact on CPUs.
 
-    - After one forward pass in eval mode a weight is repacked, and gives wrong gradients to later training steps
-      (issue 2078 of bitsandbytes-foundation/bitsandbytes is of the same family): repacking is switched off by
-      Linear4bit's `support_avx512bf16_for_cpu`.
-    - A matrix [out, in] where `in` is a multiple of 16 but not of 64 is dequantised wrongly from its second row on:
-      its blocks do not begin with its rows. It is handed to the kernel as rows of one block each.
+    - A forward pass in eval mode repacks the weight, which makes gradients of later training steps wrong (issue 2078 of
+      bitsandbytes-foundation/bitsandbytes is related): Linear4bit's `support_avx512bf16_for_cpu` disables repacking.
+    - A matrix [out, in] where `in` is a multiple of 16 but not of 64 is dequantised wrongly from its second row on, as
+      its blocks are not aligned with its rows. It is passed to the kernel as rows of one block each.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -34,7 +32,7 @@ def mend_cpu_kernels(model: nn.Module) -> None:
 
 @cache
 def dequantize_by_blocks() -> torch.library.Library:
-    """Put a kernel around bitsandbytes' own: the operator `bitsandbytes::dequantize_4bit` on CPUs."""
+    """Wrap bitsandbytes' CPU kernel of the operator `bitsandbytes::dequantize_4bit`."""
     import bitsandbytes  # noqa: F401  registers the kernel
 
     kernel = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
@@ -48,31 +46,31 @@ def dequantize_by_blocks() -> torch.library.Library:
         return values.reshape(-1)[:prod(shape)].reshape(shape)
 
     library = torch.library.Library("bitsandbytes", "IMPL")
-    with warnings.catch_warnings(action="ignore"):  # that another kernel was there before
+    with warnings.catch_warnings(action="ignore"):  # of overriding a kernel
         library.impl("dequantize_4bit", dequantize, "CPU", with_keyset=True, allow_override=True)
-    return library  # an implementation lives as long as its library
+    return library  # the implementation is removed with its library, so the cache keeps it
 
 
 def multiply_by_matrices(model: nn.Module) -> None:
-    """Let the 8-bit layers of `model` multiply by the matrix that their codes stand for, whatever the pass and device.
+    """Make the 8-bit layers of `model` multiply by their dequantised matrix, in every mode and on every device.
 
-    bitsandbytes does so only in training on CPUs. In eval mode, and always on GPUs, it rounds each row of features to
-    8 bits too, apart from columns in which any row of the batch exceeds a threshold (LLM.int8): a row's result would
-    depend on the pass (by 1 % of the largest) and on the rows beside it.
+    bitsandbytes does so only in training on CPUs. In eval mode, and always on GPUs, it also rounds each row of features
+    to 8 bits, except columns in which any row of the batch exceeds a threshold (LLM.int8): a row's result would depend
+    on the mode (by 1 % of the largest) and on the batch's other rows.
     """
     for layer in model.modules():
         if is_8bit(layer):
-            # accelerate, which spreads models, stands around a layer's forward and calls what was there before
+            # accelerate, used for spread models, has wrapped a layer's forward and calls `_old_forward`
             setattr(layer, "_old_forward" if hasattr(layer, "_hf_hook") else "forward", partial(_multiply, layer))
 
 
 def is_8bit(layer: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear8bitLt, by name: without a quantised model nobody imports the library."""
+    """True if a layer is bitsandbytes' Linear8bitLt; by name, so that the library is not imported needlessly."""
     return type(layer).__name__ == "Linear8bitLt" and type(layer).__module__.startswith("bitsandbytes.")
 
 
 def _multiply(layer: nn.Module, x: Tensor) -> Tensor:
-    """Features [..., in] to [..., out], in the type of the computation."""
+    """Map features [..., in] to [..., out] in the compute dtype."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     bias = None if layer.bias is None else layer.bias.to(dtype)
@@ -80,7 +78,7 @@ def _multiply(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class _EightBitProduct(torch.autograd.Function):
-    """x W^T + b in the type of x; the matrix is made again in the backward pass, so that no layer keeps its own."""
+    """x W^T + b in the dtype of x; dequantises again in the backward pass, so that no matrix is saved."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Tensor, row_absmax: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,20 +93,20 @@ class _EightBitProduct(torch.autograd.Function):
 
 
 def _eight_bit_matrix(codes: Tensor, row_absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """[out, in], rounded once: codes int8 [out, in], their scales float32 [out]."""
+    """Dequantise int8 codes [out, in] by the absmax of rows, float32 [out]."""
     return codes.to(dtype).mul_((row_absmax * (1 / 127)).unsqueeze(1))
 
 
 def _row_absmax(layer: nn.Module) -> Tensor:
-    """Scales [out] of a Linear8bitLt: `SCB` of its weight, or of its state, where a product of its own has put them."""
+    """Return the row absmax [out] of a Linear8bitLt: `SCB` of its weight, or of its state once its own forward ran."""
     scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
     return scales.to(layer.weight.device)
 
 
 def matrix_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The weights [out, in] of a quantised layer.
+    """Return the dequantised weight [out, in] of a quantised layer.
 
-    Those of a Linear4bit by its `quant_state`, also where FSDP has left the weight without one.
+    For a Linear4bit the layer's `quant_state` is used if the weight has none, as under FSDP.
     """
     from bitsandbytes.functional import dequantize_4bit
 
@@ -119,7 +117,7 @@ def matrix_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Module:
-    """A Linear4bit in place of a linear layer whose weight [out, in] has no values.
+    """Return a Linear4bit for a linear layer whose weight [out, in] has no values.
 
     Args:
         quantization: transformers' BitsAndBytesConfig.
@@ -132,13 +130,13 @@ def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Mo
     del packed.weight
     packed.weight, packed.quant_state = packed_weight(weight, quantization)
     packed.bias = layer.bias
-    packed.support_avx512bf16_for_cpu = False  # as mend_cpu_kernels: on the device that is planned nothing is repacked
+    packed.support_avx512bf16_for_cpu = False  # as in mend_cpu_kernels: no repacking on the planned device
     return packed
 
 
 @cache
 def count_packed_products() -> None:
-    """Tell torch's table of arithmetic of the product with codes that passes without gradient take."""
+    """Register the FLOPs of the 4-bit product that is used without gradient, in torch's table."""
     import bitsandbytes  # noqa: F401  registers the operator
 
     @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
@@ -147,10 +145,10 @@ def count_packed_products() -> None:
 
 
 def packed_weight(weight: Tensor, quantization: Any) -> tuple[nn.Parameter, Any]:
-    """Codes of a weight without values, and their state.
+    """Return the codes of a weight without values, and their state.
 
-    `Params4bit` can hold none such, so a plain parameter has its attributes. The scales' table is made with values,
-    as bitsandbytes keeps it (`name2qmap`).
+    `Params4bit` does not support such tensors, so a plain parameter gets its attributes. The table of scales is created
+    with values first, as bitsandbytes caches it (`name2qmap`).
     """
     import bitsandbytes as bnb
 

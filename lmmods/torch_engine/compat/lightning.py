@@ -1,6 +1,6 @@
-"""What the torch engine needs of Lightning's trainer that has no public name. Read in lightning 2.6.
+"""Private parts of Lightning's trainer that the torch engine uses, as of lightning 2.6.
 
-Each use is held by tests/compat/test_lightning.py.
+Each use is tested by tests/compat/test_lightning.py.
 """
 
 import os
@@ -21,17 +21,17 @@ from lmmods.core.peers import LAUNCHER, Peers
 
 def decide_loops(trainer: L.Trainer, skips: Callable[[bool], bool], validates: Callable[[], bool],
                  is_inside_step: Callable[[], bool]) -> None:
-    """Decide what Lightning's loops of fit decide by their own counts, which are of micro-batches.
+    """Override the decisions of Lightning's fit loops, which are based on counts of micro-batches.
 
-    Subclasses of `_FitLoop` and `_TrainingEpochLoop` take the place of the trainer's loops, which no argument of
-    Trainer chooses: the first one's `skip` returns from fit at once, and its `_can_stop_early` lets
-    `Trainer.should_stop` end the run; after each micro-batch, and where a run goes on, the second one's
-    `_should_check_val_fx` says whether a validation follows.
+    Subclasses of `_FitLoop` and `_TrainingEpochLoop` replace the trainer's loops, which no argument of Trainer selects.
+    `skip` of the first makes fit return at once, and its `_can_stop_early` lets `Trainer.should_stop` end the run;
+    `_should_check_val_fx` of the second decides after each micro-batch, and on resume, whether a validation follows.
 
     Args:
-        skips: Whether fit is left without going through its end, given what Lightning would do.
-        validates: Whether a validation is due where the run stands. A run that is to stop validates in any case.
-        is_inside_step: Whether the step under way is incomplete: what stops a run, such as `max_time`, waits for it.
+        skips: Returns True to leave fit without performing the end of the run; receives Lightning's own decision.
+        validates: Returns True if a validation is due at the current position. A run about to stop always validates.
+        is_inside_step: Returns True if the current optimiser step is incomplete, which stops such as `max_time` wait
+            for.
     """
     class FitLoop(_FitLoop):
         @property
@@ -53,52 +53,55 @@ def decide_loops(trainer: L.Trainer, skips: Callable[[bool], bool], validates: C
 
 
 def end_after(trainer: L.Trainer, num_steps: int) -> None:
-    """End fit after so many optimiser steps: `epoch_loop.max_steps`; `Trainer.max_steps` has no setter."""
+    """End fit after `num_steps` optimiser steps: `epoch_loop.max_steps`; `Trainer.max_steps` has no setter."""
     trainer.fit_loop.epoch_loop.max_steps = num_steps
 
 
 def epoch_ends(trainer: L.Trainer) -> bool:
-    """In on_train_batch_end: whether the epoch ends with this batch: `epoch_loop._num_ready_batches_reached`.
+    """True if the epoch ends with this batch, in `on_train_batch_end`: `epoch_loop._num_ready_batches_reached`.
 
-    `Trainer.is_last_batch` knows the end of the data alone, not that of limit_train_batches on a stream.
+    `Trainer.is_last_batch` only detects the end of the data, not that of limit_train_batches on a stream.
     """
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def validation_follows(trainer: L.Trainer) -> bool:
-    """In on_train_batch_end: whether Lightning validates after this batch: `epoch_loop._should_check_val_fx`, for the
-    fetcher of batches that `fit_loop._data_fetcher` is. Nothing public says so beforehand."""
+    """True if Lightning validates after this batch, in `on_train_batch_end`.
+
+    `epoch_loop._should_check_val_fx`, with the argument `fit_loop._data_fetcher`. There is no public way to know it
+    beforehand.
+    """
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
 
 
 def checks_at_epoch_end(callback: EarlyStopping) -> bool | None:
-    """Its argument `check_on_train_epoch_end`, which it keeps in `_check_on_train_epoch_end` alone."""
+    """Return its argument `check_on_train_epoch_end`, stored only in `_check_on_train_epoch_end`."""
     return callback._check_on_train_epoch_end
 
 
 def shard_over_all(strategy: ModelParallelStrategy) -> None:
-    """Before set-up: let all processes share one copy of the parameters: `_data_parallel_size` by
-    `_tensor_parallel_size`, which its argument of that name has set.
+    """Shard one copy of the parameters over all processes; must be called before set-up.
 
-    Its argument `data_parallel_size` would do, but how many processes there are is not known when the recipe is read.
+    Sets `_data_parallel_size` by `_tensor_parallel_size`, which the constructor has set. The constructor's argument
+    `data_parallel_size` cannot be used, as the number of processes is unknown when the recipe is read.
     """
     strategy._data_parallel_size = strategy.num_nodes * strategy.num_processes // strategy._tensor_parallel_size
 
 
 def give_mesh(module: L.LightningModule, mesh: DeviceMesh) -> None:
-    """Let a module find the mesh of its processes, as ModelParallelStrategy does: `_device_mesh`."""
+    """Set a module's device mesh, as ModelParallelStrategy does: `_device_mesh`."""
     module._device_mesh = mesh
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Start the processes of a machine as Lightning does, and let `Peers` watch them from their first moment on.
+    """Start the processes of a machine as Lightning does, watched by `Peers` from their start.
 
-    Lightning's own `launch` starts a thread that looks every five seconds whether one has died, and then kills this
-    process without a word. Nothing chooses another launcher but `Strategy._launcher`.
+    Lightning's own `launch` starts a thread that checks every five seconds if a process has died, and then kills this
+    one without a message. The launcher can only be changed by `Strategy._launcher`.
     """
 
     def launch(self, function: Callable, *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
-        """Call `function` when the others have been started."""
+        """Start the other processes, then call `function`."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -109,7 +112,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
     def _call_children_scripts(self) -> None:
-        """The first process must listen before another one looks for it, where it reads in the environment."""
+        """Start listening in the first process before the others start and connect to it by the environment."""
         os.environ.update(MASTER_ADDR=self.cluster_environment.main_address,
                           MASTER_PORT=str(self.cluster_environment.main_port), LOCAL_RANK="0",
                           NODE_RANK=str(self.cluster_environment.node_rank()),
@@ -119,6 +122,6 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 
 
 def watch_launched(strategy: Strategy) -> None:
-    """Let `Peers` watch the processes that a strategy will start."""
+    """Make `Peers` watch the processes that a strategy will start."""
     if type(strategy._launcher) is _SubprocessScriptLauncher:
         strategy._launcher = WatchedLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

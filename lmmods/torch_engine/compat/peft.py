@@ -1,6 +1,6 @@
-"""What the torch engine needs of PEFT's layers beyond their documentation. Read in peft 0.21.
+"""Undocumented parts of PEFT's layers that the torch engine uses, as of peft 0.21.
 
-Held by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`, `lora_dropout`, `scaling`,
+Tested by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`, `lora_dropout`, `scaling`,
 `base_layer`, `active_adapters`, `merged`, `disable_adapters`) are those that PEFT documents for custom layers.
 """
 
@@ -13,9 +13,9 @@ KINDS = ("Linear", "Linear4bit", "Linear8bitLt")
 
 
 def is_lora_of_linear(module: nn.Module) -> bool:
-    """Whether a module is LoRA on a linear layer: the names of classes in `peft.tuners.lora`.
+    """True if a module is LoRA on a linear layer: the names of classes in `peft.tuners.lora`.
 
-    By name: those on quantised ones are there only with bitsandbytes, and other layers of PEFT wrap linear ones too.
+    By name, as the classes for quantised layers exist only with bitsandbytes, and others also wrap linear layers.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -23,43 +23,45 @@ def is_lora_of_linear(module: nn.Module) -> bool:
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a model that carry LoRA, with their names: `peft.tuners.lora.LoraLayer`."""
+    """Return the LoRA layers of a model with their names: `peft.tuners.lora.LoraLayer`."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def adapts_parameters(model: nn.Module) -> bool:
-    """Whether adapters are on parameters instead of layers."""
+    """True if any adapter is on a parameter instead of a layer."""
     return any(adapted_parameter(layer) for _, layer in lora_layers(model))
 
 
 def adapted_parameter(layer: nn.Module) -> str | None:
-    """Name of the parameter that a LoRA layer adapts instead of a layer: `parameter_name` of a `ParamWrapper`, which
-    is known by its own name."""
+    """Return the name of the parameter that a LoRA layer adapts; None if it adapts a layer.
+
+    `parameter_name` of a `ParamWrapper`, which is recognised by its class name.
+    """
     return layer.parameter_name if type(layer).__name__ == "ParamWrapper" else None
 
 
 def has_one_adapter(layer: nn.Module) -> bool:
-    """Whether a LoRA layer has the one adapter that is active. Raises RuntimeError: several are, or it is merged."""
+    """True if a LoRA layer has the active adapter. Raises RuntimeError if several are active or it is merged."""
     if layer.merged or len(layer.active_adapters) > 1:
         raise RuntimeError("An adapter on packed experts is neither merged nor beside another one.")
     return any(name in layer.lora_A for name in layer.active_adapters)
 
 
 def has_variant(layer: nn.Module) -> bool:
-    """Whether a LoRA layer computes something else than W x + scaling B A x, as DoRA does: `lora_variant`.
+    """True if a LoRA layer does not compute W x + scaling B A x, such as DoRA: `lora_variant`.
 
-    A dictionary with an entry for each adapter that does.
+    A dictionary with an entry for each such adapter.
     """
     return bool(layer.lora_variant)
 
 
 def trained_rows(layer: nn.Module) -> tuple[nn.Module, list[int], Tensor] | None:
-    """Of a layer with rows of tokens that train: the layer below, the tokens [K] and their rows [K, D].
+    """Return a layer's base layer, its trained tokens [K] and their rows [K, D]; None if no token rows train.
 
     `TrainableTokensWrapper.token_adapter` with its `base_layer`, `token_indices` and `trainable_tokens_delta` by the
-    adapter's name. A tied output layer shares the embedding's.
+    adapter's name. A tied output layer shares the embedding's rows.
     """
     if not hasattr(layer, "token_adapter"):
         return None
@@ -68,7 +70,7 @@ def trained_rows(layer: nn.Module) -> tuple[nn.Module, list[int], Tensor] | None
 
 
 def reset_adapter(model: nn.Module) -> None:
-    """Draw the new adapters of a model again: `reset_lora_parameters` of each LoRA layer."""
+    """Initialise the adapters of a model again: `reset_lora_parameters` of each LoRA layer."""
     from peft.tuners.lora import LoraLayer
 
     for layer in model.modules():
@@ -78,7 +80,7 @@ def reset_adapter(model: nn.Module) -> None:
 
 
 def magnitudes(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Of each linear layer with DoRA: its magnitude [out], the base's matrix, and whether that is [in, out].
+    """Yield of each linear layer with DoRA its magnitude [out], the base's matrix, and True if that is [in, out].
 
     `lora_magnitude_vector` by the adapter's name, `fan_in_fan_out` and `dequantize_module_weight`.
     """
@@ -94,9 +96,9 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While this runs the network is the one below its adapters: `_disable_adapters` of each layer and wrapper of PEFT.
+    """Disable the adapters of a network temporarily: `_disable_adapters` of each layer and wrapper of PEFT.
 
-    PEFT's `disable_adapter` would also tell the adapters to train no more, and then again to do so.
+    PEFT's `disable_adapter` would also change the adapters' `requires_grad`.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
     for layer in layers:

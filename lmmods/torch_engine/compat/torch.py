@@ -1,6 +1,6 @@
-"""What the torch engine needs of torch that has no public name. Held by tests/compat/test_torch.py; read in torch 2.13.
+"""Private parts of torch that the torch engine uses, as of torch 2.13; tested by tests/compat/test_torch.py.
 
-`torch.nn.Module._apply` is replaced on models that lie on several devices: see `never_move`.
+`torch.nn.Module._apply` is replaced on models that are spread over several devices: see `never_move`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,69 +11,69 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees every operation that torch runs
-from torch.utils._python_dispatch import _disable_current_modes as with_values  # amid `without_values`: as ever
+from torch.utils._python_dispatch import _disable_current_modes as with_values  # suspends `without_values`
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ON_GPU = {getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}"):
            getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}") for end in ("", "_backward")}
-READING = torch.ops.aten._local_scalar_dense.default  # what `item` and `bool` run
+READING = torch.ops.aten._local_scalar_dense.default  # operator of `item` and `bool`
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
             torch.ops.aten._index_put_impl_.default)  # second argument: indices
-GROUPED = torch.ops.aten._grouped_mm.default  # what `torch.nn.functional.grouped_mm` runs, forward and backward
+GROUPED = torch.ops.aten._grouped_mm.default  # operator of `torch.nn.functional.grouped_mm`, forward and backward
 
 __all__ = ["DispatchMode", "with_values"]
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 products. `torch.cpu.get_capabilities` tells so in 2.13."""
+    """True if this CPU has instructions for bfloat16 products; `torch.cpu.get_capabilities` tells it from 2.13 on."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply all tensors of a device in place, in one kernel on GPUs: `_foreach_mul_`; a loop is public."""
+    """Multiply all tensors of a device in place, in one kernel on GPUs: `_foreach_mul_`."""
     torch._foreach_mul_(tensors, factor)
 
 
 def add_to_all(sums: list[Tensor], values: list[Tensor]) -> None:
-    """Add to each sum its value in place, in one kernel on GPUs: `_foreach_add_`; a loop is public."""
+    """Add a value to each sum in place, in one kernel on GPUs: `_foreach_add_`."""
     torch._foreach_add_(sums, values)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something runs around the module's forward: hooks can be registered and removed, but not listed."""
+    """True if a module has forward hooks, which the public API can register and remove, but not list."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Which storage a tensor has, as long as that is alive: `_cdata`; tensors without values have no `data_ptr`."""
+    """Return an id of a tensor's storage, unique while it is alive: `_cdata`; fake tensors have no `data_ptr`."""
     return tensor.untyped_storage()._cdata
 
 
 def hides_saved_tensors() -> bool:
-    """Whether hooks are on what autograd saves, as in checkpointing: `_top_saved_tensors_default_hooks`.
+    """True if saved-tensor hooks are active, as in checkpointing: `_top_saved_tensors_default_hooks`.
 
-    Others inside of them would take their place.
+    Nested hooks would replace them.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def never_move(model: nn.Module) -> None:
-    """Let nobody move or cast the model as a whole: `_apply` is what `to`, `cuda` and `float` all end in."""
+    """Make `to`, `cuda`, `float` and the like return the model unchanged: all of them call `_apply`."""
     model._apply = lambda *_, **__: model
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested arguments of an operation; `torch.utils` has no public name for its trees."""
+    """Return the tensors in nested arguments of an operation; torch's pytree functions are private."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """While this is entered, what is made or computed has shape, type and device, but no values: `FakeTensorMode`.
+    """While entered, tensors have shape, dtype and device, but no values: `FakeTensorMode`.
 
-    `Module.to` and its kin swap such parameters (`torch.utils.swap_tensors`), which fails where anybody watches them;
-    they get the other one's memory instead.
+    `Module.to` and the like swap such parameters (`torch.utils.swap_tensors`), which fails if there are weak references
+    to them; here they get the other tensor's data instead.
     """
     original = torch.utils.swap_tensors
     torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
@@ -85,20 +85,20 @@ def without_values() -> Iterator[None]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there is anything to read: not in a tensor made `without_values`, nor on the device `meta`."""
+    """True unless a tensor was made `without_values` or is on the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is torch's own tensor, with or `without_values`, and none of a library's subclasses."""
+    """True if a tensor is of torch's own class, with or `without_values`, not of a library's subclass."""
     return type(tensor) in (Tensor, FakeTensor)
 
 
 def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
-    """Additions and multiplications of an operation: `torch.utils.flop_counter`, whose table has no public name.
+    """Return the FLOPs of an operation: `torch.utils.flop_counter`, whose table is private.
 
-    Attention on processors is not in it, and counted as that on GPUs, whose operators begin with the same arguments.
-    Nor are products of groups of rows or columns, which all of them together are in one group each.
+    The table lacks attention on CPUs, which is counted as that on GPUs: its operators begin with the same arguments. It
+    also lacks grouped matrix products, counted here directly: each row or column is in exactly one group.
     """
     if func is GROUPED:
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
@@ -107,9 +107,9 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> i
 
 
 def group_of(args: tuple) -> list[int]:
-    """The processes of a collective, by its operator's arguments: a boxed `ProcessGroup`, or its name behind all else.
+    """Return the ranks of a collective from its operator's arguments: a boxed `ProcessGroup`, or its name as the last.
 
-    Only `torch.distributed.distributed_c10d._resolve_process_group` finds one by its name.
+    Only `torch.distributed.distributed_c10d._resolve_process_group` finds a group by name.
     """
     for value in args:
         if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
@@ -119,11 +119,12 @@ def group_of(args: tuple) -> list[int]:
 
 
 def grouped(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
-    """The product of groups, without values: torch's own outline of `GROUPED` takes bfloat16 alone.
+    """Return the output of `GROUPED` without values: torch's own meta function only supports bfloat16.
 
     Args:
-        left: [S, K] with `right` [G, K, N], or [M, S] with [S, N]: S is cut into G groups; or [G, M, K] with [K, S].
-        ends: [G] of the groups.
+        left: [S, K] with `right` [G, K, N], or [M, S] with [S, N], where S is split into G groups; or [G, M, K] with
+            [K, S].
+        ends: Ends of the groups, [G].
     """
     shape = (*left.shape[:-1], right.shape[-1])
     if left.ndim == right.ndim == 2:
@@ -133,9 +134,9 @@ def grouped(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
 
 @contextmanager
 def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """`changed` is called with each storage that is resized, and its new bytes: `UntypedStorage.resize_`.
+    """Call `changed` with each storage that is resized, and its new bytes: `UntypedStorage.resize_`.
 
-    FSDP2 frees and makes whole parameters so, past all operations.
+    FSDP2 frees and allocates gathered parameters in this way, which no dispatch mode sees.
     """
     original = torch.UntypedStorage.resize_
 
@@ -152,9 +153,10 @@ def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[N
 
 @contextmanager
 def imagined_processes(number: int) -> Iterator[None]:
-    """While this is entered, this is the first of so many processes, whose collectives do nothing: backend `fake`.
+    """While entered, act as the first of `number` processes, whose collectives do nothing: backend `fake`.
 
-    The numbers in a `DeviceMesh`, of which FSDP2 makes some of its own, are values also amid `without_values`.
+    The ranks in a `DeviceMesh` need values also within `without_values`; FSDP2 creates meshes itself, so that its
+    constructor is replaced.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,6 +1,6 @@
-"""What the torch engine needs of transformers' models that has no public name. Read in transformers 5.24.
+"""Private parts of transformers that the torch engine uses, as of transformers 5.24.
 
-Each use is held by tests/compat/test_transformers.py. The attention functions that may be registered, `sdpa_mask` and
+Each use is tested by tests/compat/test_transformers.py. Registering attention functions, `sdpa_mask` and
 `sdpa_attention_forward` are documented under "Attention interface".
 """
 
@@ -18,24 +18,24 @@ from lmmods.torch_engine.compat.torch import storage_of
 
 
 def attention_of(model: nn.Module) -> str:
-    """The attention implementation in use: `config._attn_implementation`; there is `set_attn_implementation` alone."""
+    """Return the attention implementation in use: `config._attn_implementation`; only its setter is public."""
     return model.config._attn_implementation
 
 
 def can_change_attention(model: nn.Module) -> bool:
-    """Whether `set_attn_implementation` has an effect on the architecture: `_can_set_attn_implementation`.
+    """True if `set_attn_implementation` affects the architecture: `_can_set_attn_implementation`.
 
-    Without asking first it only warns.
+    Otherwise `set_attn_implementation` only warns.
     """
     return model._can_set_attn_implementation()
 
 
 @contextmanager
 def without_padding() -> Iterator[None]:
-    """While this is entered, masks are made as for rows without padding, which need none where all that comes before is
-    seen: transformers looks for padding where a mask has values alone.
+    """While entered, transformers creates masks as for rows without padding, of which plain attention needs none.
 
-    `_ignore_causal_mask_sdpa` and `_ignore_bidirectional_mask_sdpa` of `masking_utils` begin with the mask of padding.
+    Without values, transformers would not check for padding and always create a mask. The padding mask is the first
+    argument of `_ignore_causal_mask_sdpa` and `_ignore_bidirectional_mask_sdpa` of `masking_utils`.
     """
     from transformers import masking_utils
 
@@ -51,23 +51,23 @@ def without_padding() -> Iterator[None]:
 
 
 def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the next step of generation: `_update_model_kwargs_for_generation`.
+    """Return the arguments of the next step of generation: `_update_model_kwargs_for_generation`.
 
-    Architectures override it, so there is nothing of one's own to put in its place in a `custom_generate`.
+    Architectures override it, so a `custom_generate` cannot replace it by code of its own.
     """
     return model._update_model_kwargs_for_generation(outputs, kwargs)
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
-    """The cache among the arguments of a step of generation: `past_key_values`, from transformers 5.24 on `cache`."""
+    """Return the cache from the arguments of a step of generation: `past_key_values`; `cache` since 5.24."""
     return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
 
 
 def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
-    """Names of the linear layers that bitsandbytes packs: `HfQuantizer.get_modules_to_not_convert` tells the others.
+    """Return the names of the linear layers that bitsandbytes packs: not in `HfQuantizer.get_modules_to_not_convert`.
 
     Args:
-        skip: What `from_pretrained` is told to leave, in place of the output layer.
+        skip: Modules that `from_pretrained` is told to skip, instead of the output layer.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers import HfQuantizer
@@ -80,10 +80,10 @@ def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """from_pretrained shows its bar where it takes seconds, and its table of missing and unexpected weights ("LOAD
-    REPORT") where it raises an error.
+    """Make from_pretrained show its bar only after two seconds, and its "LOAD REPORT" only with an error.
 
-    The logger is that of the module; only the level of all of transformers' loggers is public.
+    The report lists missing and unexpected weights. The filter is on the module's logger, as the public API only sets
+    the level of all loggers of transformers.
     """
     logger, reports = logging.getLogger("transformers.modeling_utils"), []
 
@@ -110,18 +110,18 @@ def quiet_loading() -> Iterator[None]:
 @contextmanager
 def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values: Callable[[nn.Parameter], Tensor],
                   reading: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """from_pretrained puts stand-ins into the network: what is one tensor of a safetensors file is not read, nor are
-    codes of bitsandbytes, at which nothing looks.
+    """Make from_pretrained put placeholders into the network instead of reading weights.
 
-    `modeling_utils.safe_open` opens files, `core_model_loading.spawn_materialize` reads a tensor, which is one of a
-    list where it is told a `tensor_idx`, `set_param_for_module` puts it in its place. `caching_allocator_warmup`
-    would take the memory of all weights from the device, and `_tied_params_are_equal` compares what files hold both of.
+    Deferred are parameters that are one tensor of a safetensors file, and codes of bitsandbytes, whose values nothing
+    uses. `modeling_utils.safe_open` opens files, `core_model_loading.spawn_materialize` reads a tensor, one of a list
+    if `tensor_idx` is given, and `set_param_for_module` assigns it. `caching_allocator_warmup` would allocate the
+    memory of all weights on the device; `_tied_params_are_equal` compares tied parameters that are both in the files.
 
     Args:
-        wait: Makes the stand-in of a parameter, given a `LazyArray`, or the values where these had to be computed of
-            several tensors, or a parameter that stands for codes, and these.
-        values: Those of a stand-in.
-        reading: What is around each reading of a file, later.
+        wait: Returns the placeholder of a parameter, given a `LazyArray` and None; or its values, if they had to be
+            computed from several tensors, and None; or a parameter that stands for codes, and the codes.
+        values: Returns the values of a placeholder.
+        reading: Context of each later read of a file.
     """
     from safetensors import safe_open
     from transformers import core_model_loading, modeling_utils
@@ -130,7 +130,7 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
     equal = modeling_utils._tied_params_are_equal
 
     class Name:
-        """A tensor in a file, which is opened anew for each part: what is mapped and was read counts as memory."""
+        """A tensor in a file, which is reopened for each read: mapped pages that were read count as memory."""
 
         def __init__(self, file: str, name: str, opened: Any):
             self.file, self.name, self.opened = file, name, opened
@@ -161,7 +161,7 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
         def get_slice(self, name: str) -> Name:
             return Name(self.path, name, self.opened.get_slice(name))
 
-    codes: dict[int, tuple[LazyArray, Tensor]] = {}  # by the storage of what stands for them, which stays there
+    codes: dict[int, tuple[LazyArray, Tensor]] = {}  # by the storage of their placeholder, kept alive
 
     def stand_in(array: LazyArray, device: Any) -> Tensor:
         scalar = torch.zeros((), dtype=array.dtype, device=device)
@@ -196,16 +196,17 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
 @contextmanager
 def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
                wait: Callable[[Any, nn.Module | None, Any], nn.Parameter] | None = None) -> Iterator[dict[str, Any]]:
-    """from_pretrained, asked for 4 bits, quantises these parameters too, each as soon as it is read.
+    """Make from_pretrained with 4-bit weights also quantise the chosen parameters, each as soon as it is read.
 
-    Gives what will hold bitsandbytes' `QuantState` of each, by name. The class of `AUTO_QUANTIZER_MAPPING` is another
-    one meanwhile, with `param_needs_quantization` and `get_quantize_ops`, whose result has `convert`.
+    Yields a dictionary that will hold bitsandbytes' `QuantState` of each, by name. The class in
+    `AUTO_QUANTIZER_MAPPING` is replaced meanwhile, with `param_needs_quantization` and `get_quantize_ops`, whose result
+    has `convert`.
 
     Args:
-        chosen: Whether a parameter is one of them, by its name and what it is before it is read.
-        from_mxfp4: Files hold MXFP4, which its own quantiser's `get_weight_conversions` read into numbers.
-        wait: While `reading_parts`: makes the stand-in of a matrix [out, in] that has not been read, or of `chosen`
-            [E, ...], given the layer of a linear one, and the settings (BitsAndBytesConfig).
+        chosen: Returns True for a parameter to quantise, given its name and the parameter before it is read.
+        from_mxfp4: True if the files hold MXFP4, dequantised by its own quantiser's `get_weight_conversions`.
+        wait: Within `reading_parts`, returns the placeholder of a matrix [out, in] that has not been read, or of chosen
+            matrices [E, ...], given the linear layer, if it is one, and the settings (BitsAndBytesConfig).
     """
     from transformers import Mxfp4Config
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -266,9 +267,9 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
 
 @contextmanager
 def without_first_weights() -> Iterator[None]:
-    """Models of transformers that are made keep what their parts started with, and are not tied: `init_weights`.
+    """While entered, new models of transformers keep their modules' own initial values, untied: `init_weights`.
 
-    `initialization.no_init_weights` takes away the parts' own start too, which some architectures keep.
+    `initialization.no_init_weights` would also skip the modules' own initialisation, which some architectures rely on.
     """
     with _in_place_of("init_weights", lambda _: lambda model: None):
         yield
@@ -276,10 +277,10 @@ def without_first_weights() -> Iterator[None]:
 
 @contextmanager
 def around_missing_weights(start: Callable[[nn.Module, Callable[[], None]], None]) -> Iterator[None]:
-    """`start` is called where from_pretrained draws the weights that its files lack: `initialize_weights`.
+    """Call `start` when from_pretrained initialises the weights that its files lack: `initialize_weights`.
 
     Args:
-        start: Takes the model and what draws its weights, which spares those that the files hold.
+        start: Called with the model and the function that initialises its weights, except those in the files.
     """
     with _in_place_of("initialize_weights", lambda original: lambda model: start(model, lambda: original(model))):
         yield
@@ -287,7 +288,7 @@ def around_missing_weights(start: Callable[[nn.Module, Callable[[], None]], None
 
 @contextmanager
 def before_each_module(enter: Callable[[nn.Module], None]) -> Iterator[None]:
-    """`enter` is called with each module before its model draws its weights: `_initialize_weights`."""
+    """Call `enter` with each module before its weights are initialised: `_initialize_weights`."""
     def entered(original: Callable) -> Callable:
         def initialize(model: nn.Module, module: nn.Module, *args: Any) -> None:
             enter(module)
@@ -301,13 +302,13 @@ def before_each_module(enter: Callable[[nn.Module], None]) -> Iterator[None]:
 
 @contextmanager
 def instead_of_truncated_normals(draw: Callable[[Tensor, float, float, float], None]) -> Iterator[None]:
-    """`draw` is called where a model draws from a truncated normal distribution: `initialization.trunc_normal_`.
+    """Call `draw` when a model draws from a truncated normal distribution: `initialization.trunc_normal_`.
 
-    What a file holds is spared as there: `_is_hf_initialized`.
+    As there, weights read from a file are skipped: `_is_hf_initialized`.
 
     Args:
-        draw: Takes the parameter, mean, standard deviation, and how many of these the ends are from the mean. Of other
-            ends the original function draws.
+        draw: Called with parameter, mean, standard deviation, and the distance of both bounds from the mean in standard
+            deviations. The original function handles bounds that are not symmetric.
     """
     from transformers import initialization
 

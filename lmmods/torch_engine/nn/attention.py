@@ -1,10 +1,10 @@
-"""Attention kernels that are preferred to transformers' choice, registered with it as implementations.
+"""Attention kernels preferred to transformers' choice, registered as attention implementations.
 
-Packed rows on CUDA: flash attention from one document to the next, in place of a mask [B, 1, T, T]. Transformers turns
-restarting `position_ids` into such a mask, which keeps torch from its flash kernel. torch's kernel for rows of varying
-length needs only where each document begins.
+Packed rows on CUDA: flash attention per document instead of a mask [B, 1, T, T]. Transformers turns restarting
+`position_ids` into such a mask, with which torch cannot use its flash kernel. torch's kernel for sequences of varying
+length only needs the start of each document.
 
-Short rows under bfloat16 on CPUs: float32, in which torch's kernel is the faster one.
+Short rows under bfloat16 on CPUs: float32, for which torch's kernel is faster.
 """
 
 import inspect
@@ -21,15 +21,15 @@ from lmmods.core.errors import UserError, first_line, one_line
 from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
 
 VARLEN, FLOAT32 = "varlen", "sdpa_float32"
-# Forward and backward pass of torch 2.13 with 6 heads of 64 on two Zen 4 cores: float32 takes a third to a half of the
-# time of bfloat16 at 112 to 168 tokens, as much at 320 to 512, and half again as much from 1,024 on.
+# Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4 cores: float32 takes 33-50 % of the time
+# of bfloat16 at 112 to 168 tokens, 100 % at 320 to 512, and 150 % from 1,024 on.
 FLOAT32_LENGTH = 384
 Kernel = Callable[..., Tensor]
 
 
 @contextmanager
 def choosing_attention(name: str | None) -> Iterator[None]:
-    """While transformers loads the implementation that `model.attention` names. Raises UserError if it cannot."""
+    """Turn transformers' errors about the implementation named by `model.attention` into a UserError."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -42,7 +42,7 @@ def choosing_attention(name: str | None) -> Iterator[None]:
 
 
 def say_eager(model: nn.Module) -> None:
-    """Say that the architecture has none but the plain attention, where transformers has chosen this one, and why."""
+    """Report that transformers uses eager attention for this architecture, and why."""
     if attention_of(model) != "eager":
         return
     config = model.config.get_text_config()
@@ -52,10 +52,10 @@ def say_eager(model: nn.Module) -> None:
 
 
 def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
-    """Switch `model` from sdpa to the kernel for packed rows, where it fits and agrees with sdpa; says which.
+    """Switch `model` from sdpa to the kernel for packed rows if it is applicable and agrees with sdpa; reports which.
 
     Args:
-        kernel: In place of torch.nn.attention.varlen.varlen_attn, which is for CUDA.
+        kernel: Replacement for torch.nn.attention.varlen.varlen_attn, which requires CUDA.
     """
     cuda = model.get_input_embeddings().weight.device.type == "cuda"
     if attention_of(model) != "sdpa" or not (cuda or kernel):
@@ -77,7 +77,7 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
 
 
 def prefer_float32(model: nn.Module) -> None:
-    """Switch `model` from sdpa to attention that computes short rows in float32, whatever the rest is computed in."""
+    """Switch `model` from sdpa to attention that computes short rows in float32, regardless of the compute dtype."""
     if attention_of(model) != "sdpa" or not can_change_attention(model):
         return
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -91,7 +91,7 @@ def prefer_float32(model: nn.Module) -> None:
 
 def _attend_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                     **options: Any) -> tuple[Tensor, None]:
-    """An attention function of transformers."""
+    """Attention function of transformers; converts inputs to float32 and the result back."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if max(query.shape[2], key.shape[2]) > FLOAT32_LENGTH:
@@ -132,13 +132,13 @@ def _packed_logits(model: nn.Module) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type in which autocast, where it is on, would have attention compute."""
+    """Return the dtype of attention: autocast's if it is enabled, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """A mask function of transformers: none for packed rows, whose documents the attention finds by itself."""
+    """Mask function of transformers: no mask for packed rows, whose documents `_Varlen` finds by `position_ids`."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is None and q_length == kv_length:
@@ -147,7 +147,7 @@ def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None
 
 
 class _Varlen:
-    """An attention function of transformers: rows without a mask by document, all else (generation) through sdpa."""
+    """Attention function of transformers: rows without a mask per document, others (generation) through sdpa."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
@@ -160,19 +160,19 @@ class _Varlen:
         positions = options.get("position_ids")
         if attention_mask is not None or positions is None or query.shape[2] != key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-        dtype = compute_dtype(value)  # rotary positions leave float32 behind under autocast
+        dtype = compute_dtype(value)  # rotary embeddings return float32 under autocast
         rows = [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value)]
         starts, longest = self._documents(positions, len(query))
-        # torch 2.11's takes fewer heads of keys without an argument
+        # torch 2.11's kernel supports grouped query attention without an argument
         grouped = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(self._kernel).parameters
         mixed = self._kernel(*rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0),
                              **{"enable_gqa": True} if grouped else {})
         return mixed.view(len(query), -1, *mixed.shape[1:]), None
 
     def _documents(self, positions: Tensor, num_rows: int) -> tuple[Tensor, int]:
-        """Where documents begin in all rows laid end to end, and the end of all, int32; and the longest's length.
+        """Return the starts of documents in the concatenated rows, with their total length, int32; and the longest one.
 
-        Kept for the other layers of a forward pass, as it waits for the device.
+        Cached for the other layers of a forward pass, as it synchronises with the device.
         """
         if self._last[0] is not positions:
             every = positions.expand(num_rows, -1)

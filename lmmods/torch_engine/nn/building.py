@@ -1,4 +1,4 @@
-"""The network of a task, ready to train: loaded or initialised, fitted to the tokenizer, with adapters, compiled."""
+"""Build the network of a task: load or initialise it, fit it to the tokenizer, add adapters, compile it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -25,18 +25,19 @@ from lmmods.torch_engine.nn.stored import fill
 
 def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
                   device: torch.device, seed: int, by_parts: bool = False, frozen: bool = False) -> nn.Module:
-    """The network that the fields of a task describe, in training mode.
+    """Build the network described by the fields of a task, in training mode.
 
     Args:
         auto_class: `AutoModelFor...` of transformers.
         task_type: PEFT's name of the task.
-        precision: Lightning's name.
-        seed: Of all weights that no file holds.
-        by_parts: It will be sharded: what is in files, or can be drawn by parts, waits until then (`stored`).
-        frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
+        precision: Lightning's name of the precision.
+        seed: Seed of all weights that are not loaded from a file.
+        by_parts: The network will be sharded: weights that are in files or can be drawn in parts are deferred until
+            then (see `stored`).
+        frozen: Nothing trains, so that the base may be quantised, and is stored as under an adapter, without one.
 
     Raises:
-        UserError: The model cannot be found, read or made, or an adapter does not fit it.
+        UserError: The model cannot be found, read or built, or an adapter does not fit it.
     """
     bound_onednn_cache()
     torch.manual_seed(seed)
@@ -56,11 +57,11 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     resize_embeddings(model, len(data.tokenizer))
     set_special_ids(model.config, data.tokenizer, is_causal)
     if fields.trains_adapter:
-        torch.manual_seed(seed)  # the adapter starts the same however the base was loaded
+        torch.manual_seed(seed)  # so that the adapter's initial values do not depend on how the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         model = (add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed) if fields.lora
                  else continue_adapter(model, fields.adapter, dtype, fields.adapter_drops))
-        if fields.fast_kernels and not fields.compile:  # the compiler joins them by itself
+        if fields.fast_kernels and not fields.compile:  # the compiler fuses them itself
             fuse_adapters(model)
     dropout = TokenDropout(model, compiled=fields.compile)
     if fields.gradient_checkpointing:
@@ -72,7 +73,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
 
 def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], precision: str, device: torch.device,
           seed: int, by_parts: bool, frozen: bool) -> nn.Module:
-    """The network without adapter, loaded or with random weights."""
+    """Return the network without adapter, loaded or with random weights."""
     import transformers
 
     auto = getattr(transformers, auto_class)
@@ -92,7 +93,7 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
 
 @contextlib.contextmanager
 def _sizes_checked() -> Iterator[None]:
-    """While a network of chosen sizes is made: a UserError says which sizes no network has."""
+    """Turn errors of building a network from `model.config` into a UserError."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
@@ -102,7 +103,7 @@ def _sizes_checked() -> Iterator[None]:
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """Compute GPT-2's GELU in one pass instead of eight; same function, float32 rounding apart."""
+    """Compute GPT-2's GELU in one pass instead of eight; the same function up to float32 rounding."""
     from transformers.activations import NewGELUActivation
 
     for module in model.modules():
@@ -112,7 +113,7 @@ def fuse_activations(model: nn.Module) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let torch.compile make one program of each kind of layer. Raises UserError: it cannot."""
+    """Compile each layer by torch.compile; layers of one kind share their code. Raises UserError if not supported."""
     if adapts_parameters(model):
         raise UserError("model.compile: adapters on experts (lora.target_parameters) put new matrices into the network "
                         "in each forward pass, and torch.compile would compile for each. Set model.compile to false.")
@@ -130,13 +131,15 @@ def compile_layers(model: nn.Module) -> None:
 # Gradient checkpointing (Chen et al. 2016): activations are recomputed in the backward pass.
 
 def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn) -> None:
-    """Recompute activations in the backward pass, in the form that also trains adapters.
+    """Recompute activations in the backward pass, in the non-reentrant form, which also trains adapters.
 
-    The reentrant form drops the gradient of a block whose input needs none, which is every block over a frozen
-    embedding. Raises UserError: transformers cannot do it for this architecture, and its blocks are not found either.
+    The reentrant form loses the gradient of blocks whose input requires none: all of them, over a frozen embedding.
 
     Args:
-        contexts: Makes two contexts at each call of a block, around its two runs.
+        contexts: Returns two contexts at each call of a block, for its forward pass and its recomputation.
+
+    Raises:
+        UserError: transformers does not support it for this architecture, and its blocks are not found either.
     """
     arguments = {"use_reentrant": False, "context_fn": contexts}
     if not model.supports_gradient_checkpointing:
@@ -148,7 +151,7 @@ def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any
 
 
 def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]) -> None:
-    """The same for what transformers leaves out, such as ALBERT, whose blocks share weights: each call of a block."""
+    """Checkpoint each call of a block, for architectures that transformers does not support, such as ALBERT."""
     blocks: list[nn.Module] = []
     for module in model.modules():
         inside = any(module is part for block in blocks for part in block.modules())

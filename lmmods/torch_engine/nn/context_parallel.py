@@ -1,10 +1,9 @@
-"""Rows cut along the sequence over processes that compute every micro-batch together (context parallelism).
+"""Context parallelism: rows are cut along the sequence over processes that compute each micro-batch together.
 
-Each process has the queries of its places and sees all keys, which are gathered (section 3.3.2 of Dubey et al. 2024);
-their gradients are summed and cut again. A row is cut into twice as many pieces as there are processes, and the first
-and the last, the second and the last but one, and so on go together: under a causal mask all have as much to do.
-Attention is computed for a block of queries at a time, and again in the backward pass, which gathers keys anew: what is
-kept grows with the places of a process alone.
+Each process has the queries of its own positions and gathers all keys and values (section 3.3.2 of Dubey et al. 2024),
+whose gradients are reduce-scattered. A row is cut into 2 n pieces for n processes, and process i has pieces i and
+2 n - 1 - i, which balances the work under a causal mask. Attention is computed in blocks of queries and recomputed in
+the backward pass, which gathers keys and values again: saved tensors only grow with a process's own positions.
 """
 
 from collections.abc import Iterator
@@ -23,16 +22,16 @@ from lmmods.torch_engine.nn.dropout import TokenDropout, has_rates
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
 
 NAME = "context_parallel"  # of the attention function
-# Attention of these goes through the functions that transformers lets one register, and nothing else mixes tokens.
+# Architectures whose attention uses transformers' registered functions and in which nothing else mixes tokens.
 FAMILIES = ("cohere2", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2",
             "olmo3", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
-BLOCK = 1024  # queries at a time, or fewer: the float32 mask of a block takes at most about this many bytes
+BLOCK = 1024  # most queries of a block; its float32 mask takes at most about MASK_BYTES
 MASK_BYTES, MASK_BYTES_GPU = 64 * 2**20, 512 * 2**20
 
 
 @contextmanager
 def blocks_of_gpus() -> Iterator[None]:
-    """While tensors on this processor stand in for those of a GPU."""
+    """Use the block size of GPUs on CPU tensors that stand in for GPU tensors."""
     global MASK_BYTES
     before, MASK_BYTES = MASK_BYTES, MASK_BYTES_GPU
     try:
@@ -42,10 +41,10 @@ def blocks_of_gpus() -> Iterator[None]:
 
 
 def check_network(model: nn.Module, num_processes: int) -> None:
-    """UserError for a network that cannot compute its rows in pieces.
+    """Raise UserError if a network does not support context parallelism.
 
     Args:
-        num_processes: That each row is cut over.
+        num_processes: Processes that each row is cut over.
     """
     config = model.config.get_text_config()
     if config.model_type not in FAMILIES:
@@ -69,10 +68,12 @@ def _rope_types(config: Any) -> set[str]:
 
 
 class ContextParallel:
-    """How rows are cut over this process and those with it, and attention over them.
+    """Cuts rows over the processes of a group, and computes attention over the cut rows.
+
+    Shapes: T is the length of a row, padded to a multiple of 2 `size`; t = T / `size` the positions of a process.
 
     Args:
-        group: They, of torch.distributed.
+        group: Process group of torch.distributed.
     """
 
     def __init__(self, group: Any):
@@ -82,7 +83,7 @@ class ContextParallel:
 
     @classmethod
     def over(cls, model: nn.Module, mesh: DeviceMesh, size: int) -> "ContextParallel":
-        """Let a network take rows that are cut over `size` processes of Lightning's mesh; whole ones it takes as ever.
+        """Make a network accept rows cut over `size` processes of Lightning's mesh; it still accepts whole ones.
 
         Raises:
             UserError: As `check_network`.
@@ -92,7 +93,7 @@ class ContextParallel:
 
         check_network(model, size)
         matrices = mesh["tensor_parallel"].size()
-        with with_values():  # of ranks, also where the network has none
+        with with_values():  # the mesh's ranks need values also in a plan
             every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
                                      mesh_dim_names=("data", "context", "tensor"))
         rows = cls(every["context"].get_group())
@@ -105,11 +106,11 @@ class ContextParallel:
     # Places ----------------------------------------------------------------------------------------------------------
 
     def _length(self, length: int) -> int:
-        """Of rows of so many tokens, once they are padded to be cut."""
+        """Return the padded length of rows of `length` tokens."""
         return -(-length // (2 * self.size)) * 2 * self.size
 
     def _pieces(self, length: int) -> list[range]:
-        """The places in padded rows that each process has, one process after the other, in two pieces."""
+        """Return the positions of the two pieces of the first process, of the second one, and so on."""
         each = length // (2 * self.size)
         return [range(piece * each, (piece + 1) * each)
                 for rank in range(self.size) for piece in (rank, 2 * self.size - 1 - rank)]
@@ -118,20 +119,22 @@ class ContextParallel:
         return self._pieces(length)[2 * self.rank : 2 * self.rank + 2]
 
     def own(self, x: Tensor, padding: int = 0) -> Tensor:
-        """This process's places of x [..., T], which is padded with this value to be cut."""
+        """Return this process's positions of x [..., T], padded with `padding`: [..., t]."""
         x = F.pad(x, (0, self._length(x.shape[-1]) - x.shape[-1]), value=padding)
         return torch.cat([x[..., piece.start : piece.stop] for piece in self._own(x.shape[-1])], dim=-1)
 
     def cut(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This process's part of a batch of `causal_loss`.
+        """Return this process's part of a batch of `causal_loss`.
+
+        Labels are shifted before the cut, as the target of a piece's last position is in another piece.
 
         Returns:
-            `input_ids` and `position_ids` [B, t]; `targets`, and `target_weights` if any, which are shifted already;
+            `input_ids`, `position_ids`, `targets` and, if the batch has weights, `target_weights` [B, t];
             `row_segments` [B, 1, 1, T] int32, see `attend`.
         """
         ids = batch["input_ids"]
         positions = batch.get("position_ids")
-        if positions is None:  # those that transformers counts, padding on the left included
+        if positions is None:  # transformers' default, which also counts padding on the left
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         segments = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
         segments = F.pad(segments, (0, self._length(ids.shape[1]) - ids.shape[1])).int()
@@ -143,39 +146,39 @@ class ContextParallel:
     # Collectives -----------------------------------------------------------------------------------------------------
 
     def whole(self, x: Tensor) -> Tensor:
-        """All places of x [t, ...], of which each process gives its own: [T, ...]."""
+        """Gather x [t, ...] from all processes, in the order of the row: [T, ...]."""
         found = x.new_empty(self.size * len(x), *x.shape[1:])
         torch.distributed.all_gather_into_tensor(found, x.contiguous(), group=self._group)
         return found.index_select(0, self._order(len(found), x.device).argsort())
 
     def summed(self, x: Tensor) -> Tensor:
-        """This process's places of the sum over all of x [T, ...]: [t, ...]."""
+        """Reduce-scatter x [T, ...]: this process's positions of the sum over processes, [t, ...]."""
         found = x.new_empty(len(x) // self.size, *x.shape[1:])
         torch.distributed.reduce_scatter_tensor(found, x.index_select(0, self._order(len(x), x.device)),
                                                 group=self._group)
         return found
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum of what each of the processes has; so are gradients."""
+        """Sum x over the processes; its gradient is summed likewise."""
         return _Total.apply(x, self._group)
 
     def share(self, sums: LossSums) -> LossSums:
-        """This process's share of sums that each of them has in whole."""
+        """Divide sums that every process has in full by `size`, so that they add up over the processes."""
         return LossSums(*(None if part is None else part / self.size for part in sums))
 
     def _order(self, length: int, device: torch.device) -> Tensor:
-        """[T]: the places of the first process, then of the second, and so on."""
+        """Return the positions of the first process, then of the second, and so on: [T]."""
         return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self._pieces(length)])
 
     # Attention -------------------------------------------------------------------------------------------------------
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                dropout: float = 0.0, scaling: float | None = None, **options: Any) -> tuple[Tensor, None]:
-        """An attention function of transformers, for rows that are whole (through sdpa) or cut.
+        """Attention function of transformers, for whole rows (through sdpa) and cut ones.
 
         Args:
-            attention_mask: Of rows that are cut, [B, 1, 1, T] int32: the documents 1, 2, ... of the whole row, or 1 for
-                its real tokens; 0 is padding, whose places see some padding.
+            attention_mask: For cut rows `row_segments` [B, 1, 1, T] int32, by which they are recognised: documents
+                1, 2, ... of the whole row, or 1 for real tokens; 0 is padding, which attends to padding only.
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -202,11 +205,11 @@ class ContextParallel:
                 before += len(queries)
 
     def _begins(self, row_segments: Tensor) -> list[int]:
-        """Of each place where its document begins, in that of the rows where it began first.
+        """Return where the document of each position begins, taking the earliest over the rows.
 
-        Kept for the other layers of a forward pass, as it waits for the device.
+        Cached for the other layers of a forward pass, as it synchronises with the device.
         """
-        if not has_values(row_segments):  # then a row is one document
+        if not has_values(row_segments):  # in a plan, where each row counts as one document
             return [0] * row_segments.shape[-1]
         if self._last[0] is not row_segments:
             segments = row_segments[:, 0, 0]
@@ -217,7 +220,7 @@ class ContextParallel:
 
 
 class _Total(torch.autograd.Function):
-    """Sum over the processes of a group."""
+    """Sum over the processes of a group, with the same sum of the gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:
@@ -232,13 +235,13 @@ class _Total(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Some queries of a process, and the keys that they may see.
+    """A block of a process's queries, and the keys that they may attend to.
 
     Args:
-        own: Where they are among the process's queries.
-        queries: Their places in the row; `keys` likewise.
-        segments: [B, T] of the row.
-        window: How many tokens back a query sees, itself included.
+        own: Their slice of the process's queries.
+        queries: Their positions in the row; `keys` likewise.
+        segments: Segments of the row, [B, T].
+        window: Most recent tokens that a query attends to, itself included.
     """
 
     own: slice
@@ -248,13 +251,13 @@ class _Block(NamedTuple):
     window: int
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The part of x [B, heads, T, size]."""
+        """Return the block's keys of x [B, heads, T, size]."""
         return x[:, :, self.keys.start : self.keys.stop]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, heads, queries, size] of the block's [B, heads, queries or keys, size]."""
+        """Compute attention of the block: [B, heads, queries, size] from [B, heads, queries or keys, size]."""
         sharers = query.shape[1] // key.shape[1]
-        # Queries that share a head of keys lie behind each other: no kernel takes both a mask and fewer heads of keys.
+        # Query heads that share a key head are concatenated: no kernel supports both a mask and fewer key heads.
         mask = self._mask().repeat(1, 1, sharers, 1)
         mixed = F.scaled_dot_product_attention(query.unflatten(1, (-1, sharers)).flatten(2, 3), key, value, mask,
                                                scale=scale)
@@ -269,7 +272,7 @@ class _Block(NamedTuple):
 
 
 class _CutAttention(torch.autograd.Function):
-    """Attention of a process's queries [B, heads, t, size] over the keys and values of all; keeps its own alone."""
+    """Attention of a process's queries [B, heads, t, size] over the gathered keys and values; saves only its own."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, rows: ContextParallel, blocks: list[_Block],
@@ -298,5 +301,5 @@ class _CutAttention(torch.autograd.Function):
 
 
 def _gathered(rows: ContextParallel, key: Tensor, value: Tensor) -> Tensor:
-    """[2, B, heads, T, size]: keys, then values, of all places."""
+    """Gather keys and values of all positions, [2, B, heads, T, size]."""
     return rows.whole(torch.stack([key, value]).movedim(3, 0)).movedim(0, 3)

@@ -1,4 +1,4 @@
-"""What is faster or smaller on CPUs: float32 products by oneDNN, and fewer of them kept compiled."""
+"""CPU settings for speed and memory: float32 products by oneDNN, and a smaller cache of compiled products."""
 
 import os
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ import torch
 
 
 def bound_onednn_cache() -> None:
-    """Let oneDNN keep 128 compiled products instead of 1,024, unless the environment says how many.
+    """Limit oneDNN's cache to 128 compiled products instead of 1,024, unless the environment sets the limit.
 
-    Each takes megabytes, and batches of unequal length make new ones in every step: 1.2 GiB within 70 bfloat16 steps
-    of a model of 27 million parameters. It reads the variable when it makes its first product.
+    Each takes megabytes, and batches of unequal length add new ones in every step: 1.2 GiB within 70 bfloat16 steps of
+    a model of 27 million parameters. oneDNN reads the variable at its first product, so this must come before it.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
 @contextmanager
 def onednn_products() -> Iterator[None]:
-    """Let oneDNN make the float32 matrix products inside, if it makes them in float32.
+    """Compute float32 matrix products by oneDNN, provided that it does so in float32.
 
-    On AVX-512 it is 10 to 20 % faster than MKL. torch hands products to it under the precision `medium`, which also
-    permits bfloat16 inside; whether that is used depends on the processor, so it is checked. Not for whole networks:
+    With AVX-512 it is 10 to 20 % faster than MKL. torch uses it under the precision `medium`, which also permits
+    bfloat16 internally; whether that happens depends on the processor, so it is checked. Not for whole networks:
     torch's attention kernel is up to four times slower under `medium` (2.13).
     """
     before = torch.get_float32_matmul_precision()
@@ -38,7 +38,7 @@ def onednn_products() -> Iterator[None]:
 
 @cache
 def stays_float32() -> bool:
-    """Whether products under the precision `medium` are float32 on this processor."""
+    """True if products under the precision `medium` are computed in float32 on this processor."""
     random = torch.Generator().manual_seed(0)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")

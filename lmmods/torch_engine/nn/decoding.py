@@ -1,7 +1,7 @@
-"""Text generation: everything transformers' `generate` does, plus contrastive search and diverse beam search.
+"""Text generation: transformers' `generate`, contrastive search, diverse beam search and sampling by given numbers.
 
-transformers 5 left those two out and would fetch their code from its hub, and it draws from a generator that all rows
-share. All three are written here, the searches from their papers, and run through `generate(...,
+transformers 5 does not include the two searches and would fetch their code from the hub, and its sampling uses one
+generator for all rows. All three are implemented here, the searches from their papers, and run through `generate(...,
 custom_generate=function)`: transformers prepares masks, positions, cache, logits processors and stopping criteria as
 for its own methods, then calls the function with them.
 
@@ -21,29 +21,29 @@ from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
 from lmmods.torch_engine.compat.transformers import after_step, cache_of
 
-UNUSED = -1  # Marks cells behind finished beams until the longest is known; no token has this id.
-LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.
+UNUSED = -1  # Fills positions after the end of finished beams until the longest is known; no token has this id.
+LOST = -1e9  # Score of a discarded beam; not -inf, so that sums with it stay finite.
 
 
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
              synced: bool = False, draws: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """Continue the prompts by the method that the options ask for.
+    """Continue the prompts by the method that the options select.
 
     Args:
         model: A causal language model of transformers, bare or wrapped by PEFT.
         input_ids: [B, T] prompts, padded on the left.
         attention_mask: [B, T], 0 on padding.
-        synced: Go on until all processes are done: each step gathers parameters that are cut over them.
-        draws: [B, max_new_tokens] float32 in [0, 1), by which `do_sample` without beams draws tokens; None draws from
+        synced: Continue until all processes are done, as each step gathers sharded parameters from all of them.
+        draws: [B, max_new_tokens] float32 in [0, 1), with which `do_sample` without beams samples tokens; None uses
             torch's generator, as beams always do.
-        kwargs: Options that go before those of `generation_config`; all others go on to the model's `generate`.
+        kwargs: Options that override those of `generation_config`; others are passed to the model's `generate`.
 
     Returns:
-        [B * num_return_sequences, T + T_new] prompts and answers, padded behind the end of an answer.
+        [B * num_return_sequences, T + T_new] prompts and answers, padded after the end of an answer.
     """
     config = copy.deepcopy(generation_config)
     kwargs = config.update(**kwargs) | _custom_method(config, synced, draws)
-    # transformers must not see these, or it would ask for the hub. None would let the model's own defaults in.
+    # Hidden from transformers, which would fetch code from the hub. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
     return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
@@ -56,7 +56,7 @@ def _refuse(wrong: bool | None, message: str) -> None:
 
 
 def _custom_method(config: GenerationConfig, synced: bool, draws: Tensor | None) -> dict[str, Any]:
-    """Check the options; the arguments for transformers' `generate` that bring in a method of this file, or none."""
+    """Check the options, and return the arguments of `generate` that select a method of this file, if any."""
     alpha, groups, beams = config.penalty_alpha or 0.0, config.num_beam_groups or 1, config.num_beams or 1
     if alpha:
         _refuse(not 0 < alpha <= 1, f"penalty_alpha is {alpha}, but must be from 0 to 1 (0: no contrastive search)")
@@ -64,7 +64,7 @@ def _custom_method(config: GenerationConfig, synced: bool, draws: Tensor | None)
         _refuse(config.do_sample, "penalty_alpha cannot go with do_sample: set that to false or penalty_alpha to 0")
         _refuse(config.top_k == 0, "penalty_alpha weighs the top_k likeliest tokens, but top_k is 0: set it to 4, say")
         _refuse(config.use_cache is False, "penalty_alpha needs the cache: set use_cache to true or penalty_alpha to 0")
-        # As above, nothing is left None. transformers warns of a top_k where nothing is sampled.
+        # Not None, as above. 50 is transformers' default, with which it does not warn that top_k is unused.
         top_k, config.top_k = 50 if config.top_k is None else config.top_k, 50
         config.do_sample, config.num_beams, config.use_cache = False, 1, True
         return {"custom_generate": contrastive_search, "penalty_alpha": alpha, "top_k": top_k, "synced": synced}
@@ -82,13 +82,13 @@ def _custom_method(config: GenerationConfig, synced: bool, draws: Tensor | None)
 def sample(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
            stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, draws: Tensor,
            synced: bool = False, **model_kwargs: Any) -> Tensor:
-    """Sampling by given numbers, see `generate`, [B, T + T_new]."""
+    """Sample tokens by the given numbers, see `generate`; returns [B, T + T_new]."""
     finished, prompt_length = torch.zeros_like(input_ids[:, 0], dtype=torch.bool), input_ids.shape[1]
     while _goes_on(bool(finished.all()), synced, input_ids.device):
         place = input_ids.shape[1] - prompt_length
         outputs, model_kwargs = _forward(model, input_ids, model_kwargs, prompt=not place)
         scores = logits_processor(input_ids, outputs.logits[:, -1].float())
-        # A process that waits for others goes on beyond its numbers, with tokens that do not count.
+        # A process that waits for others may run out of numbers; its further tokens are masked anyway.
         token = drawn(scores, draws[:, min(place, draws.shape[1] - 1)])
         input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
         finished |= stopping_criteria(input_ids, None)
@@ -96,14 +96,16 @@ def sample(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcesso
 
 
 def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
-    """For each row the first token [B] at which the probabilities, added up, exceed its number.
+    """Return for each row the first token [B] at which the cumulative probability exceeds its number.
+
+    Probabilities are summed as integers, so that the result does not depend on the order of a device's sums.
 
     Args:
         scores: [B, V] logits.
         numbers: [B] in [0, 1).
     """
     added = (scores.softmax(-1) / UNIT).round().long().cumsum(-1)
-    # Not a share of 1 but of what the sum came to, and less than it.
+    # Scaled by the actual total, which rounding keeps from being exactly 1, and kept below it.
     wanted = (numbers * added[:, -1]).long().minimum(added[:, -1] - 1)
     return (added <= wanted[:, None]).sum(-1)
 
@@ -113,7 +115,7 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
                        penalty_alpha: float, top_k: int, synced: bool = False, **model_kwargs: Any) -> Tensor:
     """Contrastive search (Su et al. 2022, "A Contrastive Framework for Neural Text Generation"), [B, T + T_new].
 
-    Each step runs the model on the top_k likeliest tokens v and takes the one with the greatest
+    Each step runs the model on the top_k likeliest tokens v and chooses the one with the highest
     (1 - alpha) p(v | x) - alpha max_j cos(h_v, h_j), where h_j are the hidden states of the tokens so far.
     """
     outputs, model_kwargs = _forward(model, input_ids, model_kwargs | {"output_hidden_states": True}, prompt=True)
@@ -121,7 +123,7 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
     logits, k = outputs.logits[:, -1], min(top_k, outputs.logits.shape[-1])
     rows = torch.arange(len(input_ids), device=input_ids.device)
     origin, finished = rows.repeat_interleave(k), torch.zeros_like(rows, dtype=torch.bool)
-    # From here on masks and positions have a row for each candidate; the cache gets them as it is reordered.
+    # From here on masks and positions have a row per candidate; `reorder_cache` expands the cache likewise.
     model_kwargs |= {name: value.repeat_interleave(k, 0) for name, value in model_kwargs.items()
                      if torch.is_tensor(value)}
     while _goes_on(bool(finished.all()), synced, input_ids.device):
@@ -140,7 +142,10 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
 
 
 def _context(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Hidden states of the prompt [B, T, H] at length 1. Padding becomes the last token, so no maximum changes."""
+    """Return the normalised hidden states of the prompt [B, T, H]; padding is replaced by the last token.
+
+    A duplicate does not change the maximum over the context.
+    """
     states = F.normalize(hidden.float(), dim=-1)
     return states if mask is None else torch.where(mask[:, :hidden.shape[1], None].bool(), states, states[:, -1:])
 
@@ -151,7 +156,7 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
                       **model_kwargs: Any) -> Tensor:
     """Diverse beam search (Vijayakumar et al. 2018) with Hamming diversity; one group is plain beam search.
 
-    `input_ids` is [B * num_beams, T]; the answers are the best of all groups, [B * num_return_sequences, T + T_new].
+    `input_ids` is [B * num_beams, T]; returns the best answers of all groups, [B * num_return_sequences, T + T_new].
     """
     config, prompt_length = generation_config, input_ids.shape[1]
     ids = input_ids.unflatten(0, (-1, num_beam_groups, config.num_beams // num_beam_groups))
@@ -162,7 +167,7 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
         log_probs = outputs.logits[:, -1].float().log_softmax(-1).unflatten(0, ids.shape[:3])
         taken = torch.zeros_like(log_probs[:, 0, 0])
         for n, group in enumerate(groups):
-            # As in transformers 4 the processors come after the penalty. Some know the rows by number, so they get all.
+            # As in transformers 4, processors follow the penalty. Some identify rows by index, so they get all rows.
             scores = (log_probs - diversity_penalty * taken[:, None, None]).flatten(0, 2)
             scores = logits_processor(ids.flatten(0, 2), scores).view_as(log_probs)[:, n]
             taken += group.advance(scores, stopping_criteria)
@@ -178,38 +183,38 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
 
 
 class _Group:
-    """A beam search of S beams for each of B prompts, starting from `ids` [B, S, T]. Rules: transformers 5's beams."""
+    """Beam search with S beams for each of B prompts, starting from `ids` [B, S, T]; rules as in transformers 5."""
 
     def __init__(self, ids: Tensor, config: GenerationConfig):
         self.config, (self.size, self.prompt_length) = config, ids.shape[1:]
         self.eos = ids.new_tensor(_end_tokens(config))
-        # Running beams, and the sums of their log-probabilities [B, S]: as all start alike, only one may go on.
+        # Running beams and their summed log-probabilities [B, S]: all start alike, so only the first may continue.
         self.ids, self.scores = ids, torch.full(ids.shape[:2], LOST, device=ids.device)
         self.scores[:, 0] = 0.0
-        # The best finished beams, and their sums over length ** length_penalty [B, S], best first.
+        # The best finished beams, and their sums divided by length ** length_penalty [B, S], best first.
         self.best, self.best_scores = ids, torch.full_like(self.scores, -torch.inf)
-        self.open = torch.ones_like(ids[:, 0, 0], dtype=torch.bool)  # Whether better ones may come [B].
+        self.open = torch.ones_like(ids[:, 0, 0], dtype=torch.bool)  # [B]: True if better ones may still be found.
 
     def advance(self, log_probs: Tensor, stopping_criteria: StoppingCriteriaList) -> Tensor:
-        """Add a token to each beam, given the scores of all [B, S, V]; how many beams took each token [B, V]."""
-        # Enough candidates that S of them run on, even if the end tokens are the likeliest for every beam.
+        """Extend each beam by a token, given scores [B, S, V]; returns how many beams chose each token [B, V]."""
+        # Enough candidates that S of them continue, even if end tokens are the likeliest for every beam.
         count, was_open = self.size * max(2, 1 + len(self.eos)), self.open[:, None]
         scores, picked = (self.scores[..., None] + log_probs).flatten(1).topk(count)
         parents, tokens = picked // log_probs.shape[-1], picked % log_probs.shape[-1]
         ids = torch.cat([self.ids.take_along_dim(parents[..., None], 1), tokens[..., None]], -1)
         ended = stopping_criteria(ids.flatten(0, 1), None).view_as(tokens)
         self._keep_finished(ids, scores, ended)
-        # Running ones first, then those that only the length ended: other groups shun these too, but no end token.
+        # Running ones first, then those ended by length only: other groups are penalised for these, not for end tokens.
         kept = (ended.int() + torch.isin(tokens, self.eos)).argsort(dim=1, stable=True)[:, :self.size]
         self.scores, self.parents = scores.masked_fill(ended, LOST).gather(1, kept), parents.gather(1, kept)
         self.ids = ids.take_along_dim(kept[..., None], 1)
         self.open = self.open & self._may_improve() & ~ended.all(1)
-        # Where the search had ended, beams run along, but their tokens do not count.
+        # Beams of finished searches continue along with the others, but their tokens do not count.
         took = was_open.expand(-1, self.size).to(scores)
         return torch.zeros_like(log_probs[:, 0]).scatter_add_(1, self.ids[..., -1], took)
 
     def _keep_finished(self, ids: Tensor, scores: Tensor, ended: Tensor) -> None:
-        """Put candidates [B, K, T] that have ended among the best, if they are among the first S."""
+        """Add ended candidates [B, K, T] to the finished beams, if they are among the first S."""
         won = ended & self.open[:, None]
         won[:, self.size:] = False
         scores = scores / (ids.shape[-1] - self.prompt_length) ** self.config.length_penalty
@@ -219,7 +224,7 @@ class _Group:
         self.best = beams.take_along_dim(kept[..., None], 1)
 
     def _may_improve(self) -> Tensor:
-        """Whether a running beam may still beat the worst finished one [B]: `early_stopping` of GenerationConfig."""
+        """Return [B], True if a running beam may still beat the worst finished one; rule by `early_stopping`."""
         worst, penalty, early = self.best_scores[:, -1], self.config.length_penalty, self.config.early_stopping
         length = self.config.max_length if early == "never" and penalty > 0 else self.ids.shape[-1]
         best = self.scores[:, 0] / (length - self.prompt_length) ** penalty
@@ -227,7 +232,7 @@ class _Group:
 
 
 def _forward(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Outputs for the whole prompts, or for the last tokens (all tokens without a cache), and the updated kwargs."""
+    """Run the model on whole prompts, or on the last tokens (all, without cache); returns outputs and new kwargs."""
     length = 1 if kwargs["use_cache"] and not prompt else None
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, is_first_iteration=prompt, **kwargs)
     outputs = model(**inputs, return_dict=True)
@@ -235,7 +240,7 @@ def _forward(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool
 
 
 def _pad_token(config: GenerationConfig) -> int:
-    """Transformers falls back to the end token; without that too, all rows are equally long and nothing is padded."""
+    """Return the padding token, else the end token as in transformers, else 0: then no row ends early."""
     return next(token for token in (config.pad_token_id, *_end_tokens(config), 0) if token is not None)
 
 
@@ -245,7 +250,7 @@ def _end_tokens(config: GenerationConfig) -> list[int]:
 
 
 def _goes_on(is_done: bool, synced: bool, device: torch.device) -> bool:
-    """Whether another step is needed: by this process, or where all must run together, by any."""
+    """True if another step is needed by this process or, if `synced`, by any process."""
     if not synced:
         return not is_done
     waiting = torch.tensor(float(not is_done), device=device)

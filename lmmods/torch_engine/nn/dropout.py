@@ -1,7 +1,7 @@
-"""Dropout by token instead of by draw, in any network of transformers and PEFT: see `core.dropout`.
+"""Dropout masks derived from tokens, not from a generator, in any network of transformers and PEFT: see `core.dropout`.
 
-A module of torch's Dropout is given another forward. What other modules call, torch's functions `dropout` and
-`scaled_dot_product_attention`, are others while such a module's forward runs, so the site is the module that calls.
+Modules of torch's Dropout get another forward. For other modules, torch's functions `dropout` and
+`scaled_dot_product_attention` are replaced while their forward runs, so that the site of a mask is the calling module.
 """
 
 import inspect
@@ -24,21 +24,21 @@ from lmmods.torch_engine.compat.transformers import attention_of
 from lmmods.torch_engine.nn.attention import FLOAT32, VARLEN
 
 _dropout, _attention = F.dropout, F.scaled_dot_product_attention
-ATTENTION = ("eager", "sdpa", FLOAT32, VARLEN)  # what calls torch's functions, or has no dropout
-MODULES_ONLY = {"torch", "peft", "bitsandbytes"}  # packages whose modules call no function for dropout
+ATTENTION = ("eager", "sdpa", FLOAT32, VARLEN)  # implementations that call torch's functions, or have no dropout
+MODULES_ONLY = {"torch", "peft", "bitsandbytes"}  # packages whose modules never call dropout as a function
 _PEFT = re.compile(r"^base_model\.model\.|\.modules_to_save\.[^.]+|(?<=\.lora_dropout)\.[^.]+")
 
 
 class TokenDropout:
-    """The dropout of one network: whose tokens are passing through, and what was dropped of them already.
+    """Dropout of one network: holds the seeds of the current batch's tokens, and the number of calls at each site.
 
     Args:
-        compiled: Whether the layers will be compiled: what draws masks and what attends then is left out of that.
+        compiled: True if layers will be compiled: mask generation and attention are then excluded from compilation.
     """
 
     def __init__(self, model: nn.Module, compiled: bool = False):
         self._tokens: Tensor | None = None  # [B, T] int32
-        self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens  # those of this process, where rows are cut
+        self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens  # this process's part, under context parallelism
         self._calls: dict[str, int] = {}
         self._is_off = False
         self._told: set[str] = set()
@@ -64,9 +64,9 @@ class TokenDropout:
         model.token_dropout = self
 
     def _spare_table(self, module: nn.Module) -> None:
-        """No dropout in DeBERTa's table of relative positions, whose rows are no token's but all rows'."""
-        module.pos_dropout.p = 0.0  # before, of the table; within the scores an adapter has dropout too
-        # A partial, unlike a function within this one, is copied with the network.
+        """Disable dropout in DeBERTa's table of relative positions, which is shared by all rows and has no tokens."""
+        module.pos_dropout.p = 0.0  # dropout of the table itself; `_without` covers an adapter's dropout on it
+        # A partial, unlike a nested function, is copied with the network by deepcopy.
         module.disentangled_attention_bias = partial(self._without, module.disentangled_attention_bias)
 
     def _without(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -75,11 +75,11 @@ class TokenDropout:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TokenDropout | None":
-        """The one that was built for a network."""
+        """Return the one built for a network."""
         return getattr(model, "token_dropout", None)
 
     def begin(self, batch: dict[str, Tensor]) -> None:
-        """The next forward pass is of this batch, and so is the backward pass behind it."""
+        """Prepare for the forward pass of this batch, and its backward pass."""
         seeds = batch.get("token_seeds")
         self._tokens, self._calls = None if seeds is None else self.own(seeds).flatten(0, -2).int(), {}
         if seeds is None and self.has_sites:
@@ -87,7 +87,7 @@ class TokenDropout:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """While a part of the network runs that has no dropout."""
+        """Disable dropout while a part of the network runs."""
         before, self._is_off = self._is_off, True
         try:
             yield
@@ -95,16 +95,16 @@ class TokenDropout:
             self._is_off = before
 
     def contexts(self) -> tuple[Any, Any]:
-        """Around a block under gradient checkpointing, and around its second run, which gets the first one's masks."""
+        """Return the contexts of a checkpointed block: its forward, and its recomputation with the same masks."""
         return nullcontext(), _Again(self, self._tokens, dict(self._calls))
 
     def swap(self, tokens: Tensor | None, calls: dict[str, int]) -> tuple[Tensor | None, dict[str, int]]:
-        """Go on with other tokens and calls; returns those there were."""
+        """Replace the current tokens and calls; returns the previous ones."""
         before = self._tokens, self._calls
         self._tokens, self._calls = tokens, calls
         return before
 
-    # What modules call -----------------------------------------------------------------------------------------------
+    # Called by modules -----------------------------------------------------------------------------------------------
 
     def _module_forward(self, module: nn.Dropout, name: str, x: Tensor) -> Tensor:
         if not module.training or module.p == 0 or self._is_off:
@@ -113,7 +113,7 @@ class TokenDropout:
 
     def function(self, name: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
                   ) -> Tensor:
-        """In place of torch's `dropout`."""
+        """Replacement for torch's `dropout`."""
         if not training or p == 0 or self._is_off:
             return input
         return self._drop(name, input, p)
@@ -121,7 +121,7 @@ class TokenDropout:
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
                 ) -> Tensor:
-        """In place of torch's `scaled_dot_product_attention`, for which see there; it draws its masks itself."""
+        """Replacement for torch's `scaled_dot_product_attention`, which would draw its own masks; same arguments."""
         dropout_p = 0.0 if self._is_off else dropout_p
         if not dropout_p or self._tokens is None:
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -139,13 +139,13 @@ class TokenDropout:
         return self._drop(name, weights, dropout_p) @ value
 
     def _drop(self, name: str, x: Tensor, rate: float) -> Tensor:
-        """Dropout of features of tokens, of attention weights, or of features of rows."""
+        """Apply dropout to features of tokens, attention weights, or features of rows, told apart by shape."""
         if self._tokens is None:
             return _dropout(x, rate)
-        tokens = self._tokens.to(x.device)  # of a spread model layers lie elsewhere
+        tokens = self._tokens.to(x.device)  # under model.max_memory layers are on other devices
         (batch, length), shape = tokens.shape, tuple(x.shape)
         if x.ndim == 4 and shape[::3] == (batch, length) and shape[2] == length:
-            # a module in the attention means the attention
+            # a Dropout inside the attention module has the same site as the module's own attention function
             name = f"{_attending(name)}.weights"
             kept = attention_mask(tokens, self._site(name), shape[1], rate)
         elif shape[:-1] in ((batch, length), (batch * length,)):
@@ -169,15 +169,16 @@ class TokenDropout:
 
 
 class _FunctionsReplaced:
-    """A module's forward, while which torch's functions are a network's own. transformers reads its signature."""
+    """A module's forward that replaces torch's functions while it runs; keeps the signature, which transformers reads.
+    """
 
     def __init__(self, dropout: TokenDropout, module: nn.Module, name: str):
         self._dropout, self._module, self._name, self._own = dropout, module, name, vars(module).get("forward")
         update_wrapper(self, module.forward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        # That of the class which the module has now: FSDP2 gives it another, and transformers checkpoints in the
-        # outermost alone.
+        # Look up the forward of the module's current class: FSDP2 changes the class, and transformers applies
+        # checkpointing only in the outermost call.
         return self._own(*args, **kwargs) if self._own else type(self._module).forward(self._module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ class _FunctionsReplaced:
 
 
 class _Again:
-    """A context in which the calls of a block are counted as in its first run; may be entered again."""
+    """A reusable context in which a block's calls are counted as in its first run."""
 
     def __init__(self, dropout: TokenDropout, tokens: Tensor | None, calls: dict[str, int]):
         self._dropout, self._tokens, self._calls = dropout, tokens, calls
@@ -210,19 +211,19 @@ def _package(module: nn.Module) -> str:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the code of a module's forward speaks of neither attention functions nor dropout."""
+    """True if the code of a module's forward refers to neither attention functions nor dropout."""
     forward = inspect.unwrap(type(module).forward)
     return not {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "dropout"} & set(forward.__code__.co_names)
 
 
 def _attending(name: str) -> str:
-    """The module that attends, of itself or of its Dropout."""
+    """Return the name of the attention module, given its own name or that of its Dropout."""
     parent, _, last = name.rpartition(".")
     return parent if "drop" in last else name
 
 
 def has_rates(config: Any, word: str = "") -> bool:
-    """Whether a configuration, or one inside it, has a rate of dropout above 0 whose name holds the word."""
+    """True if a configuration, or one nested in it, has a dropout rate above 0 whose name contains `word`."""
     parts = [value for value in vars(config).values() if hasattr(value, "to_dict")]
     return any(has_rates(part, word) for part in parts) or any(
         "drop" in name and word in name and isinstance(value, int | float) and value > 0
@@ -230,20 +231,20 @@ def has_rates(config: Any, word: str = "") -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The masks of `core.dropout` in torch, and tensors under them.
+# The masks of `core.dropout` in torch, and their application.
 #
-# torch's own draws are serial on CPUs. Here a few passes of 32-bit products, shifts and exclusive-ors, in pieces that
-# stay in the cache, decide about two features at a time: a sixth of the time on one core. int32 products wrap as
-# uint32's do; a shift to the right is made a logical one.
+# torch's random generator is serial on CPUs. Here a few passes of 32-bit products, shifts and XORs, in blocks that stay
+# in the cache, decide two features per word: a sixth of the time on one core. int32 products wrap like those of uint32;
+# right shifts are masked to make them logical.
 
-# Words at a time on CPUs: with their temporaries they fit a core's cache, and torch gives them to one thread. Threads
-# that meet after each of so many short passes cost more than they gain, all the more where others use the machine.
+# Words per block on CPUs: they fit a core's cache together with temporaries, and torch runs them on one thread. For
+# such short passes the synchronisation of threads costs more than it gains, especially on a busy machine.
 CHUNK = 2**15
 
 
 def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
-    """`core.dropout.feature_mask`: [N, num] of the seeds [N] of tokens."""
-    if not has_values(seeds):  # in a plan, where each piece would take as long as a large one
+    """`core.dropout.feature_mask`: mask [N, num] from the seeds [N] of tokens."""
+    if not has_values(seeds):  # in a plan, where each block would take as long as the whole mask
         return torch.empty(len(seeds), num, dtype=torch.bool, device=seeds.device)
     words, half = _folded(finalise(seeds ^ _signed(site))), -(-num // 2)
     kept = torch.empty(len(seeds), 2, half, dtype=torch.bool, device=seeds.device)
@@ -253,7 +254,7 @@ def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
 
 
 def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Tensor:
-    """`core.dropout.attention_mask`: [B, num_heads, T, T] of the seeds [B, T] of tokens."""
+    """`core.dropout.attention_mask`: mask [B, num_heads, T, T] from the seeds [B, T] of tokens."""
     (batch, length), half = seeds.shape, -(-num_heads // 2)
     if not has_values(seeds):
         return torch.empty(batch, num_heads, length, length, dtype=torch.bool, device=seeds.device)
@@ -267,14 +268,14 @@ def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Ten
 
 
 def finalise(h: Tensor) -> Tensor:
-    """MurmurHash3's finaliser of int32."""
+    """MurmurHash3's finaliser, on int32."""
     h = _folded(h) * _signed(FINAL_1)
     h = (h ^ ((h >> 13) & 0x7FFFF)) * _signed(FINAL_2)
     return _folded(h)
 
 
 def _folded(h: Tensor) -> Tensor:
-    """The finaliser's first step, and its last. Of an exclusive-or it is that of its sides."""
+    """First and last step of the finaliser. It is linear over XOR: folded(a ^ b) = folded(a) ^ folded(b)."""
     return h ^ ((h >> 16) & 0xFFFF)
 
 
@@ -288,12 +289,12 @@ def _features(num: int, device: torch.device) -> Tensor:
 
 
 def _decide(queries: Tensor, keys: Tensor, upper: Tensor, lower: Tensor, least: int) -> None:
-    """Finalise the exclusive-or of folded words, and compare the upper halves of the result, and the lower ones.
+    """Finalise the XOR of folded words, and compare the upper and the lower half of each result with `least`.
 
     Args:
         queries: [B, T, 1].
         keys: [B or 1, 1, S].
-        upper: [B, T, S] bool, written to; `lower` the same.
+        upper: [B, T, S] bool, written to; likewise `lower`.
     """
     batch, length, width = upper.shape
     rows = min(max(CHUNK // width, 1), length) if queries.device.type == "cpu" else length
@@ -310,14 +311,14 @@ def _decide(queries: Tensor, keys: Tensor, upper: Tensor, lower: Tensor, least: 
             x.mul_(_signed(FINAL_1))
             torch.bitwise_right_shift(x, 13, out=y)
             x.bitwise_xor_(y.bitwise_and_(0x7FFFF)).mul_(_signed(FINAL_2))
-            torch.bitwise_left_shift(x, 16, out=y)  # of x folded: the last step changes lower halves alone
+            torch.bitwise_left_shift(x, 16, out=y)  # lower half of folded x; folding leaves upper halves unchanged
             y.bitwise_xor_(x)
             torch.ge(x, least, out=upper[some, start : start + rows])
             torch.ge(y, least, out=lower[some, start : start + rows])
 
 
 class Dropped(torch.autograd.Function):
-    """x where it is kept, times the scale, else 0. The backward pass needs the mask alone."""
+    """Scaled x where it is kept, else 0. Saves only the mask for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, kept: Tensor, rate: float) -> Tensor:  # noqa: D102

@@ -1,4 +1,4 @@
-"""Mixtures of experts: how tokens are routed, and the loss that spreads them evenly."""
+"""Mixture of experts: routing metrics, the load-balancing loss, and experts quantised to 4 bits."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from lmmods.torch_engine.nn.loss import LossSums
 
 
 def routed_mixture(model: nn.Module) -> Mixture | None:
-    """The mixture of experts of a network, also wrapped by PEFT, that tells its router's logits."""
+    """Return the mixture of experts of a network, also wrapped by PEFT; None if it does not output router logits."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     tells = "output_router_logits" in inspect.signature(type(base).forward).parameters
     return mixture_of(model.config) if tells else None
@@ -27,16 +27,16 @@ def routed_mixture(model: nn.Module) -> Mixture | None:
 
 def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixture, real: Tensor, row_weights: Tensor,
               coefficient: float) -> LossSums:
-    """The sums with the balance loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
+    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
 
-    Within a row and layer that is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
-    mean probability; its mean over layers counts as often as the row has scored tokens.
+    For a row and layer the loss is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
+    mean probability; its mean over layers is weighted by the row's scored tokens.
 
     Args:
-        router_logits: Of each layer [B * T, E].
-        real: [B, T] which tokens are no padding.
-        row_weights: [B] the part of `sums.weight` that is each row's.
-        coefficient: Of the balance loss.
+        router_logits: Router logits of each layer, [B * T, E].
+        real: [B, T], False for padding.
+        row_weights: [B], share of each row in `sums.weight`.
+        coefficient: Weight of the load-balancing loss.
     """
     real, layers = real.float(), []
     num_tokens = real.sum(1, keepdim=True).clamp(min=1)
@@ -54,22 +54,21 @@ def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixtur
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts in 4 bits: the stacked matrices of a layer as codes of bitsandbytes, made again when they are read.
+# Experts in 4 bits: the stacked matrices of a layer are stored as codes of bitsandbytes and dequantised when read.
 #
-# While a layer runs each of its matrices is there once. The backward pass makes them again: what autograd would keep
-# are
-# the codes alone.
+# While a layer runs, each of its matrices exists once. The backward pass dequantises them again, so that only the codes
+# are kept for it.
 
 def is_stacked(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of a model holds the matrices of all experts of a layer: [E, ...]."""
+    """True if a parameter holds the stacked matrices of all experts of a layer, [E, ...]."""
     return ".experts." in name and parameter.ndim == 3
 
 
 def pack(model: nn.Module, states: dict[str, Any]) -> None:
-    """Let the packed parameters of a model be read as the matrices that they stand for.
+    """Parametrise the packed parameters of a model, so that reading one gives its dequantised matrices.
 
     Args:
-        states: bitsandbytes' `QuantState` of each, by its name.
+        states: bitsandbytes' `QuantState` of each parameter, by name.
     """
     if states:
         dequantize_by_blocks()
@@ -84,19 +83,18 @@ def pack(model: nn.Module, states: dict[str, Any]) -> None:
 
 
 def packed_names(model: nn.Module) -> list[str]:
-    """Names of the packed parameters."""
+    """Return the names of the packed parameters."""
     return [f"{path}.{name}" for path, module in model.named_modules() if isinstance(module, _Recomputing)
             for name in _matrices(module)]
 
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """While this runs packed parameters look like plain ones of their shape, without values: PEFT puts adapters on
-    those alone."""
+    """Replace packed parameters by plain placeholders of their shape, as PEFT only puts adapters on plain ones."""
     packed: list[tuple[nn.Module, str, nn.Parameter, _Matrices]] = []
     for module in list(model.modules()):
         if isinstance(module, _Recomputing):
-            kind = type(module)  # which copies of a module share, though its parametrised names are properties of it
+            kind = type(module)  # shared by copies of a module, although parametrised names are properties of it
             module.__class__ = type(kind)(kind.__name__, kind.__bases__, {
                 name: own for name, own in vars(kind).items() if name not in ("__dict__", "__weakref__")})
             for name, matrices in _matrices(module).items():
@@ -105,7 +103,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
                 parametrize.remove_parametrizations(module, name, leave_parametrized=False)
                 empty = torch.zeros((), dtype=matrices.state.dtype, device=codes.device).expand(matrices.state.shape)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
-            for name in module.parameter_order:  # by which PEFT wraps
+            for name in module.parameter_order:  # the order in which PEFT wraps parameters
                 parameter = getattr(module, name)
                 delattr(module, name)
                 setattr(module, name, parameter)
@@ -121,12 +119,12 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 class _Matrices(nn.Module):
-    """From codes to matrices [E, ...]."""
+    """Parametrisation that dequantises codes to matrices [E, ...]."""
 
     def __init__(self, state: Any):
         super().__init__()
         self.state = state
-        self.call: _Call | None = None  # that of the layer in which these are read
+        self.call: _Call | None = None  # call of the layer during which the matrices are read
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -141,17 +139,17 @@ class _Matrices(nn.Module):
 
 
 def _matrices(module: nn.Module) -> dict[str, _Matrices]:
-    """Those of a layer by name."""
+    """Return the `_Matrices` of a layer by parameter name."""
     lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: own[0] for name, own in lists if isinstance(own[0], _Matrices)}
 
 
 class _Recomputing(nn.Module):
-    """A layer of experts whose matrices are packed."""
+    """Base class given to layers with packed experts: autograd saves codes, not dequantised matrices."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with parametrize.cached():
-            if not torch.is_grad_enabled() or hides_saved_tensors():  # as checkpointing does, which keeps nothing
+            if not torch.is_grad_enabled() or hides_saved_tensors():  # under checkpointing nothing is saved
                 return super().forward(*args, **kwargs)
             call = _Call({id(own): partial(_again, self, name) for name, own in _matrices(self).items()})
             try:
@@ -171,7 +169,7 @@ def _again(module: nn.Module, name: str) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """A view of matrices that autograd asks to be kept."""
+    """A view of matrices that autograd saves for the backward pass."""
 
     source: "_Source"
     size: torch.Size
@@ -180,7 +178,7 @@ class _Part(NamedTuple):
 
 
 class _Source:
-    """Matrices that are made again for the first view that is asked for, and go with the last."""
+    """Matrices dequantised again for the first view needed in the backward pass, and freed with the last."""
 
     def __init__(self, make: Callable[[], Tensor]):
         self._make, self._made = make, None
@@ -192,10 +190,10 @@ class _Source:
 
 
 class _Call:
-    """What autograd keeps of one call of a layer.
+    """Hooks on the tensors that autograd saves during one call of a layer.
 
     Args:
-        makers: Of each `_Matrices` by its id what makes its matrices again.
+        makers: Functions that dequantise the matrices again, by the id of their `_Matrices`.
     """
 
     def __init__(self, makers: dict[int, Callable[[], Tensor]]):
@@ -218,20 +216,22 @@ class _Call:
 
 
 class _Sum(nn.Module):
-    """Matrices and the product of an adapter: W + scaling left right."""
+    """Parametrisation that adds an adapter's product to matrices: W + scaling left right."""
 
     def __init__(self, left: Tensor, right: Tensor, scaling: float):
         super().__init__()
         self.left, self.right, self.scaling = left, right, scaling
 
     def forward(self, matrices: Tensor) -> Tensor:
-        with torch.autocast(matrices.device.type, enabled=False):  # the matrices keep their type
+        with torch.autocast(matrices.device.type, enabled=False):  # keeps the matrices' dtype
             return torch.baddbmm(matrices, self.left, self.right, alpha=self.scaling)
 
 
 def _adapted(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """The forward of PEFT's adapter on a parameter, for one that is packed: PEFT (0.21) would not take its sum away
-    from a parameter that is parametrised already."""
+    """Forward of PEFT's adapter on a packed parameter.
+
+    PEFT's own (0.21) does not remove its sum again from a parameter that is already parametrised.
+    """
     if layer.disable_adapters or not has_one_adapter(layer):
         return layer.base_layer(*args, **kwargs)
     matrices = layer.get_base_layer().parametrizations[name]

@@ -1,4 +1,4 @@
-"""A model, or its adapter, as the folder that from_pretrained or PeftModel reads."""
+"""Save a model or its adapter as a folder for from_pretrained or PeftModel."""
 
 from pathlib import Path
 
@@ -10,16 +10,16 @@ from lmmods.torch_engine.nn.loading import base_names
 
 
 def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype | None, writes: bool) -> None:
-    """Write a model of transformers or PEFT. All processes must call this.
+    """Write a model of transformers or PEFT. A collective call.
 
     Args:
-        adapter_only: The base stays where it came from.
-        dtype: Of what has trained, in the file; None keeps its own.
-        writes: Whether this process is the one that writes.
+        adapter_only: Write the adapter without the base.
+        dtype: Dtype of trained weights in the file; None keeps their own.
+        writes: True on the process that writes.
     """
-    # New rows of the embedding are the mean of the old and need not travel; those that train are in the adapter.
-    # transformers would write names as they were read, which it could not read itself where `base_names` helped, and
-    # where they are those of MXFP4 codes (5.23).
+    # New embedding rows need not be saved: they are the mean of the old ones, or, if they train, part of the adapter.
+    # By default transformers writes weights under the names they were read from. It could not read these back if
+    # `base_names` mapped them, or if they name MXFP4 codes (5.23).
     keeps_names = _is_renamed(model) or getattr(model, "is_unpacked", False)
     options = {"save_embedding_layers": False} if adapter_only else {"save_original_format": not keeps_names}
     sharded = any(sharding.is_cut(param) for param in model.parameters())
@@ -31,7 +31,7 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
             param.data = param.data.to(dtype)
     if writes:
         model.save_pretrained(folder, **options)
-    for param, data in trained.items():  # training may go on, in the type it has
+    for param, data in trained.items():  # restore the dtype, as training may continue
         param.data = data
 
 
@@ -40,7 +40,7 @@ def _is_renamed(model: nn.Module) -> bool:
 
 
 def _whole_state(model: nn.Module, adapter_only: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """What goes into the folder, gathered from all processes; a tied parameter appears once."""
+    """Return the state dict to save, gathered from all processes; a tied parameter appears once."""
     wanted = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad or not adapter_only}
     buffers = set(model.state_dict()) & {name for name, _ in model.named_buffers()}
     if not adapter_only:

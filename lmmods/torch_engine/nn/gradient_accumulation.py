@@ -1,4 +1,4 @@
-"""Gradient accumulation: loss sums and gradients of a step's micro-batches are added up and divided once."""
+"""Gradient accumulation: loss sums and gradients of a step's micro-batches are summed and divided once."""
 
 import random
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from lmmods.torch_engine.nn.optim import total_norm
 
 @dataclass(frozen=True)
 class StepSums:
-    """What an optimiser step has seen, over all processes.
+    """Sums of an optimiser step over all processes.
 
     Args:
-        numbers: [5 + 2 M] float64, on the device: summed loss, weight, real tokens, rows, of each metric its summed
-            values and their weight, norm of the averaged gradient.
+        numbers: [5 + 2 M] float64, on the device: summed loss, weight, real tokens, rows, summed values and weight of
+            each metric, norm of the averaged gradient.
         metric_names: Names of the M metrics.
     """
 
@@ -35,7 +35,7 @@ class StepSums:
     metric_names: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, float]:
-        """They by name, and the mean loss; metrics of nothing are left out. Waits for the device."""
+        """Return them by name, with the mean loss; metrics of weight 0 are left out. Synchronises with the device."""
         total, weight, num_tokens, num_rows, *sums, grad_norm = self.numbers.tolist()
         metrics = {name: value / count for name, value, count in zip(self.metric_names, sums[::2], sums[1::2],
                                                                      strict=True) if count}
@@ -44,21 +44,23 @@ class StepSums:
 
 
 class GradientAccumulation:
-    """Running sums of the step under way and the figures of the last one."""
+    """Running sums of the current optimiser step, and the figures of the last one."""
 
-    # Gradients of summed losses are large. A power of two keeps them in the range of fp16 and changes no bit else.
+    # Gradients of summed losses are large. Dividing by a power of two keeps them in the range of fp16 and is exact.
     GRADIENT_SCALE = 1024.0
 
     def __init__(self, metric_names: tuple[str, ...] = ()) -> None:
         self._metric_names = metric_names
         self._sums: Tensor | None = None
-        self.num_batches = 0  # micro-batches of the step under way
+        self.num_batches = 0  # micro-batches of the current step
         self.last: StepSums | None = None
-        self._gradients: dict[str, Tensor] = {}  # of a checkpoint, for parameters that are not there yet
+        self._gradients: dict[str, Tensor] = {}  # from a checkpoint, until `put_gradients`
 
     @classmethod
     def divisor(cls, accumulated: int) -> float:
-        """What gradients of summed losses are divided by while they add up: `training_step` and Lightning both do.
+        """Return the divisor of accumulating gradients of summed losses.
+
+        It is the product of the divisions in `training_step` (GRADIENT_SCALE) and in Lightning (`accumulated`).
 
         Args:
             accumulated: `accumulate_grad_batches` of the trainer.
@@ -67,31 +69,33 @@ class GradientAccumulation:
 
     @property
     def is_open(self) -> bool:
-        """Whether micro-batches wait for their optimiser step."""
+        """True if micro-batches have been added since the last optimiser step."""
         return self._sums is not None
 
     def add(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
-        """Add a micro-batch: its loss sums, its number of real (unpadded) tokens and of rows that score."""
+        """Add a micro-batch: its loss sums, number of real (not padding) tokens and number of scored rows."""
         self.add_piece(sums, num_tokens, num_rows)
         self.num_batches += 1
 
     def add_piece(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
-        """Add a further piece of the micro-batch that was added last."""
+        """Add a further chunk of the micro-batch added last."""
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
         if sums.metrics is not None:
             new = torch.cat([new, sums.metrics.flatten().double()])
-        # A checkpoint's sums come on the CPU.
+        # Sums from a checkpoint are on the CPU.
         self._sums = new if self._sums is None else self._sums.to(new.device) + new
 
     def sums(self) -> Tensor:
-        """[4 + 2 M] float64: summed loss, weight, real tokens and rows of the step under way, on this rank, and of each
-        metric its summed values and their weight."""
+        """Return the sums of the current step on this rank, [4 + 2 M] float64.
+
+        They are summed loss, weight, real tokens, rows, then summed values and weight of each metric.
+        """
         return self._sums
 
     def average(self, optimizer: torch.optim.Optimizer, strategy: Any, accumulated: int) -> Tensor:
-        """Turn the gradient of the summed loss into that of the mean over the step, and end the step.
+        """Rescale the gradient of the summed loss to that of the mean over the step, and end the step.
 
-        Lightning would average the means of micro-batches, and of ranks, however many tokens each held.
+        Lightning would average means of micro-batches and of ranks, regardless of their numbers of tokens.
 
         Args:
             accumulated: As in `divisor`.
@@ -103,17 +107,17 @@ class GradientAccumulation:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         weight = torch.where(sums[1] > 0, sums[1], 1)
         factor = self.divisor(accumulated) * sharding.num_losses(strategy) / weight
-        for device in {grad.device for grad in grads}:  # several where the model is spread
+        for device in {grad.device for grad in grads}:  # several under model.max_memory
             scale_all([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
         norm = total_norm(grads)
         self.finish(sums, norm, optimizer.param_groups[0]["lr"])
         return norm
 
     def finish(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Note the figures of a step over all ranks; the next micro-batch begins another.
+        """Record the figures of a step over all ranks; the next micro-batch begins a new step.
 
         Args:
-            sums: As in `sums`, added over the ranks.
+            sums: As returned by `sums`, summed over the ranks.
             grad_norm: Norm of the averaged gradient before clipping.
         """
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
@@ -122,14 +126,14 @@ class GradientAccumulation:
         self._sums, self.num_batches = None, 0
 
     def check_finite(self, step: int, epoch: int) -> None:
-        """Raise UserError when the last step's loss or gradient is not a number. Waits for the device."""
+        """Raise UserError if the last step's loss or gradient norm is not finite. Synchronises with the device."""
         if self.last is not None:
             check_finite(self.last.figures(), step, epoch)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def pack(self, params: dict[str, nn.Parameter], accumulated: int) -> AccumulatedGradients | dict[str, Any]:
-        """The step under way; empty between steps, where several processes always are when they save.
+        """Return the state of the current step; empty between steps, where several processes always save.
 
         Args:
             accumulated: As in `divisor`.
@@ -140,11 +144,11 @@ class GradientAccumulation:
                 "gradients": {name: _whole(param.grad) for name, param in params.items() if param.grad is not None}}
 
     def unpack(self, state: AccumulatedGradients | dict[str, Any], accumulated: int, is_first: bool) -> None:
-        """Go on with a packed step; its gradients wait for `put_gradients`.
+        """Restore a packed step; its gradients are held until `put_gradients`.
 
         Args:
             accumulated: As in `divisor`, in this run.
-            is_first: Whether this loss is the first of all, which gets what all had summed; the others begin at zero.
+            is_first: True if this rank computes the first loss, which takes over the saved sums; others start at zero.
         """
         self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
         if state:
@@ -154,7 +158,7 @@ class GradientAccumulation:
                                for name, grad in state["gradients"].items()}
 
     def put_gradients(self, params: dict[str, nn.Parameter], num_losses: int, is_first: bool) -> None:
-        """Give the parameters the gradients of an unpacked step; arguments as in `unpack` and of `sharding`."""
+        """Set the gradients of an unpacked step; `num_losses` as in `sharding`, `is_first` as in `unpack`."""
         for name, grad in self._gradients.items():
             param = params[name]
             if isinstance(param, DTensor):
@@ -169,7 +173,7 @@ def _whole(grad: Tensor) -> Tensor:
 
 
 class WeightedMean(torchmetrics.Metric):
-    """Sum of values over sum of weights, over all batches and ranks; float64, so the order hardly matters."""
+    """Sum of values over sum of weights, over all batches and ranks; float64, so that order hardly matters."""
 
     full_state_update = False
 
@@ -187,9 +191,9 @@ class WeightedMean(torchmetrics.Metric):
 
 
 def seed_step(*position: int) -> None:
-    """Seed torch, numpy and python from the seed of the run and a place in it: no generator state has to be kept."""
+    """Seed torch, numpy and python from the run's seed and a position in it, so no generator state is saved."""
     mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
-    # Not torch.manual_seed: for each device that is not in use it keeps a call, with a traceback, for later.
+    # Not torch.manual_seed: for each uninitialised device it would queue a call with a traceback, at every step.
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(mixed)
@@ -200,7 +204,7 @@ def seed_step(*position: int) -> None:
 
 
 def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
-    """The parts of all processes in one mapping, on every process."""
+    """Merge the mappings of all processes, on every process. A collective call."""
     if world_size == 1:
         return parts
     everywhere: list = [None] * world_size
@@ -209,25 +213,28 @@ def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A micro-batch in pieces: sums over its rows do not depend on how the rows are split, but the speed of a CPU does.
+# Chunks of a micro-batch: sums over rows do not depend on how the rows are split, but speed on a CPU does.
 #
-# Rows of similar length share a piece, which is padded to its own longest row, and what a piece computes stays in the
-# cache of the processor. Time and memory shrink; loss and gradient are the same sums in another order.
+# Rows of similar length share a chunk, which is padded to its own longest row, and a chunk's activations fit the
+# processor's cache. This saves time and memory; loss and gradient are the same sums in another order.
 
-MULTIPLE = 8  # lengths of pieces, like those of batches
-# A piece has about this many hidden features: small enough for a processor's cache. Products are fast from 512 rows on.
+MULTIPLE = 8  # lengths of chunks are multiples of this, like those of batches
+# Approximate hidden features of a chunk, to fit the cache. Matrix products are efficient from 512 rows on.
 FEATURES, LEAST_TOKENS = 2**18, 512
 
 
 def tokens_per_piece(asked: int | None, is_alone: bool, device: torch.device, hidden_size: int) -> int:
-    """Tokens of a piece of a micro-batch; 0 computes it whole.
+    """Return the tokens per chunk of a micro-batch; 0 for no chunks.
 
-    Several processes meet in each backward pass, and GPUs like large products: only a CPU by itself splits. Raises
-    UserError: `piece_tokens` asks for what several processes, or 16-mixed with its scaled gradients, cannot do.
+    Only a single CPU process splits: several processes synchronise in each backward pass, and GPUs are most efficient
+    on large products.
 
     Args:
         asked: `piece_tokens` of the recipe.
-        is_alone: Whether one process trains, without scaling its gradients.
+        is_alone: True if a single process trains without gradient scaling.
+
+    Raises:
+        UserError: `piece_tokens` is set with several processes, or with 16-mixed and its scaled gradients.
     """
     if asked and not is_alone:
         raise UserError(f"model.piece_tokens is {asked}, but only one process splits micro-batches, and "
@@ -238,12 +245,14 @@ def tokens_per_piece(asked: int | None, is_alone: bool, device: torch.device, hi
 
 
 def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tensor]]:
-    """Pieces of whole rows with at most `num_tokens` tokens each, padding included; a longer row is one alone.
+    """Split a batch into chunks of whole rows of at most `num_tokens` tokens, padding included.
+
+    A longer row forms a chunk of its own. Padding on the right that no row of a chunk needs is removed; positions on
+    the left are kept.
 
     Args:
-        batch: Arrays with one leading length; `attention_mask` [B, T], or [B, A, T] where a row is several sequences,
-            tells what is padding. Padding on the right that no row of a piece needs is cut off; positions on the left
-            stay where they are.
+        batch: Tensors with the same first dimension B; `attention_mask` is [B, T], or [B, A, T] if a row consists of
+            several sequences.
     """
     mask = batch["attention_mask"]
     width, num_answers = mask.shape[-1], mask[0].numel() // mask.shape[-1]

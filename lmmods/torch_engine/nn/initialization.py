@@ -1,4 +1,4 @@
-"""First weights on torch: each architecture's own initialisation, with random numbers of `core.initialization`."""
+"""Weight initialisation: each architecture's own scheme, with random numbers from `core.initialization`."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -32,12 +32,12 @@ SHAPES_ALONE = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_
 
 @dataclass
 class _Memory:
-    """Memory that waits for its values.
+    """A storage with deferred values.
 
     Args:
-        tensor: Keeps it.
-        number: Names it, if no parameter does.
-        writes: What has been written to it and to parts of it, in order.
+        tensor: Keeps the storage alive.
+        number: Name of its stream, if it belongs to no parameter.
+        writes: Deferred writes to it and to parts of it, in order.
     """
 
     tensor: Tensor
@@ -46,7 +46,7 @@ class _Memory:
 
 
     def is_simple(self) -> bool:
-        """Whether all of it is drawn in row-major order, and parts that lie in one piece may then be constant."""
+        """True if one draw in row-major order fills all of it, followed at most by constants in contiguous parts."""
         (tensor, _, values), *parts = self.writes
         return (_is_whole(tensor) and tensor.is_contiguous() and isinstance(values[0], Normal | Uniform)
                 and all(part.is_contiguous() and not isinstance((*value, 0)[0], Normal | Uniform)
@@ -55,11 +55,11 @@ class _Memory:
 
 @dataclass
 class FirstValues:
-    """First values of a parameter that nobody has drawn yet, as the `Source` of one that waits.
+    """Initial values of a deferred parameter, drawn when read; a `Source`.
 
     Args:
-        name: In the model's folder.
-        constants: First place and end of a part, in row-major order, and the value that it has instead.
+        name: Name of the parameter in the model's folder.
+        constants: Start, end and value of each constant part, in row-major order.
     """
 
     seed: int
@@ -69,7 +69,7 @@ class FirstValues:
     constants: list[tuple[int, int, float]]
 
     def rows(self, rows: range) -> Tensor:
-        """The values of some rows, float32 [len(rows), ...]."""
+        """Return the values of some rows, float32 [len(rows), ...]."""
         part = (slice(rows.start, rows.stop), *[slice(None)] * (len(self.shape) - 1))
         values = draw_part(self.seed, self.name, self.distribution, self.shape, part)
         first = rows.start * math.prod(self.shape[1:])
@@ -82,15 +82,15 @@ class FirstValues:
 
 
 class FirstWeights(DispatchMode):
-    """While this is entered, `normal_` and `uniform_` draw from the stream of the parameter that they fill.
+    """While entered, `normal_` and `uniform_` draw from a random stream of the parameter that they fill.
 
-    So does transformers' `trunc_normal_`. They are carried out when something reads the values, or by `start`: what is
-    drawn twice, or drawn and then tied to something else, costs nothing. Part of a parameter gets the values that this
-    part of the whole has. A tensor that is no parameter has a stream by its module and a number. What else is random
-    comes from torch's own generator, whose seed each module sets.
+    So does transformers' `trunc_normal_`. Draws are deferred until their values are read, or until `start` ends, so
+    draws that are overwritten, or whose parameter is then tied to another, cost nothing. A part of a parameter gets
+    the same values as in a draw of the whole. A tensor that is not a parameter has a stream named by its module and a
+    number. Other random functions use torch's generator, which is seeded for each module.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, seed: int):
@@ -103,18 +103,18 @@ class FirstWeights(DispatchMode):
     @torch.no_grad()
     def start(self, model: nn.Module, initialize: Callable[[], None], file_name: Callable[[str], str] = str,
               by_parts: bool = False) -> None:
-        """Run the initialisation of a model that has been made.
+        """Run the initialisation of a model that has been built.
 
         Args:
-            file_name: From a parameter's name in the model to that in the model's folder.
-            by_parts: Draw nothing of which a process can draw its rows alone; such parameters wait (`stored`).
+            file_name: Maps a parameter's name in the model to that in the model's folder.
+            by_parts: Defer parameters of which each process can draw its own rows (see `stored`).
         """
         def names() -> dict[int, str]:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
             return {_memory(tensor): file_name(name) for name, tensor in reversed(tensors) if _is_real(tensor)}
 
         before, modules = names(), {module: name for name, module in model.named_modules()}
-        # torch.manual_seed notes a traceback for each kind of device, even where there is none: slow for each module
+        # torch.manual_seed stores a traceback for each kind of device, even without any: too slow to call per module
         set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
         def enter(module: nn.Module) -> None:
@@ -168,7 +168,7 @@ class FirstWeights(DispatchMode):
         if _is_whole(tensor):
             self._waiting[memory].writes.clear()
         self._waiting[memory].writes.append((tensor, write, values))
-        if not (waits or _is_whole(tensor)):  # the rest of it has values
+        if not (waits or _is_whole(tensor)):  # the rest of the storage has values already
             self._settle(memory)
 
     def _settle(self, memory: int) -> None:
@@ -199,10 +199,10 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def from_config(make: Callable[[], nn.Module], seed: int, by_parts: bool = False) -> nn.Module:
-    """A model of transformers with first weights.
+    """Return a model of transformers with initial weights.
 
     Args:
-        make: Makes it of a configuration.
+        make: Builds it from a configuration.
         by_parts: See `FirstWeights.start`.
     """
     with FirstWeights(seed) as weights:
@@ -214,7 +214,7 @@ def from_config(make: Callable[[], nn.Module], seed: int, by_parts: bool = False
 
 @contextmanager
 def missing_weights(seed: int) -> Iterator[None]:
-    """While this is entered, what the files of from_pretrained lack starts as in `from_config`."""
+    """While entered, from_pretrained initialises weights that the files lack as in `from_config`."""
     def start(model: nn.Module, initialize: Callable[[], None]) -> None:
         with FirstWeights(seed) as weights:
             weights.start(model, initialize)
@@ -225,7 +225,7 @@ def missing_weights(seed: int) -> Iterator[None]:
 
 @torch.no_grad()
 def start_adapter(model: nn.Module, seed: int) -> None:
-    """First weights of the new LoRA adapter around a model, with PEFT's distributions; DoRA's magnitudes."""
+    """Initialise a new LoRA adapter with PEFT's distributions, and DoRA's magnitudes from the base."""
     with FirstWeights(seed) as weights:
         weights.start(model, lambda: reset_adapter(model), saved_name)
     for magnitude, weight, is_conv1d in magnitudes(model):

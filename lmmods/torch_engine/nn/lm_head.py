@@ -1,4 +1,4 @@
-"""A causal LM taken apart at its output head, so that only labelled positions reach it."""
+"""A causal LM split at its output head, so that the head is applied to labelled positions only."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_w
 
 
 class LMHead:
-    """Output layer of a causal LM and what its architecture does to the logits afterwards.
+    """Output layer of a causal LM, with its architecture's scale and soft cap of the logits.
 
     Args:
         model: Any causal LM of transformers, also wrapped by PEFT.
-        plain: Let it see all positions, and autograd differentiate it.
+        plain: Apply it to all positions, and leave the gradient to autograd.
     """
 
     def __init__(self, model: nn.Module, plain: bool = False):
@@ -30,7 +30,7 @@ class LMHead:
         self.layer = model.get_output_embeddings()
         self.vocab_size = config.vocab_size
         self._tokens: Tensor | None = None  # of `trained_rows`, on the device
-        # Names as the configurations of cohere, granite and gemma have them.
+        # Field names of cohere, granite and gemma configurations.
         self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
 
@@ -44,13 +44,13 @@ class LMHead:
         return logits
 
     def _product(self, hidden: Tensor) -> Tensor:
-        """What the layer makes of hidden states."""
+        """Output of the layer, with trained token rows computed apart."""
         found = trained_rows(self.layer)
         if found is None:
             return self.layer(hidden)
-        # PEFT puts the rows into a copy of the matrix, of which it then makes the whole gradient.
+        # PEFT would write the rows into a copy of the matrix, and autograd then compute the copy's full gradient.
         layer, tokens, rows = found
-        if self.layer.token_adapter.disable_adapters:  # the base alone
+        if self.layer.token_adapter.disable_adapters:  # base model only
             return layer(hidden)
         if self._tokens is None or self._tokens.device != hidden.device:
             self._tokens = torch.tensor(tokens, device=hidden.device)
@@ -58,11 +58,11 @@ class LMHead:
 
     @property
     def linear(self) -> nn.Linear | None:
-        """The output layer, if the head is this matrix, scaled and capped, and nothing else; see `obstacle`."""
+        """The output layer if the head is only this matrix with scale and soft cap, else None; see `obstacle`."""
         return None if self.obstacle() else self.layer
 
     def obstacle(self) -> str | None:
-        """Why autograd must differentiate the head, which is slower than by hand; None where it need not."""
+        """Return why the head must be left to autograd, which is slower; None if it need not."""
         layer = self.layer
         if type(layer) is not nn.Linear:
             return f"its layer is a {type(layer).__name__}"
@@ -73,13 +73,12 @@ class LMHead:
         return "hooks of a strategy run around it" if has_forward_hooks(layer) else None
 
     def params(self) -> list[Tensor]:
-        """The head's trainable parameters."""
+        """Return the head's trainable parameters."""
         return [p for p in self.layer.parameters() if p.requires_grad]
 
     @classmethod
     def of(cls, model: nn.Module, plain: bool = False) -> "LMHead | None":
-        """The head of `model`, or None where it does something to its logits that is not known here; says what is slow.
-        """
+        """Return the head of `model`, None if its logits are computed in an unknown way; reports slow cases."""
         if model.get_output_embeddings() is None:
             return None
         head, name = cls(model, plain), model.config.get_text_config().model_type
@@ -92,7 +91,7 @@ class LMHead:
         return head
 
     def _matches(self, model: nn.Module) -> bool:
-        """Whether this head gives the model's own logits, checked on a few tokens."""
+        """True if this head reproduces the model's own logits, checked on a few tokens."""
         ids = torch.arange(8, device=self.layer.weight.device).unsqueeze(0) % self.vocab_size
         with torch.no_grad(), _capture(self.layer, keep=True) as captured:
             logits = model(input_ids=ids, use_cache=False).logits
@@ -102,13 +101,13 @@ class LMHead:
 
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
                 mixture: Mixture | None = None, balance_loss: float = 0.0) -> LossSums:
-    """Summed next-token loss of a batch.
+    """Return the summed next-token loss of a batch.
 
     Args:
-        head: Its head, or None to use the model's own logits [B, T, V].
-        batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; where labels
-            do not all count alike, `loss_weights` [B, T]. Or what `ContextParallel.cut` makes of these.
-        mixture: The experts whose load is to be measured, if any; `balance_loss` is the weight of that loss.
+        head: The model's head, or None to use the model's own logits [B, T, V].
+        batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; with weighted
+            labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.cut`.
+        mixture: The experts whose load is measured, if any; `balance_loss` is the weight of the load-balancing loss.
     """
     targets, weights = _targets(batch)
     hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
@@ -121,7 +120,7 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
 
 
 def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed log-probability [B] in float32 of the labelled tokens of each row, and their number [B].
+    """Return the summed log-probability [B] in float32 of each row's labelled tokens, and their number [B].
 
     Args:
         batch: As in `causal_loss`.
@@ -135,7 +134,7 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
 
 
 def _targets(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """What each position predicts, and how much that counts."""
+    """Return the target of each position [B, T], and its weight."""
     if "targets" in batch:
         return batch["targets"], batch.get("target_weights")
     return shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
@@ -143,12 +142,13 @@ def _targets(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], **options: bool
                  ) -> tuple[Tensor, Callable[[Tensor], Tensor], list[Tensor], int, bool, Any]:
-    """Hidden states [B, T, H], then the head as `token_loss` takes it; without one, logits and what leaves them so.
+    """Return hidden states [B, T, H], the head's arguments of `token_loss`, and the model's outputs under `options`.
 
-    At the end what the model returns, given these options.
+    Without a head: logits [B, T, V], and the identity as head.
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False, **options}
-    # A mask of ones beside position_ids would join packed documents in transformers, so packed rows carry none.
+    # With an all-ones mask, transformers would ignore the restarts in position_ids and let packed documents attend to
+    # each other, so packed rows have no mask.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
         "attention_mask": batch["attention_mask"]}
     if "row_segments" in batch:
@@ -162,10 +162,10 @@ def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
 
 
 def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:
-    """Logits [B, K] in float32 of the tokens `choices` [K] behind the last token of each row.
+    """Return the logits [B, K] in float32 of the tokens `choices` [K] after the last token of each row.
 
     Args:
-        head: Its head, or None to use the model's own logits [B, T, V].
+        head: The model's head, or None to use the model's own logits [B, T, V].
         batch: `input_ids` and `attention_mask` [B, T], padded on the right.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
@@ -179,9 +179,9 @@ def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor
 
 
 def keeps_packed_apart(model: nn.Module) -> bool:
-    """Whether documents packed into one row with restarting `position_ids` do not see each other.
+    """True if documents packed into one row with restarting `position_ids` do not attend to each other.
 
-    Checked on a few tokens, since it depends on the architecture: one without `position_ids` (OPT) lets them leak.
+    Checked on a few tokens, as it depends on the architecture: without `position_ids` (OPT) they do.
     """
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(12, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
@@ -203,7 +203,7 @@ def keeps_packed_apart(model: nn.Module) -> bool:
 
 @contextmanager
 def _capture(layer: nn.Module, keep: bool = False) -> Iterator[list[Tensor]]:
-    """Collect what reaches `layer`; unless `keep`, the layer itself is handed no position at all."""
+    """Collect the inputs of `layer`; unless `keep`, the layer itself is run on zero positions."""
     captured: list[Tensor] = []
 
     def hook(_module, args):

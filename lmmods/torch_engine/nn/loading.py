@@ -1,4 +1,4 @@
-"""From a folder or hub id to a network: dtypes, quantisation, missing weights, rows for new tokens."""
+"""Load a network from a folder or hub id: dtypes, quantisation, missing weights, rows for new tokens."""
 
 import contextlib
 import functools
@@ -48,21 +48,24 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                     frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
                     max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False
                     ) -> nn.Module:
-    """Load weights, quantised or not, in the dtypes that the precision asks for, in training mode.
+    """Load weights, quantised or not, in the dtypes of the precision, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
     precision. from_pretrained returns eval mode, in which Lightning would train without dropout and without gradient
-    checkpointing. Raises UserError: the model cannot be found or read.
+    checkpointing.
 
     Args:
-        quantize: 4-bit or 8-bit weights of every linear layer but the output head (bitsandbytes), and in 4 bits of
-            stacked experts.
-        precision: Lightning's name.
+        quantize: 4-bit or 8-bit weights of all linear layers except the output head (bitsandbytes); in 4 bits also
+            of stacked experts.
+        precision: Lightning's name of the precision.
         frozen: The base itself does not train.
-        device: Where quantised weights are made.
-        max_memory: Spread the model over the GPUs of this machine under these limits; see `spreading`.
-        seed: Of the weights of a head that the checkpoint lacks.
-        by_parts: Put stand-ins into the network, of which each process reads its rows later; see `stored`.
+        device: Device on which weights are quantised.
+        max_memory: Spread the model over the GPUs of this machine within these limits; see `placement`.
+        seed: Seed of the weights of a head that the checkpoint lacks.
+        by_parts: Put placeholders into the network, of which each process reads its rows later; see `stored`.
+
+    Raises:
+        UserError: The model cannot be found or read.
     """
     compute = COMPUTE_DTYPES[precision]
     stored = compute if frozen or precision.endswith("true") else torch.float32
@@ -82,7 +85,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if saved == MXFP4 and not quantize:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     elif saved == MXFP4:
-        del config.quantization_config  # what is read is quantised anew
+        del config.quantization_config  # the dequantised weights are quantised again, by bitsandbytes
     if not has_values(torch.empty(0)):
         if is_packed:
             raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Name the model "
@@ -100,7 +103,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                 pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,
                 attn_implementation=attention, output_loading_info=True, **options)
         except (ValueError, RuntimeError) as error:
-            if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # says bitsandbytes
+            if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # by bitsandbytes
                 raise no_room(max_memory) from error
             raise
     if missing := sorted(name for name in found["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")):
@@ -115,8 +118,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     multiply_by_matrices(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
-    model.is_unpacked = saved == MXFP4  # what `export.save` must know
-    if is_packed:  # what a quantised folder stores beside its packed weights keeps the type it was saved in
+    model.is_unpacked = saved == MXFP4  # read by `export.save`
+    if is_packed:  # from_pretrained leaves the other weights of a quantised folder in the dtype they were saved in
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():
                 cast(param, stored)
@@ -127,7 +130,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
 
 def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
               quantization: Any, float32_norms: bool) -> nn.Module:
-    """The same network without values, of which no weights are read."""
+    """Build the same network without values; no weights are read."""
     with choosing_attention(attention):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
@@ -166,9 +169,9 @@ def _codes(matrix: LazyArray, layer: nn.Module | None, settings: Any, device: to
 
 
 def base_names(config: PreTrainedConfig) -> dict[str, str]:
-    """Names in files (patterns) -> names in a network for question answering, where its base has another name.
+    """Map names in files (patterns) to names in a question-answering network, if its base has another name.
 
-    In transformers the base of these networks is `transformer` in some families, and `model` in all their files.
+    In transformers, the base of these networks is called `transformer` in some families, but `model` in all files.
     """
     from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, MODEL_MAPPING
 
@@ -190,9 +193,9 @@ def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute:
 
 
 def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
-    """Make room for `num_tokens` tokens; new rows are the mean of the old. Returns the new rows' ids.
+    """Enlarge the embeddings to `num_tokens` rows; new rows are the mean of the old ones. Returns the new rows' ids.
 
-    A matrix that is larger already (padded to a multiple, say) is left alone.
+    A matrix that is larger already (such as padded to a multiple) is unchanged.
     """
     embedding = model.get_input_embeddings()
     old = embedding.weight.shape[0]
@@ -208,19 +211,20 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A base spread over the GPUs of one machine by accelerate, as in qlora.py: layers in turn, each whole on a device.
+# A base spread over the GPUs of one machine by accelerate, as in qlora.py: each layer is on one device as a whole.
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
 
 
 def placement(max_memory: str | dict[int | str, str]) -> dict[str, Any]:
-    """Arguments of from_pretrained that spread a model under these limits.
+    """Return the arguments of from_pretrained that spread a model within these limits.
 
     Args:
-        max_memory: Of each GPU alike ("20GiB", "20000MB"), or by device: number of a GPU; `cpu` where there is none.
+        max_memory: One limit for every GPU ("20GiB", "20000MB"), or a limit by device: GPU index, or `cpu` on a machine
+            without GPUs.
 
     Raises:
-        UserError: No such device, or no size.
+        UserError: An unknown device or an invalid size.
     """
     num_gpus = torch.cuda.device_count()
     known = list(range(num_gpus)) or ["cpu"]
@@ -238,13 +242,13 @@ def placement(max_memory: str | dict[int | str, str]) -> dict[str, Any]:
 
 
 def keep_in_place(model: nn.Module, max_memory: str | dict[int | str, str]) -> None:
-    """Let nobody move a spread model as a whole, as Lightning would, once all of it has found a device.
+    """Keep Lightning from moving a spread model to a single device.
 
     Raises:
-        UserError: Parts were left for host memory or the disk, where nothing trains.
+        UserError: Parts were offloaded to host memory or disk, where nothing trains.
     """
     known = set(range(torch.cuda.device_count())) or {"cpu"}
-    places = getattr(model, "hf_device_map", {})  # missing where all of it is on one device
+    places = getattr(model, "hf_device_map", {})  # missing if all of it is on one device
     left = [part for part, device in places.items() if device not in known]
     if left:
         raise no_room(max_memory, left[0])
@@ -253,6 +257,6 @@ def keep_in_place(model: nn.Module, max_memory: str | dict[int | str, str]) -> N
 
 
 def no_room(max_memory: str | dict[int | str, str], part: str = "some of its layers") -> UserError:
-    """What to say where a part of the model would go to host memory or the disk."""
+    """Return the error for a model of which a part would be offloaded to host memory or disk."""
     return UserError(f"model.max_memory is {max_memory}, where not all of the model finds room ({part} does not). "
                      "Raise it, or set model.quantize.")

@@ -1,4 +1,4 @@
-"""LoRA adapters on a network, through PEFT: new ones, and those of a folder."""
+"""LoRA adapters through PEFT: add a new one, or load one from a folder."""
 
 import re
 import warnings
@@ -45,11 +45,13 @@ from lmmods.torch_engine.nn.stored import fill
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
              task_type: str | None = None, seed: int = 0) -> nn.Module:
-    """Wrap `model` with a fresh PEFT adapter; the base is frozen. Raises UserError.
+    """Wrap `model` with a new PEFT adapter; the base is frozen. Raises UserError.
 
     Args:
-        trainable_tokens: Tokens new to the model, whose rows of embedding and output layer train beside the adapter.
-        task_type: PEFT's name of the task, by which its own loaders pick the model class.
+        trainable_tokens: Tokens new to the model, whose rows of embedding and output layer train with the adapter.
+        dtype: Type of the trainable parameters.
+        task_type: PEFT's name of the task, by which its own loaders choose the model class.
+        seed: Seed of the adapter's initial values.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -71,25 +73,25 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     adapted_parameters(settings, [*packed, *stacked], in_full)
     answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
-    if "all-linear" in targets and has_experts:  # PEFT would count them and their router in
+    if "all-linear" in targets and has_experts:  # PEFT's "all-linear" would include them and their router
         targets = sorted({name.rsplit(".", 1)[-1] for name in adapted})
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules="all-linear" if "all-linear" in targets else targets,
-        # for this task PEFT itself adds one name of the head
+        # for this task PEFT itself adds "qa_outputs"
         modules_to_save=[*(settings.modules_to_save or []), *(set(answers) - {"qa_outputs"})] or None,
         target_parameters=settings.target_parameters,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
-        exclude_modules=answers or None,  # an adapter on what trains in full would clash
+        exclude_modules=answers or None,  # an adapter on modules that train in full would clash
         task_type=task_type,
     )
     with stand_ins(model):
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-    # PEFT puts names there that the model's type once had in its experts.
+    # PEFT may move targets there, for model types whose experts used to be modules of these names.
     if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
         raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
                         f"its experts or their router ({', '.join(sorted(found))}). Name layers of the attention.")
@@ -99,10 +101,10 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
 
 
 def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: bool = True) -> nn.Module:
-    """Wrap `model` with the adapter in `folder` (written by PEFT or by this project), ready to train on.
+    """Wrap `model` with the adapter in `folder` (written by PEFT or by this project), to train it further.
 
     Args:
-        drops: Whether it keeps its own dropout.
+        drops: True keeps the adapter's own dropout.
 
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
@@ -113,12 +115,12 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
 
 def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bool = True, trains: bool = False
                  ) -> nn.Module:
-    """Wrap `model` with the adapter in `folder`; on the meta device without reading its weights.
+    """Wrap `model` with the adapter in `folder`; without values, its weights are not read.
 
     Args:
-        key: Key or option that has led to the folder.
-        drops: Whether it keeps its own dropout.
-        trains: Whether it is trained further. If not, PEFT casts weights in half precision to float32.
+        key: Key or option that named the folder, for messages.
+        drops: True keeps the adapter's own dropout.
+        trains: True to train it further. If False, PEFT casts weights in half precision to float32.
 
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
@@ -150,7 +152,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
 
 @contextmanager
 def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None]:
-    """UserError where PEFT has loaded part of an adapter: it goes on without, and draws at random what is missing."""
+    """Raise UserError if PEFT loads only part of an adapter: it would initialise the rest randomly and continue."""
     missing, extra = [], []
 
     def note(_: nn.Module, found: Any) -> None:
@@ -161,7 +163,7 @@ def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None
     handle = model.register_load_state_dict_post_hook(note)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error here
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # raised as an error below
             yield
     finally:
         handle.remove()
@@ -170,14 +172,14 @@ def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None
 
 
 def _is_plain(config: Any) -> bool:
-    """Whether PEFT makes an adapter without looking at the base's values."""
+    """True if PEFT creates an adapter of this configuration without reading the base's values."""
     reads = ("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication")
     return (config.peft_type == "LORA" and config.init_lora_weights in (True, False)
             and not any(getattr(config, name, None) for name in reads))
 
 
 def _token_rows(model: nn.Module, tokens: list[int], in_full: set[str]) -> dict[str, list[int]] | list[int] | None:
-    """PEFT's `trainable_token_indices`."""
+    """Return PEFT's `trainable_token_indices`."""
     names = {module: name for name, module in model.named_modules()}
     embedding, output = names[model.get_input_embeddings()], model.get_output_embeddings()
     if tokens:
@@ -197,7 +199,7 @@ def _cast_trainable(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _adaptable(model: nn.Module) -> list[str]:
-    """Names of the linear layers (quantised ones and GPT-2's Conv1D included) without the output head."""
+    """Return the names of the linear layers except the output head; includes quantised ones and GPT-2's Conv1D."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -209,19 +211,19 @@ def _adaptable(model: nn.Module) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A linear layer and its LoRA adapter in one step of autograd.
+# A linear layer and its LoRA adapter fused into one autograd function.
 #
-# PEFT runs the two apart: the base's result is copied, the adapter's is scaled and added, each a pass over all outputs
-# that autograd keeps tensors for; around quantised layers, and wherever it looks for autocast on CPUs, tensors go to
-# float32 and back. Here the adapter's product is added inside the base's, both in the type of the computation, and
-# what the backward pass needs is the input, the adapter's inner features, and the base's matrix made again.
+# PEFT runs the two separately: the base's output is copied, the adapter's is scaled and added; each is a pass over all
+# outputs for which autograd saves tensors. Around quantised layers, and where it checks for autocast on CPUs, tensors
+# are cast to float32 and back. Here the adapter's product is accumulated onto the base's, both in the compute dtype,
+# and the backward pass only needs the input, the adapter's inner features and the base's matrix, dequantised again.
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Compute the LoRA layers of a PEFT model in one step each; same function, rounding apart.
+    """Fuse each LoRA layer of a PEFT model with its base layer; the same function up to rounding.
 
-    A layer goes PEFT's way where there is more to do (DoRA, several adapters or none, a merged one, hooks of a
-    strategy, bases other than plain and quantised linear layers), and in decoding, for which bitsandbytes has kernels.
-    Says which layers cannot be joined with their adapters, and why.
+    PEFT's own forward is kept for other cases (DoRA, several adapters or none, a merged one, hooks of a strategy, bases
+    other than plain and quantised linear layers), and in decoding, for which bitsandbytes has kernels. Reports which
+    layers cannot be fused, and why.
     """
     slower: dict[str, list[str]] = defaultdict(list)
     layers = lora_layers(model)
@@ -240,7 +242,7 @@ def _is_linear(base: nn.Module) -> bool:
 
 
 def _obstacle(layer: nn.Module) -> str | None:
-    """Why a layer cannot be joined with its adapter, in words; None where it can."""
+    """Return why a layer cannot be fused with its adapter, in words; None if it can."""
     if not is_lora_of_linear(layer) or not _is_linear(layer.base_layer):
         return f"they are {type(layer.base_layer).__name__}, neither plain nor quantised linear layers"
     if has_variant(layer):
@@ -249,7 +251,7 @@ def _obstacle(layer: nn.Module) -> str | None:
 
 
 def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Features [..., in] to [..., out], in the type of the computation."""
+    """Map features [..., in] to [..., out] in the compute dtype."""
     dtype = _compute_dtype(layer.base_layer, x)
     if args or kwargs or dtype is None or x.shape[-2] == 1 or not _plain_layer(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
@@ -257,7 +259,7 @@ def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     dropped = layer.lora_dropout[name](x)
     found = _AdaptedProduct.apply(x, None if dropped is x else dropped, layer.lora_A[name].weight,
                                   layer.lora_B[name].weight, layer.scaling[name], layer.base_layer, dtype)
-    return found.view(*x.shape[:-1], -1)  # no view out of the function: some networks change it in place
+    return found.view(*x.shape[:-1], -1)  # not a view made inside the function: some networks modify it in place
 
 
 def _plain_layer(layer: nn.Module) -> bool:
@@ -273,7 +275,7 @@ def _plain_layer(layer: nn.Module) -> bool:
 
 
 def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
-    """The type of the products; None where the layers do not agree on one."""
+    """Return the dtype of the matrix products; None if input and base differ in dtype without autocast."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -282,7 +284,7 @@ def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
 
 
 def _matrix(base: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The base's weights [out, in]."""
+    """Return the base's weight [out, in], dequantised if needed."""
     if type(base) is nn.Linear:
         return base.weight.detach().to(dtype)
     return matrix_of(base, dtype)

@@ -1,8 +1,8 @@
 """Cross-entropy of the labelled tokens, as a sum and a weight.
 
-The output head is by far the widest layer of a small model, and most positions of a fine-tuning batch carry no
-label. So the head sees labelled positions only, a chunk at a time, and its gradient is taken on the way forward:
-neither [B, T, V] nor [N, V] logits ever exist, and nothing is computed twice.
+The output head is by far the widest layer of a small model, and most positions of a fine-tuning batch have no label.
+So the head is applied to labelled positions only, in chunks, and its gradient is computed in the forward pass: neither
+[B, T, V] nor [N, V] logits are ever materialised, and nothing is computed twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ from lmmods.core.labels import IGNORED
 from lmmods.torch_engine.compat.torch import add_to_all
 from lmmods.torch_engine.nn.cpu_kernels import onednn_products
 
-# The float32 logits of one chunk take about this many bytes. Each chunk reads the head's weights anew, and where they
-# train also their gradient, which on GPUs costs more than the memory; on CPUs larger chunks gain no speed.
+# Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
+# once more: on GPUs this costs more than the memory of larger chunks; on CPUs larger chunks are not faster.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
 
 
 @contextmanager
 def chunks_of_gpus() -> Iterator[None]:
-    """While tensors on this processor stand in for those of a GPU."""
+    """Use the chunk size of GPUs on CPU tensors that stand in for GPU tensors."""
     global CHUNK_BYTES
     before, CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES_GPU
     try:
@@ -35,13 +35,13 @@ def chunks_of_gpus() -> Iterator[None]:
 
 
 class LossSums(NamedTuple):
-    """Sums over the scored positions of a batch; every loss of every task is one of these.
+    """Sums over the scored positions of a batch; the result of every task's loss.
 
     Args:
         total: Summed loss, scalar float32, differentiable.
-        weight: Number of scored positions, each counted by its weight, scalar float32.
-        correct: Those of them that the argmax gets right, counted likewise, scalar float32; None unless asked for.
-        metrics: Of each metric of the task its summed values and their weight, [M, 2] float32; None where it has none.
+        weight: Summed weight of the scored positions, scalar float32.
+        correct: Summed weight of those that the argmax predicts, scalar float32; None unless requested.
+        metrics: Summed values and summed weight of each metric of the task, [M, 2] float32; None without metrics.
     """
 
     total: Tensor
@@ -51,12 +51,12 @@ class LossSums(NamedTuple):
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Labels [B, T] moved so that position t holds the token it predicts; the last position predicts nothing."""
+    """Shift labels [B, T] so that position t holds the token to predict there; the last one is IGNORED."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def shift_weights(weights: Tensor | None) -> Tensor | None:
-    """Weights [B, T] of labels, moved as `shift_labels` moves these."""
+    """Shift weights [B, T] of labels in the same way as `shift_labels`."""
     return None if weights is None else F.pad(weights[:, 1:], (0, 1))
 
 
@@ -67,12 +67,13 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     Args:
         hidden: [B, T, H] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
-        head: Maps [N, H] to logits [N, V]. Where it has an attribute `linear` that is not None, it is this layer, then
-            `scale` and `softcap` where it has them: see `_LinearHead`.
-        vocab_size: V, which decides the chunk length.
+        head: Maps [N, H] to logits [N, V]. If it has an attribute `linear` that is not None, it must equal this layer
+            followed by its `scale` and `softcap`, if any: see `_LinearHead`.
+        params: Trainable parameters of the head.
+        vocab_size: V, which determines the chunk length.
         count_correct: Also count argmax hits (one more pass over the logits).
-        plain: Make the logits of all positions at once and leave the gradient to autograd; `params` is then not used.
-        weights: [B, T] float32, how much each position counts; None is 1.
+        plain: Compute all logits at once and leave the gradient to autograd; `params` is then unused.
+        weights: [B, T] float32, weight of each position; None for 1.
     """
     if plain:
         return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights)
@@ -97,13 +98,13 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
 
 def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
                     vocab_size: int, plain: bool = False) -> Tensor:
-    """Log-probabilities [N] in float32 of `targets` under `head(hidden)`, for losses that are no sum over tokens.
+    """Log-probabilities [N] in float32 of `targets` under `head(hidden)`, for losses that are not sums over tokens.
 
-    How much each counts is known only when all are, so a chunk's logits are made again in the backward pass.
+    The gradient of each token depends on all of them, so a chunk's logits are recomputed in the backward pass.
 
     Args:
         hidden: [N, H] hidden states, already aligned with `targets` [N], which are all scored.
-        head: As in `token_loss`, and so are the others.
+        head: As in `token_loss`, like the remaining arguments.
     """
     if plain:
         return F.log_softmax(head(hidden).float(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -112,7 +113,7 @@ def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Te
 
 
 class _ChunkedLogProbabilities(torch.autograd.Function):
-    """Log-probabilities of tokens chunk by chunk, once forward and once more in the backward pass."""
+    """Log-probabilities of tokens in chunks, recomputed in the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, targets, head, chunk, *params):
@@ -151,19 +152,19 @@ def _products(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | lis
 
 def _chunks(num: int, chunk: int, head: Callable[[Tensor], Tensor], hidden: Tensor
             ) -> Iterator[tuple[slice, AbstractContextManager]]:
-    """Parts of so many positions, and a context in which their products are fast."""
+    """Yield the slices of chunks of positions, each with a context in which its matrix products are fast."""
     is_matrix = getattr(head, "linear", None) is not None
     for start in range(0, num, chunk):
-        # oneDNN keeps what it makes for each shape, so it gets the one shape that comes again and again
+        # oneDNN caches a primitive per shape, so only the recurring shape of full chunks is given to it
         fast = is_matrix and hidden.device.type == "cpu" and start + chunk <= num
         yield slice(start, start + chunk), onednn_products() if fast else nullcontext()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and gradient chunk by chunk in one pass.
+    """Loss and gradient in chunks, in one pass.
 
-    Taking the gradient in the forward pass is the idea of Liger Kernel's fused linear cross-entropy (Hsu et al.
-    2024). Autograd differentiates any head but a matrix with scale and soft cap, so one with bias or adapter is right.
+    Computing the gradient in the forward pass follows Liger Kernel's fused linear cross-entropy (Hsu et al. 2024).
+    Heads other than a matrix with scale and soft cap, such as those with bias or adapter, are left to autograd.
     """
 
     @staticmethod
@@ -182,7 +183,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     hits = log_probs.argmax(-1) == targets[part]
                     correct += (hits if weights is None else hits * weights[part]).sum()
                 if wants_grad:
-                    # The gradient of cross-entropy by hand, in place: autograd would pass over the logits twice more.
+                    # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
                     grad_logits = log_probs.exp_()
                     grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
                     if weights is not None:
@@ -195,13 +196,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _grad_correct):
-        # In place: the tensors are nobody else's, and a second backward pass finds them gone.
+        # In place is safe: only this node holds these tensors, and a second backward pass finds them freed.
         grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
         return grad_hidden, None, None, None, None, None, None, *grads
 
 
 class _AnyHead:
-    """A head that autograd differentiates, chunk by chunk."""
+    """A head differentiated by autograd, one chunk at a time; gradients are summed in float32."""
 
     def __init__(self, head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> None:
         self._head, self._params = head, params
@@ -228,11 +229,11 @@ class _AnyHead:
 
 
 class _LinearHead:
-    """A head that is one matrix: its gradient is added up inside the product, and it is cast once for all chunks.
+    """A head that is one matrix: its gradient accumulates inside the product, and it is cast once for all chunks.
 
     Args:
         scale: Factor on the logits.
-        softcap: Then they are c tanh(logits / c) with this c (Gemma 2); None leaves them.
+        softcap: c of the soft cap c tanh(logits / c) applied after it (Gemma 2); None for no cap.
     """
 
     def __init__(self, layer: torch.nn.Linear, scale: float = 1.0, softcap: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Optimisers and schedules of the torch engine, by the names in `lmmods.core.settings`."""
+"""Optimisers and learning-rate schedules, by the names in `lmmods.core.settings`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,9 +15,9 @@ from lmmods.torch_engine.nn import sharding
 
 
 def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
-    """The optimiser over the trainable parameters among `named_params`.
+    """Build the optimiser of the trainable parameters among `named_params`.
 
-    Matrices decay, biases and norms (`settings.decays`) do not; each parameter is in one group.
+    Weight decay applies to matrices, not to biases and norms (`settings.decays`); each parameter is in one group.
     """
     named = [(name, p) for name, p in named_params if p.requires_grad]
     params = [p for _, p in named]
@@ -32,21 +32,21 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     if settings.name == "adafactor":
         from transformers.optimization import Adafactor
 
-        # The settings of transformers' Trainer: the learning rate is the recipe's, not Adafactor's own.
+        # As in transformers' Trainer: use the recipe's learning rate, not Adafactor's relative one.
         return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
 
 
 def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all gradients together, accurate to float32 rounding.
+    """Return the Euclidean norm of all gradients together, accurate to float32 rounding.
 
-    Rows first: on a CPU torch adds the squares of a whole matrix one after the other, and for an embedding of 50,000
-    tokens the result is off by up to 3e-3 (torch 2.13).
+    Norms of rows are computed first: on a CPU torch sums the squares of a whole matrix sequentially, with an
+    error of up to 3e-3 for an embedding of 50,000 tokens (torch 2.13).
     """
     meshes = {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}
     if len(meshes) < 2:
         return torch.nn.utils.get_total_norm([_row_norms(grad) for grad in grads])
-    # torch adds up no norms of several meshes
+    # torch does not combine norms of DTensors on several meshes
     squares = [torch.nn.utils.get_total_norm([_row_norms(sharding.local(grad))]).square() / sharding.num_copies(grad)
                for grad in grads]
     total = torch.stack(squares).sum()
@@ -59,18 +59,18 @@ def _row_norms(grad: torch.Tensor) -> torch.Tensor:
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int) -> LambdaLR:
-    """`Optimizer.lr_at` as torch's scheduler, stepped once an optimiser step."""
-    peak = settings.lr or 1.0  # with lr 0 every factor is 0
+    """Return `Optimizer.lr_at` as a torch scheduler, stepped once per optimiser step."""
+    peak = settings.lr or 1.0  # avoids division by 0; with lr 0 every factor is 0
     return LambdaLR(optimizer, lambda step: settings.lr_at(step, num_steps) / peak)
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each parameter group all but the parameters."""
+    """Return the settings of each parameter group, without its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[dict[str, Any]]) -> None:
-    """A checkpoint brings the optimiser's state; its settings and the length of the schedule are the recipe's.
+    """Restore the recipe's settings and schedule after a checkpoint, which also has its own, has been loaded.
 
     Args:
         settings: The `group_settings` of the recipe's optimiser, from before the checkpoint was loaded.
@@ -82,14 +82,16 @@ def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings
 
 
 def _can_fuse(params: list[nn.Parameter]) -> bool:
-    """torch fuses AdamW on these devices, for floating-point parameters that are plain tensors."""
+    """True if torch's fused AdamW supports these parameters: floating-point plain tensors on CPU or CUDA."""
     return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and is_plain(p.data)
                for p in params)
 
 
 def _keeping_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let `load_state_dict` keep the dtypes of what was saved: torch casts it to those of the parameters, but the state
-    of bfloat16 parameters may be float32."""
+    """Make `load_state_dict` keep the saved dtypes.
+
+    torch casts the state to the parameters' dtypes, but that of bfloat16 parameters may be float32.
+    """
     loaded: dict[str, Any] = {}
 
     def put_back(_: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The network as it was before it was trained: what the answers of preference optimisation are compared with."""
+"""Reference model of preference optimisation: the network before training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
 
 
 class Reference:
-    """Lets a network stand for its reference for a while; the weights that do not train are there once.
+    """Turns a network into its reference temporarily, so that frozen weights are in memory only once.
 
     Args:
-        kind: `base` is the network without its adapter; `copy` has a copy of what trains, taken now.
-        trainable: What trains. Shards of it stay shards.
+        kind: `base` for the network without its adapter; `copy` for a copy of the trainable parameters, made now.
+        trainable: Trainable parameters by name. Of sharded ones only this process's shards are copied.
     """
 
     def __init__(self, model: nn.Module, kind: Literal["base", "copy"], trainable: dict[str, nn.Parameter]) -> None:
@@ -31,7 +31,7 @@ class Reference:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """While this runs the network is the reference, without gradient and dropout. Not within a forward pass."""
+        """Make the network the reference, without gradient and dropout. Must not be used within a forward pass."""
         with evaluating(self._model), self._weights():
             yield
 
@@ -54,7 +54,7 @@ class Reference:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While this runs a network that trains has neither gradient nor dropout."""
+    """Disable gradient and dropout of a network temporarily."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
@@ -72,17 +72,17 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities of all answers under the network as it stands before the first step, computed once and kept.
+# Log-probabilities of all answers under the initial network, computed once and cached.
 
 def cache_references(task: Any) -> None:
-    """Give the batches of a preference task their `reference_logps`, computed where the cache lacks them.
+    """Add `reference_logps` to the batches of a preference task, computed unless cached.
 
-    All processes must call this, once the network stands. Raises UserError: the data are a stream.
+    A collective call, once the network is built. Raises UserError if the data is a stream.
     """
     data, strategy = task.trainer.datamodule, task.trainer.strategy
     network = first_weights(task, task.trainer.precision, data.run_seed)
     stage = task.trainer.state.fn
-    for role in data.begin_references(stage.value) if stage else []:  # none looks at a network that stands still
+    for role in data.begin_references(stage.value) if stage else []:  # without a stage no loop reads them
         store = data.reference_store(role, network)
         found = strategy.broadcast(store.read() if task.trainer.is_global_zero else None)
         if found is None:
@@ -95,7 +95,7 @@ def cache_references(task: Any) -> None:
 
 
 def _computed(task: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
-    """Log-probabilities [rows, answers] of a set."""
+    """Compute the log-probabilities [rows, answers] of a set."""
     trainer, size = task.trainer, task.piece_size()
     found = {}
     for batch in trainer.datamodule.reference_loader(role):

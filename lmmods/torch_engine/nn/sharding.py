@@ -1,4 +1,4 @@
-"""Parameters cut over processes (FSDP2, DeepSpeed ZeRO-3), and whole tensors out of them and back."""
+"""Sharded parameters (FSDP2, DeepSpeed ZeRO-3): shard them, gather whole tensors from them and put them back."""
 
 import math
 from typing import Any
@@ -16,11 +16,11 @@ from lmmods.torch_engine.compat.torch import with_values
 
 
 def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `module` over the processes of Lightning's mesh of two dimensions, in place.
+    """Shard the parameters of `module` over the processes of Lightning's two-dimensional mesh, in place.
 
-    Each block of `network` is gathered when it runs, the rest of `module` (embeddings, head) while its forward runs.
-    Blocks that an architecture runs several times a pass (ALBERT) are kept with the rest. Of a block only those
-    processes gather a part that have the same part of its matrices.
+    Each block of `network` is gathered when it runs, the rest of `module` (embeddings, head) during its forward. Blocks
+    that run several times per pass (ALBERT) belong to the rest. Under tensor parallelism, a block is gathered only
+    among processes with the same part of its matrices.
 
     Raises:
         UserError: See `tensor_parallel`.
@@ -30,48 +30,48 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
     data = everyone = mesh["data_parallel"]
     if mesh["tensor_parallel"].size() > 1:
         cut_matrices(network, mesh["tensor_parallel"])
-        with with_values():  # of ranks, also where the network has none
+        with with_values():  # the mesh's ranks need values also in a plan
             everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
     for block in _blocks(network):
         fully_shard(block, mesh=data)
-    # By default the outermost stays whole after a forward pass, and what is saved then would not be its shards.
+    # By default the root module stays gathered after a forward pass, and a checkpoint would not hold its shards.
     fully_shard(module, mesh=everyone, reshard_after_forward=True)
 
 
 def num_sharers(strategy: Any) -> int:
-    """Processes that compute each micro-batch together under a strategy of Lightning."""
+    """Return how many processes compute each micro-batch together under a strategy of Lightning."""
     return num_repeats(strategy) * num_pieces(strategy)
 
 
 def num_repeats(strategy: Any) -> int:
-    """Of these, how many come to the same loss: they share the matrices."""
+    """Return how many of them compute the same loss: the size of tensor parallelism."""
     return getattr(strategy, "tensor_parallel_size", 1)
 
 
 def num_pieces(strategy: Any) -> int:
-    """And over how many each row is cut, whose losses add up."""
+    """Return how many processes each row is cut over, whose losses add up: the size of context parallelism."""
     return getattr(strategy, "context_parallel_size", 1)
 
 
 def num_losses(strategy: Any) -> int:
-    """Losses that are computed at a time and add up: of micro-batches, or of the pieces of their rows."""
+    """Return how many losses are computed in parallel and add up: of micro-batches, or of parts of their rows."""
     return strategy.world_size // num_repeats(strategy)
 
 
 def is_first(strategy: Any) -> bool:
-    """Whether this process computes the first of these."""
+    """True if this process computes the first of these losses."""
     return strategy.global_rank < num_repeats(strategy)
 
 
 def num_copies(tensor: Tensor) -> int:
-    """How many processes hold each part of a sharded tensor."""
+    """Return how many processes hold each shard of a sharded tensor."""
     parts = [size for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
              if not placement.is_replicate()]
     return torch.distributed.get_world_size() // math.prod(parts)
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a transformer: the members of its longest list of modules of one class."""
+    """Return the repeated layers of a transformer: the members of its longest list of modules of one class."""
     if hasattr(network.config, "num_hidden_groups"):  # layers share their weights
         return []
     lists = [list(module) for module in network.modules()
@@ -80,18 +80,18 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def outside_blocks(network: nn.Module) -> list[nn.Parameter]:
-    """Parameters that are in no repeated layer: embeddings, the last norm, the head."""
+    """Return the parameters outside the repeated layers: embeddings, final norm, head."""
     inside = {param for block in _blocks(network) for param in block.parameters()}
     return [param for param in network.parameters() if param not in inside]
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether each process holds a part of the tensor only."""
+    """True if each process holds only a shard of the tensor."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one, on every process (all must call this); any other as it is."""
+    """Gather a sharded tensor on every process; other tensors are returned as they are. A collective call."""
     if hasattr(tensor, "ds_id"):
         import deepspeed
 
@@ -101,12 +101,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other as it is. Shares memory with the tensor."""
+    """Return this process's shard of a sharded tensor, sharing its memory; other tensors are returned as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
-    """This process's part of a tensor that `shard` has cut, and the rows of the whole that it holds."""
+    """Return this process's shard of a tensor sharded by `shard`, and the rows of the whole tensor that it holds."""
     part, length = local(tensor), tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return part, range(length)
@@ -114,15 +114,15 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
 
 
 def share_of(length: int, rank: int, size: int) -> range:
-    """Which of so many rows `shard` gives to a process, of `size`."""
+    """Return the rows, of `length`, that `shard` gives to process `rank` of `size`."""
     each = math.ceil(length / size)
     return range(min(each * rank, length), min(each * (rank + 1), length))
 
 
 def placed_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
-    """A full tensor on the device of `param`, and cut as it is where that is sharded.
+    """Put a full tensor on the device of `param`, sharded in the same way.
 
-    Of a lazy one no more than this process's rows are read.
+    Of a lazy array no more than this process's rows are read if `param` is sharded over one mesh dimension.
     """
     if isinstance(full, LazyArray):
         if isinstance(param, DTensor) and full.shape == param.shape and len(param.placements) == 1:
@@ -131,13 +131,13 @@ def placed_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
         full = full.over_first(slice(None))
     full = full.to(param.device)
     if isinstance(param, DTensor) and full.shape == param.shape:
-        # No process sends its values to the others: each has the same.
+        # src_data_rank=None skips the broadcast: every process has the same values.
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
     return full
 
 
 def like_shard(part: Tensor, param: DTensor) -> DTensor:
-    """A sharded tensor of `param`'s shape of which this process has a copy of `part`, its rows."""
+    """Return a sharded tensor of `param`'s shape and placement; this process's shard is a copy of `part`."""
     return DTensor.from_local(part.to(param.device_mesh.device_type, copy=True), param.device_mesh, param.placements,
                               run_check=False, shape=param.shape, stride=param.stride())
 
@@ -149,23 +149,23 @@ def load_into(param: Tensor, full: Tensor | LazyArray) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tensor parallelism: matrices of a network cut over processes that compute every micro-batch together.
+# Tensor parallelism: matrices are cut over processes that compute each micro-batch together.
 #
-# As Megatron-LM cuts them (Shoeybi et al. 2019): of the attention whole heads, of the MLP inner features; what follows
-# adds up over the processes. Embeddings, norms and the output head are computed by each process.
+# As in Megatron-LM (Shoeybi et al. 2019), attention is cut by heads and the MLP by inner features; the outputs of the
+# following matrices are summed over the processes. Every process computes embeddings, norms and output head in full.
 
-FIRST = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # each process has some of the outputs
-SECOND = ("o_proj", "down_proj")  # and of these it takes them as inputs
-# Layers of these modules and no others, and nothing between the two that would see features of other processes.
+FIRST = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by output features
+SECOND = ("o_proj", "down_proj")  # cut by input features
+# Architectures whose layers have only these matrices, and nothing between FIRST and SECOND that mixes the features.
 FAMILIES = ("gemma", "granite", "llama", "mistral", "qwen2", "smollm3")
 
 
 def check_network(config: Any, num_processes: int) -> None:
-    """UserError for a network whose matrices cannot be cut.
+    """Raise UserError if a network does not support tensor parallelism.
 
     Args:
-        config: Of transformers.
-        num_processes: That compute a micro-batch together.
+        config: Configuration of transformers.
+        num_processes: Processes that compute a micro-batch together.
     """
     if config.model_type not in FAMILIES:
         raise UserError(f"trainer.strategy: tensor_parallel_size {num_processes} knows no way to cut "
@@ -185,7 +185,7 @@ def cut_matrices(network: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of a network's layers over the processes of a one-dimensional mesh, in place.
 
     Raises:
-        UserError: As `check_network`, or for adapters that cannot follow.
+        UserError: As `check_network`, or for adapters that do not support it.
     """
     check_network(network.config.get_text_config(), mesh.size())
     for name, module in list(network.named_modules()):

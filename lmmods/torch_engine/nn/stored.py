@@ -1,7 +1,7 @@
-"""Weights of a network that will be sharded, of which each process reads or draws only its own rows.
+"""Deferred weights of a network that will be sharded: each process reads or draws only its own rows.
 
-Until then stand-ins are in the network: parameters of the right shape and type without memory of their own, which know
-where their values are. Whatever needs the values earlier calls `fill`.
+Until then the network has placeholders: parameters of the right shape and dtype without memory of their own, whose
+attribute `source` tells where their values are. Code that needs the values earlier calls `fill`.
 """
 
 from typing import Protocol
@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.nn.sharding import like_shard, local_rows, share_of
 
-BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes' own choice
+BLOCK, NESTED_BLOCK = 64, 256  # block sizes used by bitsandbytes
 
 
 class Source(Protocol):
-    """Where the values of a parameter are. Both are collective calls."""
+    """Source of a parameter's values. Both methods are collective calls."""
 
     def rows(self, rows: range) -> Tensor:
-        """Those of this process."""
+        """Return the rows of this process."""
 
     def whole(self) -> Tensor:
-        """All of them."""
+        """Return all rows."""
 
 
 class Stored:
-    """In a file."""
+    """Values in a file."""
 
     def __init__(self, array: LazyArray):
         self._array = array
@@ -39,7 +39,7 @@ class Stored:
 
 
 class Kept:
-    """In the memory of the processes, a share in each: of what could only be made whole."""
+    """Values that could only be computed as a whole: each process keeps its share in memory."""
 
     def __init__(self, whole: Tensor):
         self._length = whole.shape[0]
@@ -63,15 +63,17 @@ class Kept:
 
 
 class Codes:
-    """In a file, of which they are the 4-bit codes of bitsandbytes, to the bit: blocks do not depend on each other, and
-    of scales, which are quantised all at once, each process finds those of its rows and gets the others'.
+    """4-bit codes of values in a file, bit-identical to those of bitsandbytes.
+
+    Blocks are independent of each other. The scales are quantised together, so each process computes those of its rows
+    and receives the others.
 
     Args:
-        matrix: [out, in], or several [E, ...], which are one long row to bitsandbytes.
+        matrix: [out, in], or stacked matrices [E, ...], which bitsandbytes treats as one flat array.
         quant_type: `nf4` or `fp4`.
         double: Quantise the scales too.
-        storage: Type that the codes are kept in.
-        device: Where they are made.
+        storage: Dtype in which the codes are stored.
+        device: Device on which they are computed.
     """
 
     def __init__(self, matrix: LazyArray, quant_type: str, double: bool, storage: torch.dtype, device: torch.device):
@@ -83,7 +85,7 @@ class Codes:
         if num_bytes % storage.itemsize:
             raise ValueError(f"{num_bytes} bytes of 4-bit codes cannot be kept as {storage}")
         self.shape = (num_bytes // storage.itemsize, 1)
-        # bitsandbytes' description of the codes; its scales come with them
+        # bitsandbytes' description of the codes; `_settle` adds the scales
         self.state = QuantState(None, torch.Size(matrix.shape), blocksize=BLOCK, quant_type=quant_type,
                                 dtype=matrix.dtype)
 
@@ -99,7 +101,7 @@ class Codes:
         return codes
 
     def _quantized(self, rows: range) -> tuple[Tensor, Tensor]:
-        """Codes of some rows, and the absolute largest values of all blocks, zero where they are of none of these."""
+        """Return the codes of the given rows, and the absmax of all blocks, zero for blocks outside these rows."""
         from bitsandbytes.functional import quantize_4bit
 
         width, size = BLOCK // 2, self.storage.itemsize  # in bytes
@@ -132,10 +134,10 @@ class Codes:
 
 
 def wait_for(value: Tensor | LazyArray, array: LazyArray | None, device: torch.device) -> nn.Parameter:
-    """A stand-in for a weight, of which this process keeps no more than its rows.
+    """Return a placeholder for a weight, of which this process keeps no more than its rows.
 
     Args:
-        array: The values, where they are not `value` itself.
+        array: The values, if not `value` itself.
     """
     if isinstance(value, LazyArray):
         param = nn.Parameter(_nothing(value.shape, value.dtype, device), requires_grad=value.dtype.is_floating_point)
@@ -148,13 +150,13 @@ def wait_for(value: Tensor | LazyArray, array: LazyArray | None, device: torch.d
 
 
 def let_wait(param: nn.Parameter, source: Source) -> None:
-    """Make a stand-in of a parameter."""
+    """Turn a parameter into a placeholder."""
     param.source = source
     param.data = _nothing(param.shape, param.dtype, param.device)
 
 
 def wait_for_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
-    """A stand-in for a weight in 4 bits, of a layer of bitsandbytes or of experts."""
+    """Return a placeholder for a 4-bit weight of a bitsandbytes layer, or of experts if `module` is None."""
     from bitsandbytes.nn import Params4bit
 
     state = codes.state
@@ -168,22 +170,22 @@ def wait_for_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
 
 
 def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that takes no memory. Who computes with it gets no numbers, if it can hold any such thing."""
+    """Return a tensor without memory of its own: one NaN (0 for integers), expanded, so that misuse is visible."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
 
 
 def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Store a weight in another type, also one that waits."""
+    """Change the dtype of a weight, deferred or not."""
     param.data = _nothing(param.shape, dtype, param.device) if hasattr(param, "source") else param.data.to(dtype)
 
 
 def values_of(param: nn.Parameter) -> Tensor:
-    """All values of a weight, also of one that waits, which goes on waiting. A collective call."""
+    """Return all values of a weight; a deferred one stays deferred. A collective call."""
     return param.source.whole() if hasattr(param, "source") else param
 
 
 def fill(module: nn.Module | None) -> bool:
-    """Read all of the weights of a module that wait, on every process: all must call this. Whether there were any."""
+    """Read all deferred weights of a module on every process; True if there were any. A collective call."""
     found = [param for param in module.parameters() if hasattr(param, "source")] if module is not None else []
     for param in found:
         param.data = param.source.whole().to(param.device, param.dtype)
@@ -192,7 +194,7 @@ def fill(module: nn.Module | None) -> bool:
 
 
 def waiting(model: nn.Module) -> dict[str, Source]:
-    """What waits in a network, by name. It is ready to be sharded then, and has no values."""
+    """Return the sources of the deferred weights by name, and move these to the meta device, ready to be sharded."""
     found = {name: param.source for name, param in model.named_parameters() if hasattr(param, "source")}
     for param, places in _places(model).items():
         if hasattr(param, "source"):
@@ -202,7 +204,10 @@ def waiting(model: nn.Module) -> dict[str, Source]:
 
 @torch.no_grad()
 def read_shards(model: nn.Module, sources: dict[str, Source]) -> None:
-    """Read what `waiting` has told of a network that is sharded since; `sources` is empty then."""
+    """Read this process's shards of the weights that `waiting` returned; the network is sharded by now.
+
+    Empties `sources`, so that each source is freed once it has been read.
+    """
     params, places = dict(model.named_parameters()), _places(model)
     for name in list(sources):
         param, source = params[name], sources.pop(name)
@@ -211,7 +216,7 @@ def read_shards(model: nn.Module, sources: dict[str, Source]) -> None:
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Where each parameter is: the modules that have it, and its name there."""
+    """Map each parameter to the modules that hold it and its name there; a tied one has several."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):

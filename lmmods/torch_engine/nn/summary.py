@@ -1,4 +1,4 @@
-"""How large a network is: parameters as they count unpacked, dtypes, and the memory a training step will need."""
+"""Sizes of a network: number of parameters, dtypes, FLOPs and estimated memory of a training step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ class Summary:
     """Sizes of a network.
 
     Args:
-        num_params: All parameters, quantised ones counted unpacked, tied ones once.
-        dtypes: Parameters by the type they are stored in.
+        num_params: All parameters; quantised ones count unpacked, tied ones once.
+        dtypes: Number of parameters by storage dtype.
     """
 
     num_params: int
@@ -42,19 +42,19 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def num_elements(param: Tensor) -> int:
-    """Elements of a parameter; of a packed 4-bit one, the weights it stands for."""
+    """Return the number of elements of a parameter; for a packed 4-bit one, the number of weights."""
     state = getattr(param, "quant_state", None)
     return state.shape.numel() if state is not None else getattr(param, "ds_numel", param.numel())
 
 
 def storage_name(param: Tensor) -> str:
-    """`nf4`, `fp4`, `int8` or the torch dtype."""
+    """Return `nf4`, `fp4`, `int8` or the torch dtype."""
     state = getattr(param, "quant_state", None)
     return state.quant_type if state is not None else str(param.dtype).removeprefix("torch.")
 
 
 def _scale_bytes(param: Tensor) -> int:
-    """Memory of the scales beside a packed 4-bit weight."""
+    """Return the bytes of the scales of a packed 4-bit weight."""
     state = getattr(param, "quant_state", None)
     if state is None:
         return 0
@@ -63,7 +63,7 @@ def _scale_bytes(param: Tensor) -> int:
 
 
 def training_flops(model: nn.Module) -> int:
-    """`flops_per_token` of a network."""
+    """Return `flops_per_token` of a network; an embedding that is only looked up does not count."""
     is_head_too = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
     looked_up = None if is_head_too else model.get_input_embeddings().weight
     mixture = mixture_of(model.config)
@@ -78,11 +78,11 @@ def training_flops(model: nn.Module) -> int:
 
 
 def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int) -> int:
-    """Rough peak memory of a training step, within some tens of percent.
+    """Estimate the peak memory of a training step, to within some tens of percent.
 
     Args:
         num_tokens: Tokens of a micro-batch, padding included.
-        checkpointing: Whether only the blocks' inputs are kept.
+        checkpointing: True if only the blocks' inputs are saved.
         compute_bytes: Bytes of an activation.
     """
     sizes = summarize(model)
@@ -91,7 +91,7 @@ def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpoint
 
 
 def planned_shape(config: Any, auto_class: str) -> NetworkShape:
-    """How large the network of a configuration will be; it is made without its weights.
+    """Return the sizes of a configuration's network, built on the meta device.
 
     Raises:
         UserError: transformers has no network of this class for the configuration.
@@ -114,7 +114,7 @@ def planned_shape(config: Any, auto_class: str) -> NetworkShape:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of the device that a run could use."""
+    """Return the total memory of a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return psutil.virtual_memory().total

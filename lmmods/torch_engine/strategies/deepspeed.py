@@ -41,7 +41,7 @@ class DeepSpeed(DDPStrategy):
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
 
     def check(self) -> None:
-        """UserError if deepspeed is not installed or the options exclude each other."""
+        """Raise UserError if deepspeed is not installed or the options exclude each other."""
         if importlib.util.find_spec("deepspeed") is None:
             raise UserError("trainer.strategy: DeepSpeed needs the deepspeed package: pip install -e .[deepspeed]. "
                             "Without it, fsdp shards parameters, gradients and optimiser state too.")
@@ -49,7 +49,7 @@ class DeepSpeed(DDPStrategy):
             raise UserError("trainer.strategy: DeepSpeed's offload_parameters needs stage 3.")
 
     def check_run(self, module: L.LightningModule) -> None:
-        """UserError for settings under which ZeRO's steps would not be exact."""
+        """Raise UserError for settings under which ZeRO's steps would not be exact."""
         trainer, name = module.trainer, module.optimizer.name
         if module.quantize and self.stage == 3:
             raise UserError(f"model.quantize {module.quantize}: ZeRO stage 3 cannot shard packed weights. "
@@ -88,7 +88,7 @@ class DeepSpeed(DDPStrategy):
         deepspeed.init_distributed(self.process_group_backend, dist_init_required=False)
         engine, zero, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._config(),
                                                   model_parameters=sum(self._groups, []), dist_init_required=False)
-        if self.stage == 3:  # the loss uses the output head outside of its own forward
+        if self.stage == 3:  # the loss uses the output head outside its own forward, where ZeRO would not gather it
             for param in outside_blocks(module.model):
                 deepspeed.zero.register_external_parameter(module, param)
         return engine, [zero]
@@ -107,8 +107,8 @@ class DeepSpeed(DDPStrategy):
             "bf16": {"enabled": trainer.precision == "bf16-true"},
             "gradient_clipping": trainer.gradient_clip_val or 0.0,
             "train_micro_batch_size_per_gpu": 1,
-            # Lightning decides when gradients are applied, as an epoch may end before enough are accumulated: deepspeed
-            # takes every `engine.step` as one.
+            # Lightning decides when gradients are applied, as an epoch may end within an accumulation: deepspeed
+            # treats every `engine.step` as an optimiser step.
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
         }
@@ -121,12 +121,13 @@ class DeepSpeed(DDPStrategy):
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def block_backward_sync(self) -> AbstractContextManager:
-        return nullcontext()  # the gradient of every micro-batch is reduced to its shards at once
+        return nullcontext()  # each micro-batch's gradient is reduced to shards at once, so DDP's no_sync is not used
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Divide the gradient by the step's weight, clip and update.
 
-        deepspeed averages the processes' gradients and divides the average by its loss scale before it clips.
+        deepspeed averages the gradients of the processes and divides the average by its loss scale before clipping, so
+        the loss scale is set to the divisor.
         """
         closure()
         module, zero = self.lightning_module, self.model.optimizer
@@ -135,7 +136,7 @@ class DeepSpeed(DDPStrategy):
         lr = zero.param_groups[0]["lr"]
         divide_gradients(zero, max(sums[1].item(), 1) / divided)
         self.model.step()
-        divide_gradients(zero, 1.0)  # else it would scale the losses of the next step too
+        divide_gradients(zero, 1.0)  # otherwise it would scale the losses of the next step as well
         module.accumulation.finish(sums, torch.as_tensor(self.model.get_global_grad_norm()), lr)
         module.accumulation.check_finite(module.trainer.global_step + 1, module.trainer.current_epoch)
 
@@ -148,7 +149,7 @@ class DeepSpeed(DDPStrategy):
                 for name, param in self.lightning_module.trainable().items()}
 
     def _kept(self, full: Tensor) -> Tensor:
-        """A whole tensor on the process that writes the checkpoint."""
+        """Return a whole tensor on the process that writes the checkpoint, an empty one on the others."""
         return full.cpu() if self.is_global_zero else full.new_empty(0)
 
     def _link_states(self, zero: Any) -> None:
@@ -156,7 +157,7 @@ class DeepSpeed(DDPStrategy):
             link_states(zero, self._groups)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The `state_dict()` that torch's optimiser would have if it held the parameters themselves."""
+        """Return the `state_dict()` that torch's optimiser would have if it held the parameters themselves."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         zero = self.model.optimizer
@@ -215,12 +216,12 @@ class DeepSpeed(DDPStrategy):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the strategy DeepSpeed needs of ZeRO's optimisers that deepspeed does not document. Read in deepspeed 0.19.8.
+# Undocumented parts of ZeRO's optimisers that the strategy uses, as of deepspeed 0.19.8.
 #
-# Each use is held by tests/compat/test_deepspeed_contract.py, where the package is installed.
+# Each use is tested by tests/compat/test_deepspeed_contract.py if the package is installed.
 
 def flat_vectors(zero: Any, stage: int) -> list[Tensor]:
-    """The flat float32 parameters of this process that torch's optimiser updates, one for each parameter group.
+    """Return this process's flat float32 parameters, which torch's optimiser updates; one per parameter group.
 
     `single_partition_of_fp32_groups` of stage 2, `fp32_partitioned_groups_flat` of stage 3.
     """
@@ -228,9 +229,9 @@ def flat_vectors(zero: Any, stage: int) -> list[Tensor]:
 
 
 def link_states(zero: Any, groups: list[list[nn.Parameter]]) -> None:
-    """Let each parameter find its part of the flat states of stage 2: `lazy_init_hp_params_optimizer_state`.
+    """Link each parameter to its part of the flat states of stage 2: `lazy_init_hp_params_optimizer_state`.
 
-    deepspeed does so only once, after it has stepped the first parameter group, when the others have no state yet.
+    deepspeed does this only once, after stepping the first parameter group, when the others have no state yet.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -239,11 +240,13 @@ def link_states(zero: Any, groups: list[list[nn.Parameter]]) -> None:
 
 
 def divide_gradients(zero: Any, divisor: float) -> None:
-    """Let the next step divide its gradients before it clips: `override_loss_scale`, which scales losses too."""
+    """Make the next step divide its gradients before clipping: `override_loss_scale`, which also scales losses."""
     zero.override_loss_scale(divisor)
 
 
 def shard_size(param: Tensor) -> int:
-    """Elements of each process's shard of a parameter under stage 3: `ds_tensor`. All are of one size; the last is
-    padded."""
+    """Return the elements of a process's shard of a parameter under stage 3: `ds_tensor`.
+
+    All shards have the same size; the last is padded.
+    """
     return param.ds_tensor.numel()

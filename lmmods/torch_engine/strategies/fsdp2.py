@@ -27,7 +27,7 @@ class FSDP2(ModelParallelStrategy):
             one gathering and writing everything. The folder must be on a file system that all processes share.
         process_group_backend: `nccl` or `gloo`; null takes the device's default.
         tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
-            every layer (see `nn.tensor_parallel`).
+            every layer (see `nn.sharding`).
         context_parallel_size: Processes that compute each micro-batch together, each with a part of the places of every
             row (see `nn.context_parallel`).
     """
@@ -41,7 +41,7 @@ class FSDP2(ModelParallelStrategy):
     lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as with every other strategy
 
     def check_run(self, module: L.LightningModule) -> None:
-        """UserError for settings that cannot work on sharded parameters."""
+        """Raise UserError for settings that do not work with sharded parameters."""
         if module.quantize == "int8":
             raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot shard its scales: use "
                             "nf4 or fp4, or strategy ddp.")
@@ -76,10 +76,10 @@ class FSDP2(ModelParallelStrategy):
         shard_over_all(self)
         super().setup_environment()
 
-    # Checkpoints: Lightning's own are pickled, and hold the frozen base too ------------------------------------------
+    # Checkpoints: Lightning's own are pickled and include the frozen base --------------------------------------------
 
     def _stored(self, tensor: Tensor) -> Tensor | Pieces:
-        """What this process holds of a tensor for a checkpoint. A collective call: all processes must make it."""
+        """Return the part of a tensor that this process saves in a checkpoint. A collective call."""
         if self.sharded_checkpoints and is_cut(tensor):
             part, rows = local_rows(tensor)
             begin = (rows.start, *[0] * (tensor.ndim - 1))

@@ -1,4 +1,4 @@
-"""What every task on torch shares: its network, and how micro-batches become one exact step."""
+"""Base class of all torch tasks: the network, exact gradient accumulation, evaluation and checkpoints."""
 
 import os
 from abc import ABC, abstractmethod
@@ -35,29 +35,30 @@ from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 
 class TaskModule(TaskFields, L.LightningModule, ABC):
-    """A network in training."""
+    """A LightningModule that trains one network."""
 
     auto_class = "AutoModel"
     task_type: str | None = None
-    metric_names: tuple[str, ...] = ()  # of what `batch_loss` sums up beside the loss
+    metric_names: tuple[str, ...] = ()  # of the sums in `LossSums.metrics`
 
     def __post_init__(self) -> None:
-        L.LightningModule.__init__(self)  # takes none of the fields
+        L.LightningModule.__init__(self)  # takes none of the dataclass fields
         super().__post_init__()
         require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
         self.model: nn.Module | None = None
-        self.strict_loading = False  # a checkpoint holds what trains; `on_load_checkpoint` checks it to the letter
+        # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
+        self.strict_loading = False
         self._waiting: list[dict[str, Tensor]] = []
         self._dropout: TokenDropout | None = None
-        self.context_parallel: ContextParallel | None = None  # where they are cut over several processes
+        self.context_parallel: ContextParallel | None = None  # set where rows are cut over processes
         self.accumulation = GradientAccumulation(self.metric_names)
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
     # The network -----------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Build the network on the device and in the dtypes that the trainer asks for."""
+        """Build the network, on the trainer's device and in the dtypes of its precision."""
         if self.model is not None:
             return
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
@@ -78,14 +79,14 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self(self.on_model_ready)
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function that uses the network. Sharded parameters are whole only while this runs."""
+        """Run a function that uses the network. Sharded parameters are gathered only while it runs."""
         return function(*args)
 
     def on_model_ready(self) -> None:
-        """Called once the network stands, as a forward pass: it may run the network."""
+        """Hook called once the network is built, inside `forward`, so it may run the network."""
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name; a tied parameter appears once."""
+        """Return the trainable parameters by name; a tied parameter appears once."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def configure_optimizers(self):
@@ -94,22 +95,22 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    # Training: sums over a step's micro-batches, divided once ---------------------------------------------------------
+    # Training: losses are summed over a step's micro-batches and divided once ----------------------------------------
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with what the task's loss needs of it beside, computed without gradient."""
+        """Return the batch with the further inputs of the task's loss, computed without gradient."""
         return batch
 
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Take from all micro-batches of a step what the losses of each of them depend on, before the first one."""
+        """Collect what each loss needs to know of all micro-batches of a step; called before the first of them."""
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        """Summed loss and weight of a micro-batch."""
+        """Return summed loss and weight of a micro-batch."""
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        # What a network draws beside dropout (noise, layers left out) depends on seed and position alone: no evaluation
-        # and no resume can shift it.
+        # Randomness other than dropout (noise, stochastic depth) depends on seed and position only, so neither an
+        # evaluation nor a resume changes it.
         place = batch_idx * self.trainer.num_data_ranks + self.trainer.data_rank
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
@@ -122,7 +123,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return sums.total / GradientAccumulation.GRADIENT_SCALE
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Lightning's backward pass, then forward and backward of the pieces that wait: gradients add up."""
+        """Run Lightning's backward pass, then forward and backward of the remaining chunks; gradients accumulate."""
         super().backward(loss, *args, **kwargs)
         for piece in self._waiting:
             self._dropout.begin(piece)
@@ -133,21 +134,25 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self._waiting = []
 
     def piece_size(self) -> int:
-        """Tokens of a piece of a micro-batch; 0 computes it whole. Raises UserError as `tokens_per_piece`."""
+        """Return the tokens per chunk of a micro-batch; 0 for no chunks. Raises UserError as `tokens_per_piece`."""
         is_alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
         hidden_size = self.model.config.get_text_config().hidden_size
         return tokens_per_piece(self.piece_tokens, is_alone, self.device, hidden_size)
 
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Real tokens of the rows that score, and how many rows do: others only even out the processes.
+        """Return real tokens of scored rows, and their number; the other rows only even out the processes.
 
-        Of rows that are cut over several processes the first of these counts them.
+        Under context parallelism only the first process of a group counts, as all of them see the same rows.
         """
         scored = self.scored_rows(batch) * (self.context_parallel is None or self.context_parallel.rank == 0)
         return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Average the gradient over the step, then clip it."""
+        """Average the gradient over the step, then clip it.
+
+        The averaging is done here because Lightning calls this hook once per optimiser step, after the last backward
+        pass and before the optimiser.
+        """
         accumulated, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
         norm = self.accumulation.average(optimizer, strategy, accumulated)
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
@@ -160,7 +165,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
-        """[B] bool: which rows carry a label."""
+        """Return which rows have a label, [B] bool."""
         return (batch["labels"] != IGNORED).any(dim=1)
 
     # Evaluation ------------------------------------------------------------------------------------------------------
@@ -173,7 +178,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics of the evaluation (`val` or `test`) that ends, over all ranks, and JSON files; sums start anew."""
+        """Return the metrics of an evaluation (`val` or `test`) over all ranks, and JSON files; resets the sums."""
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
         results["perplexity"] = perplexity(results["loss"])
         for metric in self.eval_metrics.values():
@@ -183,7 +188,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Keep what trains, and the gradients of a step that is still under way."""
+        """Reduce the checkpoint to trainable parameters, and add the gradients of an unfinished optimiser step."""
         trainable = self.trainable()
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: state[name] for name in trainable}
@@ -204,14 +209,14 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     # Sizes -----------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Parameters, dtypes and how micro-batches are computed, in a line or two."""
+        """Describe parameters, dtypes and how micro-batches are computed, in one or two lines."""
         sizes = summary.summarize(self.model)
         piece = self.piece_size()
         return (describe_sizes(sizes.num_params, sizes.num_trainable, sizes.dtypes)
                 + (f" On this CPU a micro-batch is computed {piece} tokens at a time." if piece else ""))
 
     def memory_estimate(self) -> int:
-        """Rough bytes of a training step on this device."""
+        """Estimate the bytes of a training step on this device."""
         data = self.trainer.datamodule
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
         tokens, piece = data.batch_size * self.sequences_per_row * data.max_length, self.piece_size()
@@ -222,20 +227,20 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                       self.gradient_checkpointing, compute_bytes)
 
     def flops_per_token(self) -> int:
-        """Arithmetic of one training token."""
+        """Return the FLOPs per training token."""
         return summary.training_flops(self.model)
 
     # Export ----------------------------------------------------------------------------------------------------------
 
     def export(self, folder: Path) -> None:
-        """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
+        """Write the model or its adapter as a folder for from_pretrained / PeftModel.
 
-        All processes must call this; the first one writes.
+        A collective call: all processes must make it; rank 0 writes.
         """
         save(self.model, folder, self.trains_adapter, self.save_dtype and getattr(torch, self.save_dtype),
              writes=self.trainer.is_global_zero)
 
 
 def base_seed() -> int:
-    """The seed that `seed_everything` has set."""
+    """Return the seed set by Lightning's `seed_everything`."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))

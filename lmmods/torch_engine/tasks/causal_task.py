@@ -1,4 +1,4 @@
-"""Causal LMs in training and in use: what the tasks on them share."""
+"""Base class of the tasks on causal LMs: training and generation."""
 
 from dataclasses import asdict
 from typing import Any
@@ -21,11 +21,11 @@ from lmmods.torch_engine.tasks.base import TaskModule, base_seed
 
 
 class CausalModule(CausalFields, TaskModule):
-    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself."""
+    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract; subclasses are the tasks."""
 
     auto_class = "AutoModelForCausalLM"
     task_type = "CAUSAL_LM"
-    measures_experts = True  # where the network has some
+    measures_experts = True  # if the network has any
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +33,8 @@ class CausalModule(CausalFields, TaskModule):
         self._mixture: Mixture | None = None
 
     def on_model_ready(self) -> None:
-        # A spread model's hidden states stay on its last device; its logits come back to the labels.
+        # With model.max_memory, hidden states stay on the model's last device, while its logits are moved back to the
+        # labels' device: so the full logits are used there.
         self.head = LMHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
         if self.measures_experts:
             self._measure_experts()
@@ -61,10 +62,11 @@ class CausalModule(CausalFields, TaskModule):
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """New tokens [B, T_new] after left-padded prompts [B, T], padded at the end; draws depend on seed and row."""
+        """Generate [B, T_new] tokens, right-padded, from left-padded prompts [B, T]; sampling depends on seed and row.
+        """
         from lmmods.torch_engine.nn.decoding import generate
 
-        seed_step(base_seed(), batch_idx)  # for beams, which draw from torch's generator
+        seed_step(base_seed(), batch_idx)  # for beam sampling, which uses torch's generator
         data = self.trainer.datamodule
         prompt_length, num_positions = batch["input_ids"].shape[1], self.max_positions()
         if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
@@ -77,11 +79,11 @@ class CausalModule(CausalFields, TaskModule):
 
 
 def generation_config(settings: Generation, tokenizer: Any, stop_token_ids: list[int]) -> Any:
-    """transformers' GenerationConfig of our settings and the tokens that end an answer."""
+    """Build transformers' GenerationConfig from the settings and the tokens that end an answer."""
     from transformers import GenerationConfig
 
     options = asdict(settings)
-    if not settings.do_sample:  # transformers warns of options that greedy and beam search do not use
+    if not settings.do_sample:  # transformers warns of options unused by greedy and beam search
         for name in ("temperature", "top_p", "typical_p") + (() if settings.penalty_alpha else ("top_k",)):
             del options[name]
     return GenerationConfig(**options, pad_token_id=tokenizer.pad_token_id, eos_token_id=stop_token_ids,

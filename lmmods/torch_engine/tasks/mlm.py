@@ -30,9 +30,9 @@ class MLM(MLMFields, TaskModule):
         return masked_loss(self.head, batch, count_correct)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Candidates [G, K], the likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
+        """Return candidates [G, K], likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
 
-        A gap is a mask token that the text of a prompt holds.
+        A gap is a mask token in the text of a prompt.
         """
         return self(self._fill, batch, batch["input_ids"] == self.trainer.datamodule.tokenizer.mask_token_id)
 
@@ -44,16 +44,16 @@ class MLM(MLMFields, TaskModule):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# An encoder with a token head taken apart, so that only masked positions reach the head.
+# An encoder split from its token head, so that the head is applied to masked positions only.
 
 class MLMHead:
-    """What a masked-LM architecture does between its encoder's hidden states and its logits.
+    """Head of a masked LM: maps its encoder's hidden states to logits.
 
-    The model's own forward is run with the encoder stepping aside, so any architecture's head is right without code.
+    The model's own forward is run with a stub in place of the encoder, so no architecture needs code of its own.
 
     Args:
         model: A masked LM of transformers, also wrapped by PEFT.
-        plain: Let it see all positions, and autograd differentiate it.
+        plain: Apply it to all positions, and leave the gradient to autograd.
     """
 
     def __init__(self, model: nn.Module, plain: bool = False):
@@ -63,7 +63,7 @@ class MLMHead:
         self.vocab_size = network.config.vocab_size
         inside = {id(p) for p in self.encoder.parameters()}
         tied = {id(p) for p in network.get_output_embeddings().parameters()}
-        # Where the parameters lie rather than themselves: a sharding strategy puts others in their place.
+        # Modules and names instead of the parameters themselves, which a sharding strategy replaces.
         places = {id(p): (module, name) for module in network.modules()
                   for name, p in module.named_parameters(recurse=False) if id(p) not in inside or id(p) in tied}
         self._places = list(places.values())
@@ -79,16 +79,16 @@ class MLMHead:
             return self.model(input_ids=ids).logits.squeeze(0)
 
     def params(self) -> list[Tensor]:
-        """Trainable parameters of the head, tied ones included."""
+        """Return the head's trainable parameters, tied ones included."""
         found = [getattr(module, name) for module, name in self._places]
         return [p for p in found if p.requires_grad]
 
 
 def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-    """Summed loss over the masked positions of a batch.
+    """Return the summed loss over the masked positions of a batch.
 
     Args:
-        batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` where the model has them.
+        batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` if the model has them.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
     hidden = head.encoder(**inputs).last_hidden_state
@@ -97,7 +97,7 @@ def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = F
 
 @contextmanager
 def _stepping_aside(encoder: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Let `encoder` answer with these hidden states, whatever it is asked."""
+    """Make `encoder` return these hidden states, whatever its inputs."""
     before = encoder.__dict__.get("forward")
     encoder.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=hidden)
     try:

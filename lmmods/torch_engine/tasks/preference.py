@@ -1,4 +1,4 @@
-"""Preference optimisation: DPO and its kin, on pairs of answers or on single ones with a label."""
+"""Preference optimisation: DPO and related losses, on pairs of answers or on single labelled answers."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -29,12 +29,12 @@ class Preference(PreferenceFields, CausalModule):
         super().__post_init__()
         self.eval_metrics = torch.nn.ModuleDict({name: WeightedMean() for name in ("loss", *self.metric_names)})
         self._reference: Reference | None = None
-        self._baseline: Tensor | None = None  # of the step under way
+        self._baseline: Tensor | None = None  # of the current optimiser step
         self._evaluated: list[Tensor] = []
 
     @property
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the metrics of the loss."""
+        """Names of the loss's metrics."""
         return self.preference_loss.metric_names
 
     def configure_model(self) -> None:
@@ -45,14 +45,14 @@ class Preference(PreferenceFields, CausalModule):
         super().configure_model()
         if is_built or self.reference_kind is None:
             return
-        if self.reference_kind == "cache":  # of the weights before a checkpoint is loaded, as the copy
+        if self.reference_kind == "cache":  # before a checkpoint is loaded, as for the copy
             cache_references(self)
         else:
             self._reference = Reference(self.model, self.reference_kind, self.trainable())
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with `reference_logps` [B, A]."""
-        if self._has_baseline:  # the second answers have done their part
+        """Return the batch with `reference_logps` [B, A]."""
+        if self._has_baseline:  # the second answers were only needed for the baseline, in `survey`
             batch = _answers(batch, slice(0, 1))
             self._dropout.begin(batch)
         if self.reference_kind is None:
@@ -60,7 +60,7 @@ class Preference(PreferenceFields, CausalModule):
         return {**batch, "reference_logps": self._reference_logps(batch)}
 
     def _reference_logps(self, batch: dict[str, Tensor]) -> Tensor:
-        """Log-probability [B, A] of each answer under the reference."""
+        """Return the log-probability [B, A] of each answer under the reference."""
         if "reference_logps" in batch:
             return batch["reference_logps"]
         with self._reference.standing_in():
@@ -87,12 +87,12 @@ class Preference(PreferenceFields, CausalModule):
         return super().memory_estimate() + 4 * copies
 
     def _weights(self, batch: dict[str, Tensor]) -> Tensor:
-        """[B] float32, how much each row counts; 0 where it only evens out the processes."""
+        """Return the weight of each row, [B] float32; 0 for rows that only even out the processes."""
         weights = self.scored_rows(batch).float()
         return weights * batch["loss_weights"][:, 0, 0] if "loss_weights" in batch else weights
 
     def answer_logps(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Log-probability [B, A] of each answer, and its length in tokens."""
+        """Return the log-probability of each answer and its length in tokens, both [B, A]."""
         shape = batch["labels"].shape[:2]
         rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
         if self.context_parallel is None:
@@ -106,7 +106,7 @@ class Preference(PreferenceFields, CausalModule):
         scored = (batch["labels"][..., 1:] != IGNORED).any(-1)
         return scored[:, 0] if self._has_baseline else scored.all(-1)
 
-    # The baseline of single answers: how far the policy is from the reference on answers to other prompts -------------
+    # Baseline of single answers: divergence of policy and reference on answers to other prompts ----------------------
 
     @property
     def _has_baseline(self) -> bool:
@@ -127,7 +127,7 @@ class Preference(PreferenceFields, CausalModule):
 
     @torch.no_grad()
     def _baseline_of(self, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-        """Mean over the rows of a step on all processes, before any of them is trained on; 0 where it is below."""
+        """Return the mean divergence over a step's rows on all processes, before training on them; at least 0."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         size = self.piece_size()
         for batch in batches:
@@ -138,7 +138,7 @@ class Preference(PreferenceFields, CausalModule):
         return _baseline(total, weight).float()
 
     def _divergence(self, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
-        """Sum over rows of how much likelier their second answer is than under the reference, and their weight."""
+        """Return the weighted sum over rows of log(policy / reference) of their second answer, and the weight."""
         others = _answers(batch, slice(1, 2))
         reference = self._reference_logps(others)
         with evaluating(self.model):
@@ -148,7 +148,7 @@ class Preference(PreferenceFields, CausalModule):
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if self._has_baseline:  # which is that of the whole set
+        if self._has_baseline:  # which is taken over the whole set, so only at its end
             reference = self._reference_logps(batch)
             logps, _ = self(self.answer_logps, batch)
             self._evaluated.append(torch.stack([self._weights(batch), batch["desirable"], logps[:, 0], reference[:, 0],
@@ -162,13 +162,13 @@ class Preference(PreferenceFields, CausalModule):
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Loss and metrics over all ranks; sums start anew. A metric of no answer is left out."""
+        """Return loss and metrics over all ranks; resets the sums. Metrics without any answer are left out."""
         if self._has_baseline:
             return self._results_of_rows(), {}
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
         for metric in self.eval_metrics.values():
             metric.reset()
-        return {name: value for name, value in results.items() if value == value}, {}
+        return {name: value for name, value in results.items() if value == value}, {}  # NaN where the weight is 0
 
     def _results_of_rows(self) -> dict[str, float]:
         parts = gather({self.trainer.data_rank: torch.cat(self._evaluated, dim=1)}, self.trainer.world_size)
@@ -182,10 +182,10 @@ class Preference(PreferenceFields, CausalModule):
 
 
 def _baseline(total: Tensor, weight: Tensor) -> Tensor:
-    """Mean divergence from the reference, where it is above 0."""
+    """Return the mean divergence from the reference, clamped at 0."""
     return (total / torch.where(weight > 0, weight, 1)).clamp(min=0)
 
 
 def _answers(batch: dict[str, Tensor], places: slice) -> dict[str, Tensor]:
-    """The rows with some of their answers alone."""
+    """Return the rows with only the given answers."""
     return {name: values[:, places] if values.ndim > 1 else values for name, values in batch.items()}

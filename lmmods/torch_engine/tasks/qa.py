@@ -20,14 +20,14 @@ class QA(QAFields, TaskModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._logits: dict[int, tuple] = {}  # window -> start and end logits of the evaluation under way
+        self._logits: dict[int, tuple] = {}  # start and end logits of the current evaluation, by window
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         return span_loss(*self._forward(batch), batch)
 
     def _forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-        # PEFT's wrapper for this task drops token_type_ids; the adapters lie in the network itself.
+        # PEFT's wrapper for this task drops token_type_ids; the adapters are inside the network itself.
         network = self.model.get_base_model() if self.trains_adapter else self.model
         output = network(**inputs)
         return output.start_logits, output.end_logits
@@ -44,7 +44,7 @@ class QA(QAFields, TaskModule):
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Loss, exact match and F1 over all ranks, and the answers' files."""
+        """Return loss, exact match and F1 over all ranks, and the files of answers."""
         loss = self.eval_metrics["loss"]
         results = {"loss": loss.compute().item()}
         loss.reset()
@@ -53,7 +53,7 @@ class QA(QAFields, TaskModule):
         return {**results, **found.scores}, found.files
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[int, tuple]:
-        """Start and end logits [T] of each window of the batch, by its index."""
+        """Return start and end logits [T] of each window of the batch, by its index."""
         return self._by_window(batch, *self(self._forward, batch))
 
     @staticmethod
@@ -63,14 +63,14 @@ class QA(QAFields, TaskModule):
 
 
 def span_loss(start: Tensor, end: Tensor, batch: dict[str, Tensor]) -> LossSums:
-    """Sum over windows of the mean of start and end cross-entropy over the window's own tokens.
+    """Return the sum over windows of the mean of start and end cross-entropy over the window's own tokens.
 
-    In transformers padding takes part in the softmax, so that a loss depends on the rows it shares a batch with.
+    Padding is masked; in transformers it takes part in the softmax, so that the loss depends on the batch's other rows.
 
     Args:
         start: [B, T] logits.
         end: [B, T] logits.
-        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored; `attention_mask` [B, T].
+        batch: `start_positions`, `end_positions` [B], IGNORED for windows that are not scored; `attention_mask` [B, T].
     """
     padding = batch["attention_mask"] == 0
     lowest = torch.finfo(torch.float32).min
