@@ -1,4 +1,4 @@
-"""A causal network that answers one prompt at a time, on JAX."""
+"""Answer one prompt at a time with a causal network on JAX."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,30 +23,30 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
 
 
 def connect(device: str) -> None:
-    """Choose the device that answers. Raises UserError: this engine does not know it."""
+    """Select the device to answer on; raise UserError if this engine does not know it."""
     if device not in ACCELERATORS:
         raise UserError(f"--device {device}: engine jax takes {', '.join(ACCELERATORS)}.")
     machines.start(device, 1, 1, "auto", False)
 
 
 def choose_precision() -> str:
-    """What `auto` means for a model that no run has chosen a precision for."""
+    """Return the precision that `auto` selects for a model without a run."""
     return machines.choose_precision()[0].replace("mixed", "true")
 
 
 class TextModel:
-    """A causal network that answers.
+    """A causal network that answers prompts.
 
     Args:
-        fields: What it is made of.
-        data: The data module, for its tokenizer.
+        fields: The task's fields, which describe the network.
+        data: The data module, which provides the tokenizer.
         precision: Lightning's name.
-        seed: Of all parameters that no file holds.
-        checkpoint: Of the run, whose parameters take the place of the first ones.
+        seed: Seed of all parameters that are not in files.
+        checkpoint: Checkpoint whose parameters replace the initial ones.
         frozen: As in `build_network`.
 
     Raises:
-        UserError: The model cannot be found, read or made, or the checkpoint does not fit it.
+        UserError: The model cannot be found, read or built, or the checkpoint does not fit it.
     """
 
     def __init__(self, fields: CausalFields, data: Any, *, precision: str, seed: int, checkpoint: Path | None = None,
@@ -66,10 +66,10 @@ class TextModel:
 
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
                on_token: Callable[[int], bool]) -> bool:
-        """Answer a prompt; returns whether an end token came, which is not handed over.
+        """Answer a prompt; return True if an end token was generated, which is not passed to `on_token`.
 
         Args:
-            row: Number of the prompt, by which it draws.
-            on_token: Given a token of the answer as soon as it is chosen, says whether to go on.
+            row: Number of the prompt, which determines its random draws.
+            on_token: Called with each token of the answer as soon as it is chosen; stops if it returns False.
         """
         return stream(self._network, self._params, prompt, settings, stop_token_ids, self._pad, seed, row, on_token)

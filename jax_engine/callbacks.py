@@ -1,4 +1,4 @@
-"""What may watch a run on JAX, under the names and fields of Lightning's callbacks."""
+"""Callbacks of a JAX run, with the names and fields of Lightning's."""
 
 from lmmods.evaluation.early_stopping import EarlyStoppingRule
 

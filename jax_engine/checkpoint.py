@@ -1,4 +1,4 @@
-"""Checkpoints of a run on JAX: what one holds, when it is restored, and how it is written beside training."""
+"""Checkpoints of a JAX run: their content, restoring, and saving in the background of training."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,17 +27,17 @@ from lmmods.runs.wandb import log_checkpoint
 
 
 class Checkpointer:
-    """Restores and saves all that a run needs to go on exactly.
+    """Save and restore everything a run needs to resume exactly.
 
     Args:
-        cut: How its steps are cut.
+        cut: How an optimiser step is divided into micro-batches.
     """
 
     def __init__(self, run: Training, cut: Cut, policy: CheckpointPolicy, callbacks: list[EarlyStopping],
                  identity: RunIdentity):
         self._run, self._cut, self._policy = run, cut, policy
         self._callbacks, self._identity = callbacks, identity
-        self._latest: Path | None = None  # restored or saved
+        self._latest: Path | None = None  # checkpoint restored or saved last
         self._writer = BackgroundWriter()
         several = jax.process_count() > 1
         self._shares = Shares(jax.process_index(), jax.process_count()) if several else None
@@ -45,7 +45,7 @@ class Checkpointer:
     # Restoring -------------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Path) -> None:
-        """Everything as it was when `checkpoint` was written, by either engine."""
+        """Restore the run from a checkpoint written by either engine."""
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
         content = _opened(checkpoint)
         key = type(run.data).__qualname__
@@ -66,26 +66,26 @@ class Checkpointer:
         self._latest = self.path
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Finish what a run that died after writing `checkpoint` left undone. Called by the first process."""
+        """Complete the clean-up that a run interrupted after writing `checkpoint` left undone. First process only."""
         self._policy.resume(self._run.folder, checkpoint)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path:
-        """Of a checkpoint of this very moment."""
+        """Path of a checkpoint at the current position: optimiser step and micro-batches accumulated after it."""
         return self._run.folder.checkpoint(checkpoint_name(self._run.progress.step, self._run.num_accumulated))
 
     def is_saved(self) -> bool:
-        """Whether this very moment was restored from a checkpoint or saved as one."""
+        """Return True if the current position was restored from, or saved as, a checkpoint."""
         return self._latest == self.path
 
     def rank(self, metrics: dict[str, float]) -> None:
-        """Note the checkpoint about to be written among the best, if it is."""
+        """Enter the checkpoint about to be written into the ranking of the best."""
         self._policy.rank(metrics, self.path.name)
 
     def save(self) -> None:
-        """Start to write a checkpoint of this very moment. All processes must call this."""
+        """Start writing a checkpoint of the current position in the background. All processes must call this."""
         run, self._latest = self._run, self.path
         path = self.path
         with run.stopwatch.paused():
@@ -95,20 +95,20 @@ class Checkpointer:
                               lambda: machines.barrier("checkpoint begins"))
 
     def _settle(self, path: Path, kept: KeptCheckpoints) -> None:
-        """Called when a checkpoint stands, by the thread that wrote it."""
+        """Called by the writer thread once a checkpoint is complete."""
         kept.apply(self._run.folder)
         log_checkpoint(self._run.loggers, path)
 
     def check(self) -> None:
-        """Raise what went wrong with a checkpoint, if anything has by now; waits for nothing."""
+        """Raise the error of the background writer, if there is one; does not wait."""
         self._writer.check()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more; raises what went wrong."""
+        """Wait for the background writer; raises its error."""
         self._writer.wait()
 
     def _content(self) -> CheckpointContent:
-        """All processes must call this."""
+        """Return the content of a checkpoint of the current position. All processes must call this."""
         run, network, progress = self._run, self._run.task.network, self._run.progress
         fetch, accumulation = run.parallel.pieces if self._shares else run.parallel.fetch_state, {}
         state = fetch(run.state)
@@ -135,7 +135,7 @@ class Checkpointer:
 
 
 def _opened(checkpoint: Path) -> CheckpointContent:
-    """`open_checkpoint`, when each process has verified its share of the files. All of them must call this."""
+    """Open a checkpoint after each process has verified its share of the files. All processes must call this."""
     rank, problems = jax.process_index(), {}
     try:
         check_manifest(checkpoint, share=(rank, jax.process_count()))
@@ -147,7 +147,7 @@ def _opened(checkpoint: Path) -> CheckpointContent:
 
 
 def load_weights(run: Run, checkpoint: Path) -> None:
-    """Parameters of a checkpoint instead of the first ones."""
+    """Replace the run's initial parameters by those of a checkpoint."""
     content, network, weights = _opened(checkpoint), run.task.network, run.weights
     like = run.parallel.shapes(weights.trainable)
     trainable = unpack_trainable(content, like, network.to_torch, network.from_torch)
@@ -155,17 +155,18 @@ def load_weights(run: Run, checkpoint: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parameters, optimiser state and accumulated gradients as the torch engine names and numbers them, and back.
+# Conversion of parameters, optimiser state and accumulated gradients to the names and indices of the torch engine, and
+# back.
 
-# The torch engine's networks are the attribute `model` of a LightningModule.
+# In the torch engine the network is the attribute `model` of a LightningModule.
 PREFIX = "model."
-# Under this key bitsandbytes wraps the slots of its optimisers when it saves them; it also reads them unwrapped.
+# bitsandbytes saves the slots of its optimisers under this key; it also loads them without it.
 _BITSANDBYTES = "__bnb_optimizer_quant_state__"
 
 ToTorch = Callable[[Tree], dict[str, Any]]
 FromTorch = Callable[[dict[str, np.ndarray]], Tree]
 
-# What torch's optimisers keep beside their slots, from the number of steps taken.
+# Per-parameter entries of torch's optimisers other than their slots, as functions of the number of steps taken.
 _COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "adamw": lambda step: {"step": np.array(step, np.float32)},
     "adafactor": lambda step: {"step": step, "RMS": 0},
@@ -175,10 +176,10 @@ _COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> CheckpointContent:
-    """The part of a checkpoint that holds parameters, optimiser and schedule.
+    """Return the part of a checkpoint that holds parameters, optimiser and schedule.
 
     Args:
-        state: On the host (`Parallel.fetch_state`).
+        state: On the host (`Parallel.fetch_state` or `Parallel.pieces`).
         step: Optimiser steps taken, of `num_steps`.
         to_torch: `Network.to_torch`.
     """
@@ -199,13 +200,13 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
 
 
 def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
-    """State on the host from a checkpoint; `Parallel.put_state` brings it to the devices.
+    """Return the state of a checkpoint on the host; `Parallel.put_state` copies it to the devices.
 
     Args:
         like: Shapes and dtypes of this run's state (`Parallel.shapes`).
 
     Raises:
-        UserError: It is the checkpoint of another model or optimiser.
+        UserError: The checkpoint is of another model or optimiser.
     """
     saved = content["state_dict"]
     trainable = unpack_trainable(content, like["trainable"], to_torch, from_torch)
@@ -218,7 +219,7 @@ def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch
 
 
 def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
-    """The trained parameters alone, on the host; arguments and errors as of `unpack`."""
+    """Return only the trainable parameters, on the host; arguments and errors as for `unpack`."""
     saved = content["state_dict"]
     wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
     check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, wanted)))
@@ -227,12 +228,14 @@ def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, 
 
 def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, metric_names: Sequence[str] = ()
                       ) -> AccumulatedGradients:
-    """What a step under way has summed over all devices, but for its statistics, which are found again from its rows.
+    """Return the gradients and sums accumulated in the current step, in checkpoint form.
+
+    Statistics are not saved: they are recomputed from the step's rows on resuming.
 
     Args:
-        accumulation: On the host, added up over devices (`Parallel.add_up`).
+        accumulation: On the host, summed over devices (`Parallel.add_up`).
         num_batches: Micro-batches of each rank in it.
-        metric_names: Of the task, in the order in which a checkpoint has their sums.
+        metric_names: The task's metrics, in the order of their sums in the checkpoint.
     """
     gradients = {PREFIX + name: gradient for name, gradient in to_torch(accumulation["gradients"]).items()}
     sums = np.concatenate([np.ravel(accumulation["sums"][name]).astype(np.float64) for name in (*SUMS, *metric_names)])
@@ -240,7 +243,7 @@ def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, m
 
 
 def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
-    """Undo `pack_accumulation`, for `Parallel.put_sums`."""
+    """Inverse of `pack_accumulation`; the result goes to `Parallel.put_sums`."""
     divisor = np.float32(saved["divisor"])
     gradients = {name.removeprefix(PREFIX): lazy_array.of(gradient).astype(np.float32).scaled(divisor)
                  for name, gradient in saved["gradients"].items()}
@@ -259,12 +262,12 @@ def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: 
 
 
 def _by_group(params: dict[str, np.ndarray]) -> list[str]:
-    """Names in the order of torch's indices: matrices are the first parameter group, all else the second."""
+    """Return names in the order of torch's indices: parameters with weight decay are group 0, all others group 1."""
     return sorted(params, key=lambda name: not decays(name, params[name].ndim))
 
 
 def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
-    """torch's parameter groups."""
+    """Return torch's parameter groups."""
     options = {
         "adamw": {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
                   "foreach": None, "capturable": False, "differentiable": False, "fused": True,
@@ -282,16 +285,16 @@ def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> li
 
 
 def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An array of that shape and dtype; its zeros are never touched, so it takes no memory."""
+    """Return a zero array of this shape and dtype; its pages are never touched, so it takes no memory."""
     return np.zeros(leaf.shape, leaf.dtype)
 
 
 def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One slot of the optimiser by name; zeros before the first step."""
+    """Return one optimiser slot by parameter name; zeros before the first step."""
     found = {}
     for name, array in wanted.items():
         entry = by_name.get(PREFIX + name, {}) if by_name else {slot: lazy_array.zeros(array.shape)}
-        in_8_bits = slot in entry and entry[slot].dtype == np.uint8  # codes of bitsandbytes, not the values
+        in_8_bits = slot in entry and entry[slot].dtype == np.uint8  # bitsandbytes' codes, which are unsupported
         if slot not in entry or in_8_bits or entry[slot].shape != array.shape:
             raise UserError(f"This checkpoint holds no {slot} of {name}: it is of another optimizer. Resume with the "
                             "optimizer.name that the run was started with (config.yaml in its folder).")

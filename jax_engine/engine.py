@@ -1,11 +1,11 @@
-"""Entry point of this engine: the classes that its recipes configure."""
+"""Entry point of this engine: the classes that recipes configure."""
 
 from lmmods.core.engines import import_all
 from lmmods.core.errors import UserError
 
 
 def load() -> tuple[type, type, type, type, type, type]:
-    """The classes of trainer, tasks (their base), checkpoint rules, samples, MMLU evaluation and uploads.
+    """Return the classes of trainer, tasks (their base), checkpoint policy, samples, MMLU evaluation and uploads.
 
     Raises:
         UserError: jax or flax is not installed, or their versions are incompatible.

@@ -1,4 +1,4 @@
-"""Evaluation on JAX, while training and after: validation and test sets, multiple-choice questions, samples."""
+"""Evaluation on JAX, during and after training: validation and test sets, multiple-choice questions, samples."""
 
 import math
 
@@ -11,18 +11,18 @@ from lmmods.evaluation.samples import SampleWriter
 
 
 class Evaluation:
-    """Without dropout and without side effects on training. All processes must call each method."""
+    """Evaluate without dropout or side effects on training. All processes must call each method."""
 
     def __init__(self, run: Run, samples: SampleWriter, mmlu: MMLUEvaluator):
         self._run, self.samples, self.mmlu = run, samples, mmlu
 
     def evaluate(self, role: str, limit: int | None = None, keep: bool = True) -> dict[str, float]:
-        """Metrics over a whole set; none where there is no such set.
+        """Return the metrics over a split; empty if there is no such split.
 
         Args:
             role: `val` or `test`.
-            limit: At most so many global micro-batches; None or -1 takes all.
-            keep: Whether to write the files that the task makes of it.
+            limit: Maximum number of global batches; None or -1 takes all.
+            keep: Write the task's result files.
         """
         run, data = self._run, self._run.data
         loader = data.val_dataloader() if role == "val" else data.test_dataloader()
@@ -40,7 +40,7 @@ class Evaluation:
         return {f"{role}/{name}": value for name, value in found.items()}
 
     def ask(self) -> dict[str, float]:
-        """Metrics of the multiple-choice questions."""
+        """Return the metrics of the multiple-choice questions."""
         run, data = self._run, self._run.data
         with run.stopwatch.paused():
             batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
@@ -52,7 +52,7 @@ class Evaluation:
         """Generate from the fixed prompts."""
         run, tokenizer, step = self._run, self._run.data.tokenizer, self._run.progress.step
         with run.stopwatch.paused():
-            # Of weights of its own, so that the replica does not outlive this.
+            # A new Weights object, so that its cached replica is freed afterwards.
             weights = Weights(run.parallel, run.weights.trainable, run.weights.frozen)
             tokens = generate(run.task.network, weights.replica, self.samples.prompt_ids, self.samples.generation,
                               run.data.stop_token_ids, tokenizer.pad_token_id)

@@ -1,4 +1,4 @@
-"""What a run on JAX leaves: the model folder with its card, the loss curves as a picture, and uploads of both."""
+"""Results of a JAX run: the model folder with its card, the plot of the loss, and uploads."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class Exporter:
         self._run, self._publish = run, publish
 
     def upload(self) -> None:
-        """Upload the model of this moment in the background, unless the upload before it is under way."""
+        """Upload the current model in the background, unless the previous upload is still in progress."""
         run, publish, step = self._run, self._publish, self._run.progress.step
         if machines.any_of(publish.is_busy):
             return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")

@@ -1,7 +1,7 @@
-"""Update rules by the names in `lmmods.core.settings`, step for step as torch, transformers and bitsandbytes have them.
+"""Optimisers by the names in `lmmods.core.settings`, matching torch, transformers and bitsandbytes step for step.
 
-Everything that depends on the number of the step alone (learning rate, bias corrections) is computed on the host in
-float64 and enters as a scalar: in float32 `1 - 0.999**1` is off by 5e-5, which is the largest difference between two
+Everything that depends only on the step number (learning rate, bias corrections) is computed on the host in float64 and
+passed as a scalar: in float32 `1 - 0.999**1` is off by 5e-5, which would be the largest difference between two
 otherwise equal runs.
 """
 
@@ -23,13 +23,13 @@ Slots = dict[str, Array]
 
 
 class Rule(NamedTuple):
-    """An update rule on one parameter, stored once (not a stack of layers).
+    """An update rule for a single parameter (not a stack of layers).
 
     Args:
-        slots: Parameter -> its new optimiser state.
-        update: (gradient float32, parameter float32, state, decay, scalars) -> what is added to the parameter, and
-            the new state. `decay` is the weight decay of this parameter.
-        scalars: (step from 1 on, learning rate) -> scalars of that step.
+        slots: Parameter -> its initial optimiser state.
+        update: (gradient float32, parameter float32, state, decay, scalars) -> the change of the parameter, and the
+            new state. `decay` is the weight decay of this parameter.
+        scalars: (step, from 1; learning rate) -> scalars of that step.
     """
 
     slots: Callable[[Array], Slots]
@@ -38,14 +38,14 @@ class Rule(NamedTuple):
 
 
 def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtraArgs:
-    """The optimiser of `settings`; its `update` takes the scalars of the step as extra arguments.
+    """Return the optimiser of `settings`; its `update` takes the scalars of the step as extra arguments.
 
     Args:
-        decays: For each parameter whether it decays, which it does if it is a matrix (Network.decays). A parameter
-            with one more dimension than that is a stack of layers, each of which is a parameter of its own.
+        decays: True for each parameter with weight decay, which are the matrices (Network.decays). A parameter with one
+            more dimension is a stack of layers, whose layers are updated as separate parameters.
 
     Raises:
-        UserError: The name is one of bitsandbytes' (8 bits or paged).
+        UserError: The optimiser is one of bitsandbytes' (8-bit or paged).
     """
     rule, marks = rule_of(settings), flatten(decays)
 
@@ -76,14 +76,13 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
 
 
 def step_scalars(settings: Optimizer, step: int, num_steps: int) -> dict[str, np.float32]:
-    """What the update of optimiser step `step` (0 for the first) of `num_steps` needs beside gradients; `lr` is in it.
-    """
+    """Return the scalars of optimiser step `step` (from 0) of `num_steps`, including `lr`."""
     lr = settings.lr_at(step, num_steps)
     return {name: np.float32(value) for name, value in {"lr": lr, **rule_of(settings).scalars(step + 1, lr)}.items()}
 
 
 def rule_of(settings: Optimizer) -> Rule:
-    """The rule that `settings` names, with its constants filled in."""
+    """Return the update rule of `settings`, with its constants."""
     rules = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion}
     if settings.name not in rules:
         raise UserError(f"optimizer.name is {settings.name}, which is bitsandbytes' and needs engine: torch. The JAX "
@@ -132,13 +131,13 @@ def _adafactor(_settings: Optimizer) -> Rule:
         rms = jnp.sqrt(jnp.mean(change * change))
         change = change / jnp.maximum(rms, 1.0)
         decayed = param - (scalars["lr"] * decay) * param
-        return (decayed - scalars["lr"] * change) - param, new  # rounded twice, as transformers rounds
+        return (decayed - scalars["lr"] * change) - param, new  # decay first: rounds as transformers does
 
     return Rule(slots, update, lambda step, _: {"beta2": 1 - step**-0.8, "one_minus_beta2": step**-0.8})
 
 
 def _sgd(settings: Optimizer) -> Rule:
-    """torch's SGD. Its decay is part of the gradient, hence of the momentum."""
+    """torch's SGD. Weight decay is part of the gradient, and so of the momentum."""
 
     def update(gradient, param, state, decay, scalars):
         gradient = gradient + decay * param
@@ -163,12 +162,12 @@ def _lion(settings: Optimizer) -> Rule:
 
 
 def _by_slot(slots: dict[Path, Slots]) -> Tree:
-    """{path: {slot: array}} as {slot: tree}."""
+    """Convert {path: {slot: array}} to {slot: tree}."""
     return unflatten({(name, *path): value for path, state in slots.items() for name, value in state.items()})
 
 
 def _by_path(state: Tree) -> dict[Path, Slots]:
-    """Undo `_by_slot`."""
+    """Inverse of `_by_slot`."""
     found: dict[Path, Slots] = {}
     for (name, *path), value in flatten(state).items():
         found.setdefault(tuple(path), {})[name] = value

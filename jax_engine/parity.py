@@ -1,4 +1,4 @@
-"""What JAX computes of given rows, for a comparison with torch: logits of the whole network, loss and gradient."""
+"""Logits, loss and gradient of given rows on JAX, for comparison with torch."""
 
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,15 @@ from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences
 
 
 def measure(task: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
-    """Write loss, logits and gradient of rows [1, ...] into a folder, without dropout; see `core.parity`.
+    """Write loss, logits and gradient of rows [1, ...] to a folder, without dropout; see `core.parity`.
 
     Args:
-        task: Not built yet.
-        datamodule: For its tokenizer.
+        task: The task, not built yet.
+        datamodule: Provides the tokenizer.
     """
     with jax.default_matmul_precision("highest"):
         trainable, frozen = task.build("32-true", datamodule, datamodule.run_seed)
-        task.network.drops = False  # else a loss as in training
+        task.network.drops = False  # the loss is computed in training mode, but without dropout
         trainable = jax.device_put(_moved(task.network, jax.tree.map(np.asarray, trainable)))
         frozen = jax.device_put(jax.tree.map(np.asarray, frozen))
         _measure(task, trainable, frozen, rows, folder)
@@ -71,7 +71,7 @@ def _on_device(row: Row) -> dict[str, Array]:
 
 
 def _moved(network: Network, trainable: Tree) -> Tree:
-    """What trains with adapters away from zero."""
+    """Return the trainable parameters with adapters moved away from zero, so that all gradients are non-zero."""
     leaves = flatten(trainable)
     for path, leaf in leaves.items():
         if path[-1] == "lora_B":

@@ -1,4 +1,4 @@
-"""What a training step of a recipe needs on devices that need not be here: its own programs, lowered and compiled."""
+"""Planning: compile a recipe's training step for devices that need not be present, and report what it needs."""
 
 import copy
 import math
@@ -30,27 +30,27 @@ from lmmods.core.model_sizes import score_flops
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 
-PREALLOCATED = 0.75  # of a GPU's memory: what XLA takes unless the variable says otherwise
+PREALLOCATED = 0.75  # fraction of a GPU's memory that XLA takes by default
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _ATTENTION = re.compile(r'custom_call_target="__(cudnn\$fmha\w*)"|%(splash_mha_(?:fwd|dq|dkv))\S* = .* custom-call\(')
 
 
 class Planner:
-    """Plans of one recipe on one target.
+    """Plan one recipe on one target.
 
     Args:
-        trainer: Of the recipe.
+        trainer: The recipe's trainer.
         on: The target.
     """
 
-    may_shard = True  # whatever the recipe
+    may_shard = True  # this engine can shard any recipe
 
     def __init__(self, trainer: Any, task: Task, data: Any, on: Target):
         self.trainer, self.task, self.data = trainer, task, data
         self.devices, simulated = devices_of(on)
         self.on = replace(on, is_simulated=simulated)
         trainer.state.fn = SimpleNamespace(value="fit")
-        trainer.parallel = machines.spread(trainer.strategy, self.devices)  # rows of a step are those of the target
+        trainer.parallel = machines.spread(trainer.strategy, self.devices)  # the target's ranks set the rows of a step
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")
@@ -61,24 +61,24 @@ class Planner:
 
     @property
     def missing(self) -> str | None:
-        """The package without which the target is only simulated."""
+        """Name of the missing package that would compile for the target; None if the target is not simulated."""
         return plugin(self.on) if self.on.is_simulated else None
 
     def recipe(self) -> Variant:
-        """The recipe as it is."""
+        """Return the recipe unchanged, as a variant."""
         task, trainer = self.task, self.trainer
         return Variant(self.data.batch_size, trainer.accumulate_grad_batches, task.gradient_checkpointing,
                        trainer.strategy, task.quantize, task.lora)
 
     @property
     def length(self) -> RunLength:
-        """Of the run."""
+        """Length of the run."""
         trainer = self.trainer
         return RunLength(len(self._loader) * self.data.batch_size, trainer.limits["train"], trainer.max_steps,
                          trainer.max_epochs)
 
     def plan(self, variant: Variant) -> StepPlan:
-        """What a step needs; compiles it."""
+        """Compile a step of a variant and return what it needs."""
         task = copy.copy(self.task)
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.__post_init__()
@@ -124,7 +124,7 @@ class Planner:
         return self.on.room(float(os.environ.get(FRACTION, PREALLOCATED)))
 
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
-        """Arithmetic of a step on each device, with what is computed again."""
+        """Return the FLOPs of a step per device, including recomputation."""
         arch, tokens = task.network.arch, rows["input_ids"]
         trained, forward_alone = task.passes()
         step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, merge(trainable, frozen)) / 2
@@ -165,7 +165,7 @@ class Planner:
 
 
 def outlined_batch(example: dict[str, Any], ranks: int, rows: int, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of all ranks, as long as it may be; `example` is one of the loader."""
+    """Return an abstract batch of all ranks at the maximum length; `example` is a batch of the loader."""
     axis = example["input_ids"].ndim - 1
     outlined = {}
     for name, x in example.items():
@@ -177,7 +177,7 @@ def outlined_batch(example: dict[str, Any], ranks: int, rows: int, max_length: i
 
 
 def _parts(parallel: Parallel, tree: Tree, kind: str) -> Tree:
-    """Shape and dtype of what a device holds of each array."""
+    """Return the shape and dtype of each array's shard on a device."""
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else (1, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -186,18 +186,18 @@ def _parts(parallel: Parallel, tree: Tree, kind: str) -> Tree:
 
 
 def _held(parallel: Parallel, tree: Tree, kind: str) -> int:
-    """Bytes that a device holds of a tree."""
+    """Return the bytes of a tree's shards on a device."""
     return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(_parts(parallel, tree, kind)))
 
 
 def _kernels(programs: dict[str, Any]) -> dict[str, int]:
-    """Fused attention: calls that stand in the programs, by name."""
+    """Count the calls of fused attention kernels in the programs, by name."""
     found = Counter("".join(names) for program in programs.values() for names in _ATTENTION.findall(program.as_text()))
     return {name.replace("cudnn$", "cuDNN "): count for name, count in sorted(found.items())}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Collectives of a compiled program, counted in its HLO: how often each runs in a call, and on how many bytes.
+# Collectives of a compiled program, from its HLO: executions per call, and bytes.
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s4": 4, "u4": 4}
@@ -206,15 +206,15 @@ _CALLED = re.compile(r"(?:body|calls|to_apply|async_computation)=%?([\w.\-]+)")
 
 
 def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
-    """Traffic by kind of one call of a program, and loops whose number of passes its text does not tell.
+    """Return one call's traffic by kind of collective, and the number of loops with an unknown trip count.
 
-    Bodies of loops count as often as they run; those whose passes are not known count once.
+    Loop bodies count once per iteration, or once if the trip count is unknown.
 
     Args:
         hlo: Text of the compiled module.
     """
     computations = _computations(hlo)
-    # A TPU's program names one collective in several fusions, which start it and wait for it: these by their channel.
+    # TPU programs mention a collective in several fusions, which start it and wait for it: identify it by its channel.
     found_once: dict[str, tuple[str, int, int, int]] = {}
     unknown = set()
 
@@ -228,7 +228,7 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
             if kind in KINDS:
                 group, channel = _group(line), re.search(r"channel_id=(\d+)", line)
                 size = _whole_bytes(kind, found[1], found[2], group)
-                # A TPU's program spells one as a fusion of a sum and a slice, in a computation of this name.
+                # TPU programs have a reduce-scatter as a fusion of all-reduce and slice, in a computation of this name.
                 one = ("reduce-scatter" if "all-reduce-scatter" in name else kind, times, size, group)
                 key = channel[1] if channel and in_fusion else line
                 found_once[key] = max(found_once.get(key, one), one, key=lambda each: each[1])
@@ -251,7 +251,7 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
 
 
 def _computations(hlo: str) -> dict[str, list[str]]:
-    """Lines of each computation by its name; that of the entry is empty."""
+    """Return the lines of each computation by name; the entry computation's name is empty."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in hlo.splitlines():
@@ -274,17 +274,17 @@ def _width(kind: str) -> int:
 
 
 def _whole_bytes(kind: str, shapes: str, operation: str, group: int) -> int:
-    """Bytes of the whole array of a collective, whose results have these shapes."""
+    """Return the bytes of a collective's unsharded array, from the shapes of its results."""
     sizes = _bytes(shapes)
     if operation.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
-        sizes = sizes[len(sizes) // 2:]  # behind the operands
+        sizes = sizes[len(sizes) // 2:]  # results follow the operands
     elif operation.endswith("-start") and kind == "collective-permute":
         sizes = sizes[:1]
     return sum(sizes) * (group if kind == "reduce-scatter" else 1)
 
 
 def _group(line: str) -> int:
-    """Devices that take part in a collective."""
+    """Return the number of devices in a collective's group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return listed[1].count(",") + 1
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
@@ -295,7 +295,7 @@ def _group(line: str) -> int:
 
 
 def _passes(line: str, computations: dict[str, list[str]]) -> int | None:
-    """How often a loop runs: as the compiler says, or by the constant that its counter stays below."""
+    """Return a loop's trip count, from the compiler's annotation or the constant upper bound of its counter."""
     if known := re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', line):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -305,10 +305,10 @@ def _passes(line: str, computations: dict[str, list[str]]) -> int | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Devices that are not here, for XLA to compile for: of TPUs (jax[tpu]), of GPUs (jax[cuda12]), or simulated ones.
+# Absent devices for XLA to compile for: TPUs (jax[tpu]), GPUs (jax[cuda12]), or simulated ones.
 
-# What XLA must know of a GPU beside its memory, from the vendor's tables: multiprocessors, float32 lanes of one, KiB of
-# shared memory of one and of a block, MiB of cache, GHz, compute capability.
+# GPU properties that XLA needs beside the memory size, from the vendor's tables: multiprocessors (SMs), float32 lanes
+# per SM, KiB of shared memory per SM and per block, MiB of L2 cache, GHz, compute capability.
 GPUS = {"H100": (132, 128, 228, 227, 50, 1.98, (9, 0)), "H200": (132, 128, 228, 227, 50, 1.98, (9, 0)),
         "H100-PCIe": (114, 128, 228, 227, 50, 1.755, (9, 0)), "A100": (108, 64, 164, 163, 40, 1.41, (8, 0)),
         "A100-80GB": (108, 64, 164, 163, 40, 1.41, (8, 0)), "A100-PCIe": (108, 64, 164, 163, 40, 1.41, (8, 0)),
@@ -317,27 +317,27 @@ GPUS = {"H100": (132, 128, 228, 227, 50, 1.98, (9, 0)), "H200": (132, 128, 228, 
 
 
 def plugin(on: Target) -> str | None:
-    """The package of JAX that compiles for a target; None: what is here does, or nothing."""
+    """Return the JAX plug-in package that compiles for a target; None if none is needed, or there is none."""
     if on.platform == "tpu":
         return "libtpu"
     return "jax_cuda12_plugin" if on.kind is not None and on.kind.name in GPUS else None
 
 
 def has(package: str) -> bool:
-    """Whether this environment has it."""
+    """Return True if this environment has the package."""
     return find_spec(package) is not None
 
 
 def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
-    """Devices to lower and compile for, and whether they are simulated ones of this machine's processor.
+    """Return the devices to compile for, and True if they are simulated on this machine's CPU.
 
     Raises:
-        UserError: JAX has started already, with fewer devices than are to be simulated.
+        UserError: JAX is initialised already, with fewer devices than are to be simulated.
     """
     jax.config.update("jax_platforms", "cpu")
     package = plugin(on)
     if package is None or not has(package):
-        with suppress(RuntimeError):  # they are there already; their number is checked
+        with suppress(RuntimeError):  # initialised already; the number of devices is checked below
             jax.config.update("jax_num_cpu_devices", on.num_devices)
         found = jax.devices("cpu")[:on.num_devices]
         if len(found) < on.num_devices:
@@ -348,10 +348,10 @@ def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
         found = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=_description(on),
                                              topology=f"1x1x{on.num_devices}")
     else:
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no server to ask what is attached
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at once: none uses a chip
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to query
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # concurrent plans do not use a chip
         bounds = tpu_shape(on)
-        # As one host, so that this process counts as that of all devices.
+        # As a single host, so that all devices belong to this process.
         found = topologies.get_topology_desc(
             platform="tpu", chips_per_host_bounds=bounds, wrap=tpu_rings(bounds, on.kind.cores == 1),
             topology_name=f"{on.kind.name}:" + "x".join(map(str, bounds[:2] if on.kind.cores == 1 else bounds)))
@@ -359,10 +359,10 @@ def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
 
 
 def tpu_shape(on: Target) -> tuple[int, int, int]:
-    """Chips of a slice along each axis: v5e and v6e lie in a plane, v4 and v5p in space; as even as it goes.
+    """Return the topology of a slice, as even as possible: 2D for v5e and v6e, 3D for v4 and v5p.
 
     Raises:
-        UserError: Their number is no power of two.
+        UserError: The number of chips is not a power of two.
     """
     bits = on.num_devices.bit_length() - 1
     if on.num_devices != 1 << bits:
@@ -374,8 +374,9 @@ def tpu_shape(on: Target) -> tuple[int, int, int]:
 
 
 def tpu_rings(shape: tuple[int, int, int], is_plane: bool) -> tuple[bool, bool, bool]:
-    """Along which axes the last chip of a slice is linked with the first: of whole pods of v5e and v6e, 16 x 16 chips,
-    and of slices of v4 and v5p that are made of cubes of 4 x 4 x 4.
+    """Return which axes of a slice have wrap-around links.
+
+    All have them in full 16 x 16 pods of v5e and v6e, and in slices of v4 and v5p made of 4 x 4 x 4 cubes.
     """
     if is_plane:
         return (shape == (16, 16, 1),) * 2 + (False,)
@@ -383,7 +384,7 @@ def tpu_rings(shape: tuple[int, int, int], is_plane: bool) -> tuple[bool, bool, 
 
 
 def _description(on: Target) -> str:
-    """A GPU in the words of XLA's GpuTargetConfigProto."""
+    """Return a GPU's description as XLA's GpuTargetConfigProto in text format."""
     cores, lanes, shared, block, cache, clock, (major, minor) = GPUS[on.kind.name]
     return f"""
         gpu_device_info {{

@@ -1,4 +1,4 @@
-"""What JAX finds on this machine, for `doctor`: `python -m jax_engine.probe` prints it as JSON."""
+"""Report on JAX and its devices for `doctor`: `python -m jax_engine.probe` prints it as JSON."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from jax_engine.distributed.devices import choose_precision
 
 
 def probe() -> dict[str, Any]:
-    """Versions, devices, precision, and what is wrong with a product on each device."""
+    """Return versions, devices, precision, and for each device the error of a matrix product ("" if correct)."""
     return {"version": jax.__version__, "flax": flax.__version__, "platform": jax.devices()[0].platform,
             "devices": [device.device_kind for device in jax.local_devices()], "precision": choose_precision(),
             "products": {str(device): _wrong_with(device) for device in jax.local_devices()}}

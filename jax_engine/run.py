@@ -1,4 +1,4 @@
-"""What the parts of a command share: data and network on the devices, and, in fit, what training changes."""
+"""Shared state of a command: data, network and weights on the devices, and in fit the state that training changes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,18 +23,18 @@ from lmmods.runs.step_metrics import StepMetrics
 
 @dataclass(kw_only=True)
 class Run:
-    """One command at work.
+    """State shared by the parts of a running command.
 
     Args:
         data: The DataModule, set up.
-        description: Of the network, in a line.
+        description: One-line description of the network.
         needed: Rough bytes of a training step on each device.
-        flops_per_token: Arithmetic of one training token.
-        weights: Parameters on the devices, as they are now.
+        flops_per_token: FLOPs per training token.
+        weights: Current parameters, on the devices.
         limits: `trainer.limit_<role>_batches` by role: train, val, test, predict.
-        stopwatch: Time of training proper.
-        loggers: Of this process; those of the first log, from when the run folder is ready.
-        progress: How far training is.
+        stopwatch: Measures training time only, without validation, checkpoints and compilation.
+        loggers: This process's loggers; empty on all but the first, and there until the run folder is ready.
+        progress: Training progress.
     """
 
     folder: RunFolder
@@ -54,16 +54,16 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files."""
+        """True on the process that writes files."""
         return jax.process_index() == 0
 
     def num_batches(self, loader: Any, role: str) -> int:
-        """Global micro-batches of a pass over a loader."""
+        """Return the number of global batches in one pass over a loader, after `limits`."""
         return limited(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
 
     def batches(self, loader: Any, batch_size: int, num_batches: int | float,
                 max_length: int | None = None) -> Iterator[GlobalBatch]:
-        """At most `num_batches` global micro-batches of a pass over a loader.
+        """Yield at most `num_batches` global batches of one pass over a loader.
 
         Args:
             max_length: Longest row in tokens; None is `data.max_length`.
@@ -79,16 +79,16 @@ class Run:
 
 @dataclass(kw_only=True)
 class Training(Run):
-    """A run of fit.
+    """State of a training run (fit).
 
     Args:
-        schedule: How long it is and when it validates.
-        metrics: What is measured.
-        state: Parameters that train and optimiser state, on the devices.
-        accumulation: Summed gradients of the step under way; None where none is.
-        num_accumulated: Micro-batches of each rank in it.
+        schedule: Length of the run and when it validates.
+        metrics: Collects the metrics of steps and evaluations.
+        state: Trainable parameters and optimiser state, on the devices.
+        accumulation: Gradients and sums accumulated in the current step; None if no step is in progress.
+        num_accumulated: Micro-batches of each rank in `accumulation`.
         data_position: `state_dict()` of the training loader after the last micro-batch trained on.
-        should_stop: Whether early stopping has ended it.
+        should_stop: Set by early stopping to end the run.
     """
 
     schedule: Schedule
@@ -108,7 +108,7 @@ class Training(Run):
             logger.log_metrics(metrics, step=step)
 
     def note_step(self, figures: dict[str, jax.Array]) -> None:
-        """Note the figures of the step just taken, from `Steps`, for `metrics`."""
+        """Add the figures of the latest optimiser step (from `Steps`) to `metrics`, without waiting for the device."""
         progress, schedule = self.progress, self.schedule
         lr = self.task.optimizer.lr_at(progress.step - 1, schedule.num_steps)
 
@@ -122,20 +122,20 @@ class Training(Run):
         self.bar.update(progress.step)
 
     def replace_state(self, state: Tree) -> None:
-        """Take the state after a step, which has consumed the one before."""
+        """Adopt the state after a step; the buffers of the previous state were donated to it."""
         self.state = state
         self.weights = Weights(self.parallel, state["trainable"], self.weights.frozen)
 
     def scalars(self) -> Any:
-        """What the next optimiser step needs beside gradients, on the devices."""
+        """Return the scalars of the next optimiser step (`optim.step_scalars`), on the devices."""
         return self.parallel.put_scalars(step_scalars(self.task.optimizer, self.progress.step, self.schedule.num_steps))
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the last micro-batch was the last of its epoch."""
+        """True if the latest micro-batch was the last of its epoch."""
         return self.schedule.ends_epoch(self.progress)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to train."""
+        """True if training is over: all steps are done, or early stopping ended it."""
         return self.should_stop or self.progress.step >= self.schedule.num_steps

@@ -1,4 +1,4 @@
-"""A run on JAX: fit, validate, test, predict and inspect, with Lightning's keys and this project's run folder."""
+"""The JAX trainer: fit, validate, test, predict and inspect, with Lightning's keys and this project's run folder."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +58,7 @@ from lmmods.runs.wandb import log_predictions
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Trainer(JaxTrainerFields):
-    """Train, evaluate and predict on JAX; names and meanings of Lightning's Trainer."""
+    """Train, evaluate and predict on JAX; arguments are named and behave as those of Lightning's Trainer."""
 
     strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto"
     logger: Logger | list[Logger] | bool | None = None
@@ -78,11 +78,12 @@ class Trainer(JaxTrainerFields):
         extra = self.logger if isinstance(self.logger, list) else [self.logger]
         self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv),
                             *(logger for logger in extra if isinstance(logger, Logger))]
-        self.recipe: dict[str, Any] = {}  # everything, written as config.yaml
+        self.recipe: dict[str, Any] = {}  # the full configuration, written as config.yaml
         self.identity = RunIdentity()
         self.interruption = Interruption(saves=self.enable_checkpointing)
         self._precision_reason: str | None = None
-        # What the data modules ask of a trainer: every process goes through all micro-batches, see `Prefetcher`.
+        # Attributes that the data modules read from a trainer. The data layer sees world size 1, because every process
+        # iterates over all micro-batches (see `Prefetcher`).
         self.data_rank, self.num_data_ranks = 0, 1
         self.fed_ranks: tuple[tuple[int, ...], int] | None = None
         self.state = SimpleNamespace(fn=None)
@@ -174,7 +175,7 @@ class Trainer(JaxTrainerFields):
     def inspect(self, model: Task = None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
                 recipe: bool = False) -> None:
-        """Show what would be trained on and what a step needs, and train nothing."""
+        """Print the training data and the memory of a training step, without training."""
         self._connect()
         self._say_engine()
         run, loader = self._training_run(model, datamodule, None)
@@ -189,15 +190,16 @@ class Trainer(JaxTrainerFields):
             show_recipe(self.recipe, datamodule)
 
     def measure(self, model: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
-        """Write what JAX computes of rows into a folder, for a comparison with torch; trains nothing."""
+        """Write what JAX computes for `rows` to `folder`, for comparison with torch. Does not train."""
         self._connect()
         self._say_engine()
         measure(model, datamodule, rows, folder)
 
     def dry_run(self, model: Task, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
-        """Train as fit does until `watch`, given the figures of each step, says that it was the last one.
+        """Train as `fit` does, without writing anything: no run folder is created or locked.
 
-        Nothing is written: no run folder is taken or made.
+        Args:
+            watch: Called with the metrics of each optimiser step; training stops when it returns True.
 
         Returns:
             Peak bytes in use on the first device, None if it does not report them.
@@ -210,22 +212,22 @@ class Trainer(JaxTrainerFields):
 
     @property
     def batches_per_step(self) -> int:
-        """Micro-batches of an optimiser step, of all data-parallel ranks together."""
+        """Micro-batches per optimiser step, over all data-parallel ranks."""
         return self.accumulate_grad_batches * self.parallel.data_parallel_size
 
     def _cut(self, data: Any) -> Cut:
-        """How steps are cut; `data` is the DataModule."""
+        """Return how an optimiser step is divided into micro-batches; `data` is the DataModule."""
         return Cut(data.batch_size, self.accumulate_grad_batches, self.parallel.data_parallel_size)
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process speaks and writes."""
+        """True on the first process, the only one that prints and writes files."""
         return jax.process_index() == 0
 
     # Start -----------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Devices and the other processes."""
+        """Set up the devices, connect to the other processes, and resolve `precision: auto`."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
                                                 self.detect_anomaly, self.heartbeat_timeout)
         if jax.process_count() > 1:
@@ -242,7 +244,7 @@ class Trainer(JaxTrainerFields):
 
     @contextmanager
     def _in_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """The run folder is this command's alone. The first process takes it; where it may not, all end alike."""
+        """Lock the run folder for this command. If the first process cannot, all processes raise the same UserError."""
         self._connect()
         self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
@@ -254,7 +256,7 @@ class Trainer(JaxTrainerFields):
             yield
 
     def _evaluated_run(self, command: str, model: Task, datamodule: Any, ckpt_path: str | None) -> Run:
-        """A run that trains nothing, with the parameters of a checkpoint or the first ones."""
+        """Return a run for evaluation, with the parameters of the checkpoint, or the initial ones if there is none."""
         checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path is not None else None
         run = self._prepare(command, model, datamodule, checkpoint)
         model.begin(run)
@@ -263,7 +265,7 @@ class Trainer(JaxTrainerFields):
         return run
 
     def _training_run(self, model: Task, datamodule: Any, checkpoint: Path | None) -> tuple[Training, Any]:
-        """A run before its first step, and its loader."""
+        """Return a run before its first step, and its training loader."""
         run, loader = self._prepare("fit", model, datamodule, checkpoint), datamodule.train_dataloader()
         schedule = Schedule.from_keys(
             batches_per_epoch=run.num_batches(loader, "train"), batches_per_step=self.accumulate_grad_batches,
@@ -278,7 +280,10 @@ class Trainer(JaxTrainerFields):
         return training, loader
 
     def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None) -> Run:
-        """Data, network, first parameters on the devices; `checkpoint` must fit them, and shapes them."""
+        """Set up the data and the network, and put the initial parameters on the devices.
+
+        The data module takes settings from `checkpoint`, which must match this run.
+        """
         self.state.fn = SimpleNamespace(value=command)
         datamodule.trainer = self
         if checkpoint:
@@ -305,7 +310,8 @@ class Trainer(JaxTrainerFields):
             limits=self.limits, bar=bar, stopwatch=Stopwatch(compile_clock()))
 
     def _prepare_data(self, data: Any, checkpoint: Path | None) -> dict[str, Any]:
-        """Compare with the checkpoint, then build what the cache lacks; returns what the sources hold."""
+        """Check the data against the checkpoint, then build what the cache lacks; return the contents of the sources.
+        """
         fits = self.state.fn.value == "fit"
         identity = self.identity
         for line in (identity.settle(data, checkpoint, self._cut(data)) if fits
@@ -315,7 +321,7 @@ class Trainer(JaxTrainerFields):
         return data.contents
 
     def _start(self, run: Training, checkpointer: Checkpointer, resumed: Path | None) -> None:
-        """Make the run folder ready and say what will happen."""
+        """Prepare the run folder, start the loggers and print the run's summary."""
         self.interruption.listen()
         step = run.progress.step
         start = RunStart(run.folder, self.identity, self.recipe, run.data, machines.describe(self.parallel), resumed,
@@ -332,7 +338,7 @@ class Trainer(JaxTrainerFields):
             start.say(self._summary(run))
 
     def _summary(self, run: Training) -> RunSummary:
-        """What is known of a run before its first step."""
+        """Return the summary that is printed before the first step."""
         return RunSummary(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
                           at_hand().memory)
 
@@ -344,8 +350,8 @@ class Loop:
     """Train until the schedule or early stopping ends the run.
 
     Args:
-        accumulate: Micro-batches of each rank that make an optimiser step; the last of an epoch may have fewer.
-        interruption: Whether the user has asked to stop.
+        accumulate: Micro-batches of each rank per optimiser step; the last step of an epoch may have fewer.
+        interruption: Tells if the user has asked to stop.
     """
 
     def __init__(self, run: Training, accumulate: int, events: Events, evaluation: Evaluation,
@@ -354,7 +360,7 @@ class Loop:
         self.run, self.interruption = run, interruption
         self._accumulate, self._events, self._callbacks = accumulate, events, callbacks
         self._evaluation, self._checkpointer, self._exporter = evaluation, checkpointer, exporter
-        self._figures: Any = None  # of the last step
+        self._figures: Any = None  # metrics of the last optimiser step, still on the devices
         self._performers: dict[Event, Callable[[], Any]] = {
             Event.LOG: lambda: run.note_step(self._figures),
             Event.CHECK_EPOCH: lambda: self._check(validated=False),
@@ -380,7 +386,8 @@ class Loop:
         while not run.is_done:
             if run.ends_epoch:
                 progress.epoch, progress.batches = progress.epoch + 1, 0
-                loader.load_state_dict(run.data_position)  # of what was read ahead nothing was used
+                # The prefetcher has read ahead of the last trained micro-batch: rewind the loader to it.
+                loader.load_state_dict(run.data_position)
             left = run.schedule.batches_per_epoch - progress.batches
             for batch in self._surveyed(run.batches(loader, run.data.batch_size, left)):
                 self.train_batch(batch)
@@ -388,10 +395,10 @@ class Loop:
                     break
 
     def _surveyed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The batches; where the loss depends on all rows of a step, these are read before the first is handed out."""
+        """Yield the batches; if the loss needs statistics of a whole step, compute them before its first batch."""
         run, surveys = self.run, self.run.steps.surveys
         if surveys:
-            again = self._survey(self._batches_of_step())  # none between two steps
+            again = self._survey(self._batches_of_step())  # no batches unless resumed within a step
             if run.num_accumulated:
                 run.accumulation["statistics"] = again["statistics"]
         while window := list(islice(batches, self._accumulate - run.num_accumulated if surveys else 1)):
@@ -400,14 +407,14 @@ class Loop:
             yield from window
 
     def _survey(self, batches: Iterable[GlobalBatch]) -> Tree:
-        """A new accumulation with the statistics of these batches."""
+        """Return a new accumulation that holds the statistics of these batches."""
         run, accumulation = self.run, self.run.steps.new_accumulation(self.run.state)
         for batch in batches:
             accumulation = run.steps.survey(run.state, run.weights.frozen, accumulation, batch.arrays)
         return accumulation
 
     def _batches_of_step(self) -> Iterator[GlobalBatch]:
-        """All batches of the step under way, those done and those to come; none where none is under way.
+        """Return all batches of the current step, trained on or not; none if no step is in progress.
 
         Raises:
             UserError: The data cannot be read twice.
@@ -419,7 +426,7 @@ class Loop:
         return run.batches(batches, run.data.batch_size, count)
 
     def train_batch(self, batch: GlobalBatch) -> None:
-        """One micro-batch on each rank, the step that it may complete, and what follows."""
+        """Train on one micro-batch per rank, take the optimiser step if it is complete, and run the due events."""
         run, progress = self.run, self.run.progress
         run.metrics.look()
         progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
@@ -433,7 +440,7 @@ class Loop:
         self._perform(self._events.after_batch(self._run_state(step_done)))
 
     def _step(self, batch: GlobalBatch, completes: bool) -> Any:
-        """Accumulate; where the micro-batch `completes` the step, take it and return its figures."""
+        """Accumulate the gradients; if the micro-batch `completes` the step, take it and return its metrics."""
         run, steps, frozen = self.run, self.run.steps, self.run.weights.frozen
         if completes and not run.num_accumulated:
             state, figures = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
@@ -449,7 +456,7 @@ class Loop:
         return figures
 
     def finish(self) -> None:
-        """Do what is due at the end of the run, and return when all of it is on disk."""
+        """Run the events of the end of the run, and return once everything is on disk."""
         self._perform(self._events.at_end(self._run_state(step_done=True)))
 
     # Events ----------------------------------------------------------------------------------------------------------
@@ -467,7 +474,7 @@ class Loop:
 
     def _perform(self, events: Iterator[Event]) -> None:
         for event in events:
-            if event is not Event.LOG:  # all else wants the figures of the steps so far, and waits for the device
+            if event is not Event.LOG:  # all other events need the metrics of past steps, so wait for the device
                 self.run.metrics.fetch()
             self._performers[event]()
 
@@ -500,10 +507,10 @@ class Loop:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training that leaves nothing: each step's figures are watched, and there is no run folder.
+# Dry run: training without a run folder, whose metrics go to a callback.
 
 class WatchedSteps(StepMetrics):
-    """Hands the figures of each optimiser step to `watch`, which says whether it was the last."""
+    """Pass the metrics of each optimiser step to `watch`, and stop training when it returns True."""
 
     def __init__(self, run: Training, watch: Callable[[dict[str, float]], bool]) -> None:
         super().__init__(run.stopwatch)
@@ -516,10 +523,10 @@ class WatchedSteps(StepMetrics):
 
 
 def dry_run(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[str, float]], bool]) -> None:
-    """Train until `watch` says that a step was the last, or to the end of the run.
+    """Train until `watch` returns True for a step, or to the end of the run.
 
     Args:
-        accumulate: Micro-batches of each rank that make an optimiser step.
+        accumulate: Micro-batches of each rank per optimiser step.
     """
     run.metrics = WatchedSteps(run, watch)
     samples, mmlu, publish = SampleWriter(), MMLUEvaluator(), Publisher()
@@ -536,23 +543,23 @@ def dry_run(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A clock that stands while programs are traced and compiled, so that no speed and no time left counts that.
+# A clock that stops while programs are traced and compiled, so that speeds and remaining times exclude compilation.
 
-# Durations of tracing, lowering and compiling (or fetching from the cache on disk), which may lie within one another.
+# Prefix of JAX's events for tracing, lowering and compiling (or loading from the cache on disk); they may be nested.
 MAKING = "/jax/core/compile/"
 
 
 class CompileClock:
-    """Seconds of the clock by which training is timed, but for those in which this process made programs."""
+    """Wall-clock seconds, minus those in which this process traced or compiled programs."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[float, float]] = [(float("-inf"), 0.0)]  # begin, seconds of all up to this one
+        self._spans: list[tuple[float, float]] = [(float("-inf"), 0.0)]  # start, seconds of all up to this one
 
     def __call__(self) -> float:
         return throughput.now() - self._spans[-1][1]
 
     def note(self, event: str, seconds: float, **_: object) -> None:
-        """Called at the end of what is timed; what lies within it was told before."""
+        """Record an event of JAX's monitoring when it ends. Nested events end, and so are recorded, first."""
         if not event.startswith(MAKING):
             return
         begin = throughput.now() - seconds
@@ -563,7 +570,7 @@ class CompileClock:
 
 @cache
 def compile_clock() -> CompileClock:
-    """The one of this process, which listens from now on."""
+    """Return this process's clock; the first call registers its listener."""
     clock = CompileClock()
     monitoring.register_event_duration_secs_listener(clock.note)
     return clock

@@ -1,4 +1,4 @@
-"""The devices and processes of a run: their choice and start, and collective calls on the host."""
+"""Devices and processes of a run: selection, start-up, and collective calls on the host."""
 
 import atexit
 import ctypes
@@ -28,7 +28,7 @@ from lmmods.core.hardware import COMPILED, cache_folder, no_device
 from lmmods.core.peers import Peers, cannot_meet
 from lmmods.runs.checkpoint_pieces import Pieces, own_part
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 
 
@@ -37,11 +37,11 @@ class MeshSharding:
     """A mesh of devices over which parameters, optimiser state and batches are sharded.
 
     Args:
-        data: Copies of the parameters.
-        fsdp: Devices over which a copy is spread, each with a micro-batch of its own. -1: all that are left.
+        data: Number of copies of the parameters.
+        fsdp: Devices over which a copy is sharded, each with a micro-batch of its own. -1: all remaining devices.
         sequence: Devices that share a micro-batch, each with a part of every row: for rows too long for one device.
-        tensor: Devices that share the work on one micro-batch.
-        expert: Devices that share the experts of a layer, each with a micro-batch of its own.
+        tensor: Devices that share a micro-batch, each with a part of every matrix.
+        expert: Devices over which the experts of a layer are sharded, each with a micro-batch of its own.
     """
 
     data: int = 1
@@ -53,17 +53,19 @@ class MeshSharding:
 
 def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | MeshSharding, detect_anomaly: bool,
           heartbeat_timeout: int | None = None) -> Parallel:
-    """Connect to the other processes, if any, and choose the devices and how the run is spread over them.
+    """Connect to the other processes, if any, select the devices and distribute the run over them.
 
-    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md). Raises UserError: there are not as
-    many devices or processes as asked for, or none of this accelerator.
+    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md).
+
+    Raises:
+        UserError: There are fewer devices or processes than requested, or no device of this accelerator.
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
     on_cpu = jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins")
     if VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         if devices not in ("auto", -1, 1):
-            with suppress(RuntimeError):  # devices are there already; below their number is checked
+            with suppress(RuntimeError):  # the backend is initialised already; the number of devices is checked below
                 jax.config.update("jax_num_cpu_devices", int(devices))
         elif on_cpu:
             keep_freed_memory()
@@ -73,7 +75,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     _keep_compiled()
     try:
         local = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where no plug-in of JAX knows such devices
+    except (RuntimeError, AssertionError) as error:  # AssertionError if no JAX plug-in supports the platform
         reason = first_line(error).partition(" (set JAX_PLATFORMS")[0]
         raise no_device(accelerator, "JAX", reason) from error
     wanted = len(local) if devices in ("auto", -1) else int(devices)
@@ -88,7 +90,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
 
 
 def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device]) -> Parallel:
-    """How `trainer.strategy` spreads a run over these devices."""
+    """Return the distribution over these devices that `trainer.strategy` asks for."""
     if strategy in ("auto", "ddp"):
         return Replicas(devices)
     mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
@@ -98,10 +100,11 @@ def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device]) -> Paral
 def keep_freed_memory() -> None:
     """Let glibc reuse freed memory instead of returning it to the system after each step.
 
-    XLA on CPUs allocates a step's activations anew in each step, and the system clears every page of them: a third of
-    the time of a small model. Dispatch becomes synchronous, as only the calling thread's heap can grow that large; so
-    this is for one device in a process, since several would run in threads of their own. Does nothing with another C
-    library, or if the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a device.
+    XLA on CPUs allocates the activations of each step anew, and the kernel zeroes every page of them, which takes a
+    third of the time of a small model. Dispatch becomes synchronous, because only the calling thread's heap can grow
+    that large; for the same reason this is for a single device, since several would run in threads of their own. Does
+    nothing with another C library, or if the environment sets one of glibc's MALLOC_ variables. Call it before the
+    first use of a device.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -112,7 +115,7 @@ def keep_freed_memory() -> None:
 
 
 def choose_precision() -> tuple[str, str]:
-    """What `trainer.precision: auto` means on the `target`, and why."""
+    """Return the precision that `trainer.precision: auto` selects on the `target`, and the reason."""
     on = target()
     if on.platform == "cpu":
         return "32-true", "XLA multiplies bfloat16 slowly on CPUs"
@@ -123,7 +126,7 @@ def choose_precision() -> tuple[str, str]:
 
 
 def describe(parallel: Parallel) -> dict[str, Any]:
-    """What manifest.json says of the devices and of the settings that change numbers; keys as on torch."""
+    """Return manifest.json's entries for the devices and the settings that affect numerics; keys as on torch."""
     device = jax.devices()[0]
     return {"accelerator": device.platform, "device": device.device_kind, "num_devices": parallel.num_devices,
             "num_processes": jax.process_count(), "strategy": type(parallel).__name__,
@@ -132,7 +135,7 @@ def describe(parallel: Parallel) -> dict[str, Any]:
 
 
 def peak_memory() -> int | None:
-    """Peak bytes in use on the first device; None if it does not report them, as on CPUs."""
+    """Return the peak bytes in use on the first device; None if it does not report them, as on CPUs."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
@@ -141,11 +144,11 @@ def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
     launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
     if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
         return
-    # JAX kills a process that waits for a lost one; `Peers`, which says why, must be faster.
+    # JAX kills a process that waits for a lost one. Its timeout must be longer than that of `Peers`, which reports why.
     asked: dict[str, Any] = {"heartbeat_timeout_seconds": max(100, 2 * (heartbeat_timeout or 0))}
     host, size, rank = (os.environ.get(name) for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK"))
     port = int(os.environ.get("MASTER_PORT", "29500")) + 1
-    if host:  # torchrun, which keeps MASTER_PORT for itself, or by hand in its way
+    if host:  # torchrun, which uses MASTER_PORT itself (hence the next port), or the same variables set by hand
         if not (size and rank):
             raise UserError("MASTER_ADDR is set in the environment, but WORLD_SIZE or RANK is not. Set all three for "
                             "each process (docs/cluster.md), or none for a single one.")
@@ -154,25 +157,25 @@ def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
             _check_free(host, port)
     try:
         jax.distributed.initialize(**asked)
-    except ValueError as error:  # nothing tells of the others
+    except ValueError as error:  # no coordinator address in the environment
         raise UserError(f"trainer.num_nodes is {num_nodes}, but nothing in the environment says where the other "
                         f"processes are ({first_line(error).rstrip('.')}). Start one on each machine by torchrun or "
                         "srun (docs/cluster.md).") from error
     except RuntimeError as error:
         raise cannot_meet(host or "the first machine", port, first_line(error)) from error
-    atexit.register(_part_after_failure)  # before what JAX has registered
+    atexit.register(_part_after_failure)  # registered last, so it runs before JAX's own handler
     if jax.process_count() % num_nodes:
         raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
 
 
 def _part_after_failure() -> None:
-    """Where this process has failed, keep JAX from waiting five minutes for all of them to take leave together."""
+    """If this process has failed, keep JAX from waiting five minutes at exit for a joint shutdown."""
     if Peers.end_alone():
         forget_the_others()
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise UserError where another program has the port of the coordinator, which gRPC would share with it."""
+    """Raise UserError if another program uses the coordinator's port; gRPC would share it without an error."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -182,7 +185,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _keep_compiled() -> None:
-    """Keep compiled programs on disk, beside the data cache."""
+    """Enable the persistent compilation cache, next to the data cache."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / COMPILED))
 
@@ -194,19 +197,19 @@ def barrier(name: str) -> None:
 
 
 def from_first(value: Any) -> Any:
-    """What the first process passes, on every process. A collective call."""
+    """Return the first process's `value` on every process (broadcast). All processes must call this."""
     return gather({0: value} if jax.process_index() == 0 else {})[0]
 
 
 def any_of(flag: bool) -> bool:
-    """Whether `flag` is true on any process. A collective call: all processes must make it."""
+    """Return True if `flag` is true on any process. All processes must call this."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def on_first(function: Callable[[], Any]) -> Any:
-    """Call `function` on the first process only, and return its result, or raise its UserError, on every process."""
+    """Call `function` on the first process only; return its result, or raise its UserError, on every process."""
     if jax.process_count() == 1:
         return function()
     outcome: dict[str, Any] = {}
@@ -222,7 +225,7 @@ def on_first(function: Callable[[], Any]) -> Any:
 
 
 def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
-    """The union of all processes' mappings, on every process (all-gather)."""
+    """Return the union of all processes' mappings, on every process (all-gather)."""
     if jax.process_count() == 1:
         return parts
     own = np.frombuffer(pickle.dumps(parts), np.uint8)
@@ -235,7 +238,7 @@ def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data parallelism: a full copy of the state on every device.
+# Data parallelism: a full replica of the state on every device.
 
 _AXIS = "replica"
 
@@ -244,7 +247,7 @@ class Replicas(Parallel):
     """`jax.pmap`: every device holds the whole state and works on its own micro-batch.
 
     Args:
-        devices: Devices to use, of all processes; None takes all there are.
+        devices: Devices to use, of all processes; None takes all devices.
     """
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
@@ -268,12 +271,12 @@ class Replicas(Parallel):
                         donate_argnums=tuple(place + 1 for place in donate),
                         in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
                         out_axes=tuple(None if kind == "scalar" else 0 for kind in outputs))
-        # pmap needs at least one mapped argument, and a step may have none: hence the first one
+        # pmap needs at least one mapped argument, and a step may have none: pass the ranks as an unused first one
         first = self._place(np.array(self.local_ranks))
         return Compiled(partial(step, first), partial(step.lower, first), self.data_parallel_size)
 
     def _outlined(self, local, inputs, outputs, donate):
-        """The program of `jax.pmap`, to be lowered for devices that are not here, which pmap cannot do."""
+        """Build the equivalent of `jax.pmap` with `shard_map`, which can be lowered for devices that are absent."""
         mesh = Mesh(np.array(self._devices), (_AXIS,), axis_types=(AxisType.Auto,))
         specs, results = ([PartitionSpec() if kind == "scalar" else PartitionSpec(_AXIS) for kind in kinds]
                           for kinds in (inputs, outputs))
@@ -321,7 +324,7 @@ class Replicas(Parallel):
         return jax.tree.map(np.array, tree)
 
     def put_sums(self, tree):
-        # The very first device gets the whole sum, all others zeros: adding up over devices gives the same again.
+        # Rank 0 gets the whole sum, all others zeros, so that the sum over devices is unchanged.
         is_first = np.array(self.local_ranks) == 0
         return jax.tree.map(lambda x: self._place(np.where(
             is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros(np.shape(x), x.dtype))), tree)
@@ -339,14 +342,15 @@ class Replicas(Parallel):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Private parts of JAX, read in JAX 0.10 to 0.12. Each use is held by tests/compat/test_jax.py.
+# Private JAX APIs, checked against JAX 0.10 to 0.12. Each use is covered by tests/compat/test_jax.py.
 
 def forget_the_others() -> None:
-    """Let this process end by itself: of `jax.distributed`, which has all processes take leave together.
+    """Detach this process from `jax.distributed`, so that it can exit without the others.
 
-    It waits five minutes for them at the end of the program, and no argument or public function changes that.
+    JAX waits five minutes at exit for all processes to shut down together, and no argument or public function changes
+    that.
     """
     state = distributed.global_state
     for connected in (state.preemption_sync_manager, state.client, state.service):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))  # the destructors would take leave, too
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))  # leak them: their destructors would wait, too
     state.preemption_sync_manager = state.client = state.service = None

@@ -1,12 +1,12 @@
-"""What a training loop may ask of `Replicas` and `ShardedMesh`, the two ways to spread a run over devices.
+"""Interface of `Replicas` and `ShardedMesh`, the two ways to distribute a run over devices.
 
-A step takes one micro-batch of the loader for each data-parallel rank. With replicas a rank is a device; on a mesh it
-is a position along `data` x `fsdp` x `expert`, whose devices along `sequence` and `tensor` work on the micro-batch
-together. Arrays of a step are of three kinds:
+A step takes one micro-batch of the loader per data-parallel rank. With replicas a rank is a device; on a mesh it is a
+position along `data` x `fsdp` x `expert`, whose devices along `sequence` and `tensor` share the micro-batch. Arrays of
+a step are of three kinds:
 
     state    parameters, optimiser state, sums: replicated, or sharded by the table in `mesh`
     batch    [data_parallel_size, B, ...]: split over the ranks
-    scalar   the same everywhere
+    scalar   replicated
 
 With several processes, each holds the ranks of its own devices.
 """
@@ -26,19 +26,19 @@ from jax_engine.distributed.target import target
 from jax_engine.distributed.tree import Tree
 
 Kind = Literal["state", "batch", "scalar"]
-DATA_AXES = ("data", "fsdp", "expert")  # mesh axes over which a batch is split
-SEQUENCE = "sequence"  # and the one over which each of its rows is
+DATA_AXES = ("data", "fsdp", "expert")  # mesh axes over which the rows of a batch are split
+SEQUENCE = "sequence"  # mesh axis over which each row is cut (context parallelism)
 
 
 class Parallel(ABC):
-    """How a run is spread over devices.
+    """Distribution of a run over devices.
 
     Attributes:
-        data_parallel_size: Number of data-parallel ranks over all processes: the micro-batches that a step takes.
-        num_devices: Devices that work on them.
-        local_ranks: The ranks that this process feeds.
-        sequence_parts: Parts of a row, each on a device of its own; lengths are multiples of it.
-        expert_size: Ranks that share the experts of a layer.
+        data_parallel_size: Number of data-parallel ranks over all processes, each with one micro-batch per step.
+        num_devices: Number of devices over all processes.
+        local_ranks: Ranks whose micro-batches this process supplies.
+        sequence_parts: Number of devices over which each row is cut; row lengths are multiples of it.
+        expert_size: Number of ranks over which the experts of a layer are sharded.
     """
 
     data_parallel_size: int
@@ -52,23 +52,24 @@ class Parallel(ABC):
     @abstractmethod
     def compile(self, function: Callable, inputs: tuple[Kind, ...], outputs: tuple[Kind, ...],
                 donate: tuple[int, ...] = ()) -> "Compiled":
-        """A compiled step.
+        """Compile a step.
 
         Args:
             function: Called with local arrays: a batch is [`num_visible_ranks()`, B, ...]. Returns a tuple.
-            outputs: Kind of each result. State is created in its layout: no device ever holds more than its shard.
-            donate: Arguments whose memory the results may take.
+            inputs: Kind of each argument.
+            outputs: Kind of each result. State is created sharded: no device ever holds more than its shard.
+            donate: Arguments whose buffers the results may reuse.
         """
 
     def sum(self, tree: Any) -> Any:
-        """Inside a step: the sum over all data-parallel ranks (all-reduce)."""
-        return tree
+        """Sum over all data-parallel ranks (all-reduce). Call inside a step."""
+        return tree  # right for a mesh, where the arrays of a step are global, and sums over rows reduce over ranks
 
     # Host to devices and back ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def outline(self, tree: Any, kind: Kind) -> Any:
-        """What stands for arrays of these shapes and dtypes in `Compiled.lower`; no device need be here.
+        """Return abstract arrays of these shapes and dtypes for `Compiled.lower`; needs no devices.
 
         Args:
             tree: As on the host: a batch is [`data_parallel_size`, B, ...].
@@ -76,54 +77,54 @@ class Parallel(ABC):
 
     @abstractmethod
     def put_state(self, tree: Tree) -> Tree:
-        """Host arrays, the same in all processes, as state; all processes must call it.
+        """Put host arrays, the same in all processes, on the devices as state; all processes must call this.
 
-        Of arrays that are read or drawn by parts, each process asks for those of its devices.
+        Each process reads only the parts of lazy arrays that its devices hold.
         """
 
     @abstractmethod
     def put_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Stacked micro-batches [len(local_ranks), ...] of this process's ranks as a batch."""
+        """Put this process's stacked micro-batches [len(local_ranks), ...] on the devices as a batch."""
 
     @abstractmethod
     def put_scalars(self, scalars: Any) -> Any:
-        """Numbers as scalars."""
+        """Put numbers on the devices as scalars."""
 
     @abstractmethod
     def fetch_state(self, tree: Tree) -> Tree:
-        """State as host arrays, unsharded and copied, in every process; all processes must call it."""
+        """Return the state as host arrays, unsharded and copied, in every process; all processes must call this."""
 
     def replica(self, tree: Tree) -> Tree:
-        """State as arrays for a program that only this process runs; all processes must call it."""
+        """Return the state for a program that only this process runs; all processes must call this."""
         if jax.process_count() > 1:
             return jax.device_put(self.fetch_state(tree), jax.local_devices()[0])
         return tree
 
     def shapes(self, tree: Tree) -> Tree:
-        """Shape and dtype that each array of a state has on the host."""
+        """Return the shape and dtype that each array of a state has on the host."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
     @abstractmethod
     def fetch_rows(self, tree: Any) -> Any:
-        """Results of kind batch of this process's ranks as host arrays [len(local_ranks), ...]."""
+        """Return results of kind batch for this process's ranks, as host arrays [len(local_ranks), ...]."""
 
     def put_sums(self, tree: Tree) -> Tree:
-        """Undo `add_up`, of host arrays."""
+        """Inverse of `add_up`, for host arrays."""
         return self.put_state(tree)
 
     def add_up(self, tree: Tree) -> Tree:
-        """State that each device has summed for itself, added up over devices; all processes must call it."""
+        """Sum state that each device has accumulated locally over all devices; all processes must call this."""
         return tree
 
     @abstractmethod
     def pieces(self, tree: Tree) -> Tree:
-        """What this process writes of a state that all processes save together: `Pieces` in host memory, copied."""
+        """Return this process's shards of a state for a distributed checkpoint: `Pieces` copied to host memory."""
 
 
 class Compiled:
-    """A step, compiled for each shape it is called with.
+    """A step, compiled once per combination of argument shapes.
 
-    On several CPU devices each call finishes before the next is dispatched: the devices share one thread pool, and two
+    On several CPU devices each call completes before the next is dispatched: the devices share one thread pool, and two
     steps in flight could deadlock, each waiting for threads that the other holds.
 
     Args:
@@ -140,38 +141,41 @@ class Compiled:
 
 
 def placed(place: Callable[..., Array], tree: Tree, *others: Tree) -> Tree:
-    """`place` of each leaf, with a bar on terminals, where there is something to wait for."""
+    """Apply `place` to each leaf, with a progress bar on terminals if it takes longer than 2 seconds."""
     leaves, structure = jax.tree.flatten(tree)
     bar = tqdm(leaves, "loading", unit=" arrays", disable=None, delay=2)
     return structure.unflatten([place(*each) for each in zip(bar, *map(jax.tree.leaves, others), strict=True)])
 
 
 def num_visible_ranks() -> int:
-    """Inside a step: how many ranks' rows its arrays hold, rank after rank: 1 on replicas, all of them on a mesh."""
+    """Return the number of ranks whose rows the arrays of a step hold, in rank order: 1 on replicas, all on a mesh.
+
+    Call inside a step.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in DATA_AXES if axis in mesh.axis_names)
 
 
 def num_sequence_parts() -> int:
-    """Inside a step: over how many devices each row is cut along the sequence."""
+    """Return the number of devices over which each row is cut (context parallelism). Call inside a step."""
     return jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
 
 
 def cut(x: Array) -> Array:
-    """Inside a step: x [B, T, ...] with each row cut along the sequence, where the mesh has devices for that."""
+    """Constrain x [B, T, ...] to have its rows cut along the sequence, if the mesh does so. Call inside a step."""
     return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE)) if num_sequence_parts() > 1 else x
 
 
 def on_mesh() -> bool:
-    """Whether this is inside a step on a mesh."""
+    """Return True inside a step on a mesh."""
     return set(DATA_AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
-    """Inside a step on a mesh: `x` sharded by `spec`. Elsewhere `x` as it is."""
+    """Constrain the sharding of `x` to `spec` inside a step on a mesh; elsewhere return `x` unchanged."""
     return jax.lax.with_sharding_constraint(x, spec) if on_mesh() else x
 
 
 def own_positions(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Positions of this process's devices among `devices`."""
+    """Return the indices of this process's devices in `devices`."""
     return tuple(place for place, device in enumerate(devices) if device.process_index == jax.process_index())

@@ -1,9 +1,9 @@
-"""Losses as sums over labelled positions, from hidden states, without ever holding the logits of all positions.
+"""Losses as sums over labelled positions, computed from hidden states without materialising all logits.
 
-Most positions of a fine-tuning batch carry no label, and the output head is the widest layer of a small model. So the
-head is applied to labelled positions only, a chunk at a time. Its gradient is computed in the forward pass where the
-loss is a sum over positions, and in the backward pass, from logits made again, where it is a function of their
-log-probabilities.
+Most positions of a fine-tuning batch have no label, and the output head is the widest layer of a small model. The head
+is therefore applied to labelled positions only, one chunk at a time. If the loss is a sum over positions, gradients are
+computed in the forward pass, together with the loss. If it is a function of log-probabilities, they are computed in the
+backward pass, from recomputed logits.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ class LossSums(NamedTuple):
 
     Args:
         total: Summed loss, scalar float32, differentiable.
-        weight: Number of scored positions, each counted by its weight, scalar float32.
-        correct: Those of them that the argmax gets right, counted likewise, scalar float32; None unless asked for.
-        metrics: Of the task, by name: sum and weight, [2] float32; None where it has none.
+        weight: Summed weight of the scored positions (their number, if unweighted), scalar float32.
+        correct: Summed weight of those whose argmax is the target, scalar float32; None unless requested.
+        metrics: The task's metrics by name: sum and weight, [2] float32; None if it has none.
     """
 
     total: Array
@@ -46,17 +46,17 @@ class LossSums(NamedTuple):
 
 
 def shift_labels(labels: Array) -> Array:
-    """Labels [B, T] moved so that position t holds the token it predicts; the last position predicts nothing."""
+    """Shift labels [B, T] left so that position t holds the token it predicts; the last position becomes IGNORED."""
     return jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
 
 
 def shift_weights(weights: Array | None) -> Array | None:
-    """Weights [B, T] of labels, moved as `shift_labels` moves these."""
+    """Shift label weights [B, T] as `shift_labels` shifts the labels."""
     return None if weights is None else jnp.pad(weights[:, 1:], ((0, 0), (0, 1)))
 
 
 def scored_rows(batch: dict[str, Array]) -> Array:
-    """[B] bool: which rows carry a label. Rows without one even out batches and count nothing."""
+    """Return [B] bool, True for rows with a label. Rows without one are padding and do not count."""
     if "labels" not in batch:
         return batch["start_positions"] != IGNORED
     labels = batch["labels"]
@@ -65,17 +65,17 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Array | None = None) -> LossSums:
-    """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
+    """Return the float32 cross-entropy of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
-    The time it takes grows with the number of labelled positions, which need not be known when compiling.
+    Run time is proportional to the number of labelled positions, which need not be known at compile time.
 
     Args:
         hidden: [B, T, D] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
-        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over get their gradient.
-        vocab_size: V, which decides the chunk length.
-        plain: Make the logits of all positions at once.
-        weights: [B, T] float32, how much each position counts; None is 1.
+        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients.
+        vocab_size: V, which determines the chunk length.
+        plain: Compute the logits of all positions at once.
+        weights: [B, T] float32 weight of each position; None is 1.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
@@ -91,10 +91,10 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
 
 def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
                     plain: bool = False) -> Array:
-    """Log-probabilities [B, T] in float32 of `targets` under `head(hidden)`, 0 where these are IGNORED.
+    """Return float32 log-probabilities [B, T] of `targets` under `head(hidden)`, 0 where a target is IGNORED.
 
-    Logits are made a chunk at a time, and once more in the backward pass, where the factor of each is known. Arguments
-    as of `token_loss`.
+    Logits are computed one chunk at a time, and again in the backward pass, where the cotangent of each position is
+    known. Arguments as for `token_loss`.
     """
     if plain:
         return -_losses(head, hidden.reshape(-1, hidden.shape[-1]), (), targets.reshape(-1)).reshape(targets.shape)
@@ -103,11 +103,11 @@ def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array
 
 
 def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
-    """Sum over windows of the mean of start and end cross-entropy over the window's own tokens.
+    """Return the sum over windows of the mean of start and end cross-entropy; padding is masked out of the softmax.
 
     Args:
-        logits: [B, T, 2] of start and end.
-        batch: `start_positions`, `end_positions` [B], IGNORED where a window is not scored; `attention_mask` [B, T].
+        logits: [B, T, 2], start and end.
+        batch: `start_positions`, `end_positions` [B], IGNORED if a window is not scored; `attention_mask` [B, T].
     """
     logits = logits.astype(jnp.float32)
     outside = batch["attention_mask"] == 0
@@ -120,8 +120,9 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks):
-    """(total, correct) of R ranks: `hidden` [R, M, D]; `targets`, `weights`, `order` [R, M'], M' a multiple of the
-    chunk.
+    """Return (total, correct) summed over R ranks.
+
+    `hidden` is [R, M, D]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk length.
     """
     def step(number, sums):
         values = each_group(way, lambda h, t, w: _cross_entropy(head, count_correct, h, params, t, w, way.axes))(
@@ -158,7 +159,7 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
     groups = num_groups(way.axes, ranks)
     start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32),
              split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
-             # a sum for each group, so that groups communicate once, after the loop, and not in each iteration
+             # one sum per group of lines, so that they are reduced over devices once after the loop, not per iteration
              [sums_laid_out(jnp.zeros((groups, *params[i].shape), jnp.float32), way) for i in trained])
     total, correct, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
     g_hidden = jnp.take_along_axis(by_position, places(order, hidden)[..., None], axis=1)
@@ -181,7 +182,7 @@ _chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked_log_probs(head, way, hidden, params, targets):
-    """[B, T] of hidden states [B, T, D] and targets [B, T]."""
+    """Return log-probabilities [B, T] for hidden states [B, T, D] and targets [B, T]."""
     found = lines(hidden, laid_out(params, way), targets, jnp.zeros(targets.shape), way)
 
     def step(number, losses):
@@ -202,7 +203,7 @@ def _log_probs_forward(head, way, hidden, params, targets):
 
 
 def _log_probs_backward(head, way, kept, cotangent):
-    """The gradient of a cross-entropy in which positions weigh what they weigh in the loss."""
+    """Differentiate a cross-entropy whose position weights are the negated cotangents: its gradient is the same."""
     hidden, params, trained, targets = kept
     if isinstance(cotangent, SymbolicZero):
         return None, None, None
@@ -220,14 +221,14 @@ _chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zero
 
 
 def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=()):
-    """Summed loss and argmax hits of positions [C, D] with targets and weights [C], 0 where nothing is scored."""
+    """Return the summed loss and argmax hits of positions [C, D], with targets and weights [C], 0 if not scored."""
     logits = _logits(head, hidden, params, axes)
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
     return jnp.where(weights != 0, _losses_of(logits, targets, axes) * weights, 0.0).sum(), hits
 
 
 def _losses(head, hidden, params, targets, axes=()):
-    """[C], 0 where nothing is scored."""
+    """Return the loss of each position, [C], 0 if not scored."""
     return jnp.where(targets == IGNORED, 0.0, _losses_of(_logits(head, hidden, params, axes), targets, axes))
 
 
@@ -237,7 +238,7 @@ def _logits(head, hidden, params, axes):
 
 
 def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...]) -> Array:
-    if axes:  # each device looks for the targets among its own part of the vocabulary
+    if axes:  # mask and sum over the sharded vocabulary: a gather by target would move logits between devices
         picked = jnp.where(jnp.arange(logits.shape[1]) == targets[:, None], logits, 0.0).sum(1)
     else:
         picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
@@ -245,25 +246,26 @@ def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...]) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Positions of a batch laid out for the output head: in chunks, labelled ones first, over the devices of a mesh.
+# Layout of a batch's positions for the output head: labelled positions first, in chunks, over the devices of a mesh.
 #
-# On a mesh devices either have the whole head and apply it to their own positions, or share the vocabulary: then
-# hidden states travel instead of weights, and neither the head, its gradient nor logits are ever whole on a device.
+# On a mesh, devices either hold the whole head and apply it to their own positions, or shard the vocabulary. In the
+# latter case hidden states are exchanged instead of weights, and no device ever holds the whole head, its gradient or
+# all logits of a position.
 
-# The float32 logits of one chunk, or its hidden states, take about this many bytes on each device. Each chunk reads the
-# head's weights anew, and where they train also their gradient, which on GPUs costs more than the memory.
+# Approximate bytes of the float32 logits, or of the hidden states, of one chunk on each device. Each chunk reads the
+# head's weights again, and their gradient if they train: on GPUs larger chunks are worth their memory.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
 
 
 class Way(NamedTuple):
-    """How a head is applied.
+    """How the output head is applied.
 
     Args:
-        chunk: C positions of each rank whose logits are made at once.
-        axes: Of the mesh, over which devices share the vocabulary: each has rows of the head's table, takes the
-            positions of all of them, and keeps its part of the logits. None: each has the whole head and its own
-            positions.
+        chunk: C, positions of each line whose logits are computed at once.
+        axes: Mesh axes over which the vocabulary is sharded: each device holds rows of the head's table, takes the
+            positions of all these devices, and keeps its part of the logits. Empty: each device holds the whole head
+            and takes its own positions.
     """
 
     chunk: int
@@ -271,16 +273,16 @@ class Way(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Positions of R ranks, each rank's in one line; the line of M is continued to M', a multiple of the chunk.
+    """Positions of R ranks, one line of M positions per rank, padded to M', a multiple of the chunk length.
 
-    Where rows are cut along the sequence, each part of a rank's rows is a line of its own.
+    With context parallelism each part of a rank's rows is a line of its own, so that lines stay on their device.
 
     Args:
-        hidden: [R, M, D], in the order of the batch.
-        params: Of the head.
-        targets: [R, M'], the labelled ones first; `weights` likewise.
-        order: [R, M'] places in `hidden` of the targets.
-        num_chunks: How many chunks hold labels.
+        hidden: [R, M, D], in batch order.
+        params: The head's arrays.
+        targets: [R, M'], labelled positions first; `weights` likewise.
+        order: [R, M'] index into `hidden` of each target.
+        num_chunks: Number of chunks that hold labels.
     """
 
     hidden: Array
@@ -292,13 +294,13 @@ class Lines(NamedTuple):
 
 
 def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int) -> tuple[Callable, Way, list[Array]]:
-    """The head as a function of positions and of what it closes over; how it is applied; what it closes over."""
+    """Return the head as a pure function of (positions, *params), how to apply it, and the params it closed over."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     pure_head, params = jax.closure_convert(head, flat[:1])
     num_lines, axes = num_visible_ranks() * num_sequence_parts(), _vocabulary_axes(params, vocab_size)
     together = num_lines // num_groups(axes, num_lines)
     chunk_bytes = CHUNK_BYTES if target().platform == "cpu" else CHUNK_BYTES_GPU
-    # A device has a chunk's logits, [C, V] or as many, and its hidden states, [together * C, D].
+    # Per device a chunk has C * V logits, sharded vocabulary or not, and hidden states [together * C, D].
     widest = max(vocab_size, together * flat.shape[1] if axes else 0)
     way = Way(min(max(chunk_bytes // (4 * widest), 1), len(flat) // num_lines), axes)
     pure_head, params = jax.closure_convert(head, flat[:together * way.chunk])
@@ -306,9 +308,9 @@ def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int) -> t
 
 
 def _vocabulary_axes(params: list[Array], vocab_size: int) -> tuple[str, ...]:
-    """Those of `Way`: the axes over which the state shards a table, if the head has no other matrix than tables.
+    """Return `Way.axes`: the axes over which the state shards the head's table.
 
-    What else a head computes would be computed for all positions on each device.
+    Empty if the head has any matrix besides tables [V, ...]: every device would apply it to the positions of all.
     """
     if not on_mesh() or any(p.ndim > 1 and p.shape[0] != vocab_size for p in params):
         return ()
@@ -318,12 +320,12 @@ def _vocabulary_axes(params: list[Array], vocab_size: int) -> tuple[str, ...]:
 
 
 def num_groups(axes: tuple[str, ...], num_lines: int) -> int:
-    """Of lines that are taken together."""
+    """Return the number of groups of lines; the lines of a group are processed together."""
     return jax.sharding.get_abstract_mesh().shape["data"] if axes else num_lines
 
 
 def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, way: Way) -> Lines:
-    """Of rows [B, T]; they stay on their rank."""
+    """Arrange rows [B, T] as lines, labelled positions first; each stays on its rank."""
     hidden, targets, weights = (split_over_ranks(_in_lines(x)) for x in (hidden, targets, weights))
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
     pad = ((0, 0), (0, -targets.shape[1] % way.chunk))
@@ -333,7 +335,7 @@ def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, wa
 
 
 def _in_lines(x: Array) -> Array:
-    """[R, M, ...] of rows [B, T, ...]."""
+    """Reshape rows [B, T, ...] to lines [R, M, ...]."""
     parts = num_sequence_parts()
     if parts == 1:
         return x.reshape(num_visible_ranks(), -1, *x.shape[2:])
@@ -342,7 +344,7 @@ def _in_lines(x: Array) -> Array:
 
 
 def in_rows(x: Array, shape: tuple[int, ...]) -> Array:
-    """Undo `_in_lines`: [R, M] to [B, T]."""
+    """Inverse of `_in_lines`: reshape [R, M] to [B, T]."""
     parts = num_sequence_parts()
     if parts == 1:
         return x.reshape(shape)
@@ -354,17 +356,17 @@ def split_over_ranks(x: Array) -> Array:
 
 
 def each_group(way: Way, function: Callable, in_axes: int | tuple = 0) -> Callable:
-    """`function` of the positions of a group of lines, for all groups."""
+    """Vectorise `function`, which takes the positions of one group of lines, over groups."""
     return jax.vmap(function, in_axes, spmd_axis_name="data" if way.axes else None)
 
 
 def places(order: Array, hidden: Array) -> Array:
-    """[R, M]: where in its line each position of `hidden` [R, M, D] stands."""
+    """Return [R, M]: the index in its sorted line of each position of `hidden` [R, M, D]."""
     return jnp.argsort(order[:, : hidden.shape[1]], axis=1)
 
 
 def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Array) -> list[Array]:
-    """Of each group the positions of a chunk, [groups, C, D] and [groups, C]."""
+    """Return the hidden states and columns of a chunk, [groups, C, D] and [groups, C]."""
     start = number * way.chunk
     places, *columns = (jax.lax.dynamic_slice_in_dim(column, start, way.chunk, 1) for column in (order, *columns))
     taken = [jnp.take_along_axis(hidden, places[..., None], axis=1), *columns]
@@ -375,12 +377,12 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
 
 
 def laid_out(params: list[Array], way: Way) -> list[Array]:
-    """Tables in rows over the devices that share the vocabulary; else gathered (all-gather), once before the loop."""
+    """Shard tables by rows over `way.axes`; without these, all-gather the parameters once, before the loop."""
     return [constrain(p, PartitionSpec(way.axes) if way.axes and p.ndim else PartitionSpec()) for p in params]
 
 
 def sums_laid_out(sums: Array, way: Way) -> Array:
-    """Sums over groups [groups, *shape], in the layout of what they are the gradient of."""
+    """Constrain gradient sums [groups, *shape] to the layout of their parameters."""
     if not way.axes:
         return split_over_ranks(sums)
     return constrain(sums, PartitionSpec("data", way.axes) if sums.ndim > 1 else PartitionSpec("data"))

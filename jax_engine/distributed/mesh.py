@@ -1,4 +1,4 @@
-"""Fully sharded, sequence and tensor parallelism: state and batches sharded over a mesh of devices, by a table."""
+"""Fully sharded data, context, tensor and expert parallelism: state and batches sharded over a mesh, by a table."""
 
 import math
 import re
@@ -21,33 +21,38 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint_pieces import Pieces, own_part
 
-_FSDP = ("fsdp", "expert", SEQUENCE)  # devices that have other rows or other parts of them hold no copies either
-# Pattern in a parameter's dotted path -> the mesh axes over which each of its last dimensions is sharded; () and paths
-# without a match: replicated. The first match counts. Dimensions in front (stacked layers) are never sharded. Matrices
-# are [out, in], as in torch. Optimiser state follows its parameter, whose path its own ends with. An axis named twice
-# takes the first dimension that it divides: rows before columns, since shards of whole rows lie in one piece, and a TPU
-# gathers columns only in multiples of its 128 lanes.
+# Parameters are fully sharded over `expert` and `sequence` too, so that devices along these axes hold no copies.
+_FSDP = ("fsdp", "expert", SEQUENCE)
+# Pattern in a parameter's dotted path -> the mesh axes over which each of its trailing dimensions is sharded; () or no
+# match: replicated. The first match counts. Leading dimensions (stacked layers) are never sharded. Matrices are
+# [out, in], as in torch. Optimiser state is sharded as its parameter, because its path ends with the parameter's. An
+# axis listed for two dimensions shards the first one that it divides: rows before columns, since shards of whole rows
+# are contiguous, and a TPU gathers columns only in multiples of its 128 lanes.
 SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth it
-    # By rows alone: if an embedding table is sharded by columns, XLA materialises the looked-up rows in full to bring
-    # them into the layout of the activations, or each layer gathers these along `tensor`.
+    (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth sharding
+    # By rows only: with a table sharded by columns, XLA either materialises the looked-up rows in full to reshard them
+    # to the layout of the activations, or gathers the activations along `tensor` in every layer.
     (r"embed\.\w+\.weight$|\bhead\.weight$", (("tensor", *_FSDP), ())),
     (r"\.(nested|row_absmax)", ()),  # scales of quantised weights
     (r"attn\.(o|out)\.weight\b|mlp\.down\.weight\b", (_FSDP, ("tensor", *_FSDP))),  # row-parallel: inputs are split
-    (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole ones, each for its tokens
-    (r"experts\.\w+_proj\.", (("expert", "tensor", "fsdp", SEQUENCE), _FSDP)),  # codes, all below each other
-    # As the matrix beside them, or XLA would bring what they give, as wide as the layer's output, from one layout into
-    # the other.
+    (r"experts\.\w+_proj$", (("expert", "tensor"), _FSDP, _FSDP)),  # whole experts, each for its tokens
+    (r"experts\.\w+_proj\.", (("expert", "tensor", "fsdp", SEQUENCE), _FSDP)),  # 4-bit codes, concatenated by rows
+    # LoRA matrices like the weight they adapt: otherwise XLA would reshard their output, which is as wide as the
+    # layer's.
     (r"(attn\.(o|out)|mlp\.down)\.lora_A$", ((), ("tensor", *_FSDP))),
     (r"(attn\.(o|out)|mlp\.down|experts\.\w+)\.lora_B$", (_FSDP, ())),
     (r"lora_A$", ((), _FSDP)),
     (r"lora_B$", (("tensor", *_FSDP), ())),
-    (r"\.weight\b", (("tensor", *_FSDP), _FSDP)),  # all other matrices, column-parallel: outputs are split
+    (r"\.weight\b", (("tensor", *_FSDP), _FSDP)),  # all other matrices, column-parallel: split over outputs
 )
 
 
 def partition(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Over which axes of a mesh of these sizes the table shards each dimension; an axis that divides none is left out.
+    """Return the mesh axes that shard each dimension, by the table; an axis that divides no dimension is left out.
+
+    Args:
+        name: Dotted path of the array in the state.
+        sizes: Size of each mesh axis.
     """
     wanted, used, dimensions = _axes_of(name, shape), set(), []
     for length, axes in zip(shape[len(shape) - len(wanted):], wanted, strict=True):
@@ -66,9 +71,9 @@ def _axes_of(name: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def gathered(name: str, tree: Tree) -> Tree:
-    """Inside a step on a mesh: arrays that the table shards, brought together (all-gather) but along `tensor`.
+    """All-gather the arrays of `tree` along all axes but `tensor`, inside a step on a mesh; elsewhere return `tree`.
 
-    Their gradient is brought back into shards (reduce-scatter). Elsewhere `tree` as it is.
+    Their gradients are sharded again (reduce-scatter).
 
     Args:
         name: Dotted path of the tree in the state.
@@ -80,7 +85,7 @@ def gathered(name: str, tree: Tree) -> Tree:
     def gather(path: Any, leaf: Array) -> Array:
         dimensions = partition(".".join(filter(None, (name, _dotted(path)))), leaf.shape, mesh.shape)
         whole = PartitionSpec(*[tuple(axis for axis in axes if axis == "tensor") for axes in dimensions])
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):  # quantised codes, which have no gradient
             return jax.lax.with_sharding_constraint(leaf, whole)
         return _gather(PartitionSpec(*dimensions), whole, leaf)
 
@@ -88,21 +93,21 @@ def gathered(name: str, tree: Tree) -> Tree:
 
 
 def look_up(table: Array, ids: Array) -> Array:
-    """Rows [B, T, D] of a table [V, D]; ids outside of it give NaN.
+    """Return rows [B, T, D] of a table [V, D] for ids [B, T]; ids out of range give NaN.
 
-    On a mesh a table that is sharded by rows is brought into columns, of which every device looks up those of all ids
-    (all-to-all before and after): no device ever holds the whole table or its gradient.
+    On a mesh, a table sharded by rows is resharded by columns, and every device looks up its columns for all ids, with
+    an all-to-all before and after. No device ever holds the whole table or its gradient.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     axes = tuple(axis for axis in ("tensor", *_FSDP) if sizes.get(axis, 1) > 1)
     if not on_mesh() or not axes or any(length % math.prod(sizes[axis] for axis in axes) for length in table.shape):
         return jnp.take(table, ids, axis=0)
-    # A constraint holds for the gradient, too: it is made in columns, then brought into rows. Left to choose, XLA may
-    # gather all of it on every device.
+    # Both constraints also apply to the gradient, which is computed by columns and then resharded by rows. Left to
+    # choose, XLA may materialise the whole gradient on every device.
     for spec in (PartitionSpec(axes), PartitionSpec(None, axes)):
         table = jax.lax.with_sharding_constraint(table, spec)
     found = jnp.take(table, jax.lax.with_sharding_constraint(ids, PartitionSpec("data")), axis=0)
-    # From columns to rows axis by axis, the last ones first, as shards are nested.
+    # Move the sharding from columns to rows one axis at a time, the innermost first, because shards are nested.
     without = tuple(axis for axis in axes if axis != SEQUENCE)
     for spec in (("data", None, axes), ("data", SEQUENCE, without), (DATA_AXES, SEQUENCE, "tensor"),
                  (DATA_AXES, SEQUENCE)):
@@ -110,6 +115,8 @@ def look_up(table: Array, ids: Array) -> Array:
     return found
 
 
+# A custom gradient: that of a plain constraint would be constrained to `whole`, too, an all-reduce instead of a
+# reduce-scatter.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(shards: PartitionSpec, whole: PartitionSpec, x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, whole)
@@ -128,15 +135,15 @@ class ShardedMesh(Parallel):
 
     Args:
         data: Number of copies of the parameters.
-        fsdp: Devices over which each copy is sharded, each with a micro-batch of its own. -1: all that are left.
-        sequence: Devices that compute one micro-batch together, each a part of every row.
-        tensor: Devices that compute one micro-batch together, each a part of every matrix.
-        expert: Devices over which the experts of each layer are spread, each with a micro-batch of its own. They
-            exchange the rows of all of them, before and after the experts.
-        devices: Devices to use, of all processes; None takes all there are.
+        fsdp: Devices over which each copy is sharded, each with a micro-batch of its own. -1: all remaining devices.
+        sequence: Devices that share a micro-batch, each with a part of every row (context parallelism).
+        tensor: Devices that share a micro-batch, each with a part of every matrix (tensor parallelism).
+        expert: Devices over which the experts of each layer are sharded, each with a micro-batch of its own (expert
+            parallelism). They exchange tokens before and after the experts.
+        devices: Devices to use, of all processes; None takes all devices.
 
     Raises:
-        UserError: The product is not the number of devices.
+        UserError: The product of the sizes is not the number of devices.
     """
 
     def __init__(self, data: int = 1, fsdp: int = -1, sequence: int = 1, tensor: int = 1, expert: int = 1,
@@ -163,7 +170,7 @@ class ShardedMesh(Parallel):
         self._reported = False
 
     def sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """How an array of the state is sharded, from its dotted path and its shape alone."""
+        """Return the sharding of an array of the state, from its dotted path and shape only."""
         dimensions = partition(name, shape, self.mesh.shape)
         if not self._reported and set(chain(*_axes_of(name, shape))) != set(chain(*dimensions)):
             self._reported = True
@@ -172,7 +179,7 @@ class ShardedMesh(Parallel):
         return NamedSharding(self.mesh, PartitionSpec(*dimensions))
 
     def shardings(self, tree: Tree) -> Tree:
-        """`sharding` of each leaf of a state."""
+        """Return the `sharding` of each leaf of a state."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.sharding(_dotted(path), leaf.shape), tree)
 
@@ -181,7 +188,7 @@ class ShardedMesh(Parallel):
         compiled: list[Any] = []
 
         def program(args):
-            if not compiled:  # the layout of a state depends on its leaves, which are not known before the first call
+            if not compiled:  # the sharding of a state depends on its leaves, which are unknown before the first call
                 results = jax.eval_shape(function, *args)
                 out = tuple(self.shardings(result) if kind == "state" else layouts[kind]
                             for kind, result in zip(outputs, results, strict=True))
@@ -236,8 +243,10 @@ class ShardedMesh(Parallel):
 
 
 def laid_out(devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> np.ndarray:
-    """Devices as a mesh of these sizes. Those of a TPU slice so that neighbours on an axis are linked: in their own
-    order, host by host, a v5p slice has no all-gather of their parts, and adds up whole arrays of mostly zeros instead.
+    """Arrange devices as a grid of these sizes.
+
+    On a TPU slice, neighbours along an axis are physically linked. In plain device order, host by host, XLA for v5p
+    replaces the all-gather of shards by an all-reduce of whole, mostly zero arrays.
     """
     if devices[0].platform != "tpu" or not _fill_a_box(devices):
         return np.array(devices).reshape(sizes)
@@ -245,15 +254,15 @@ def laid_out(devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> np.ndarra
 
 
 def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
-    """Whether chips, by their coordinates, are all those of a box in one slice, each with one device."""
+    """Return True if the chips fill a box of coordinates in one slice, with one device per chip."""
     extents = (max(along) - min(along) + 1 for along in zip(*(device.coords for device in devices), strict=True))
     return (len({tuple(device.coords) for device in devices}) == len(devices) == math.prod(extents)
             and len({getattr(device, "slice_index", 0) for device in devices}) == 1)
 
 
 def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
-    host = np.asarray(x) if isinstance(x, Array) else x  # not what has still to be read or drawn
-    parts: dict[str, np.ndarray] = {}  # which several devices may hold
+    host = np.asarray(x) if isinstance(x, Array) else x  # lazy arrays stay lazy
+    parts: dict[str, np.ndarray] = {}  # read once, although several devices may hold the same part
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         if str(index) not in parts:

@@ -1,9 +1,9 @@
-"""Any loader of torch batches, stacked for the devices ahead of time.
+"""Prefetching: stack the micro-batches of a torch loader into global batches and copy them to the devices in advance.
 
 With N data-parallel ranks a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every process
-goes through all micro-batches, of which the loader reads those of its own ranks and says of the others how long they
-are: so all agree on lengths and on the end of the epoch without communicating, and a position does not depend on the
-number of processes. Give such a loader world size 1.
+iterates over all micro-batches; the loader reads those of the process's own ranks, and gives only the length of the
+others. All processes thus agree on lengths and on the end of the epoch without communicating, and a loader's position
+does not depend on the number of processes. Such a loader must have world size 1.
 """
 
 import queue
@@ -24,13 +24,13 @@ _FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED
 
 @dataclass
 class GlobalBatch:
-    """A global micro-batch: one micro-batch of the loader for each data-parallel rank.
+    """A global batch: one micro-batch of the loader per data-parallel rank.
 
     Args:
-        arrays: On the devices: [ranks, B, ...] int32 (numbers with a point float32).
-        host: The part of this process's ranks, in host memory.
+        arrays: On the devices: [ranks, B, ...] int32, or float32 for floating-point data.
+        host: The rows of this process's ranks, in host memory.
         num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
-        position: `state_dict()` of the loader after these micro-batches; None where it has none.
+        position: `state_dict()` of the loader after these micro-batches; None if the loader has none.
     """
 
     arrays: dict[str, Array]
@@ -40,15 +40,15 @@ class GlobalBatch:
 
 
 class Prefetcher:
-    """One pass over a loader; iterate once, and close it (or use `with`) when leaving early.
+    """One pass over a loader. Iterate once, and close it (or use `with`) when leaving early.
 
-    A thread reads ahead and copies batches to the devices. Its exceptions are raised in the loop that iterates.
+    A thread reads ahead and copies batches to the devices. Its exceptions are raised in the consumer.
 
     Args:
         loader: Yields dicts of CPU tensors, rows first.
-        batch_size: Rows of a micro-batch; smaller ones are filled up.
-        max_length: Lengths are rounded up, but not above this; None leaves them as they are. Rows that are cut along
-            the sequence are padded until all parts are of one length.
+        batch_size: Rows of a micro-batch; smaller ones are padded with empty rows.
+        max_length: Lengths are rounded up (see `rounded`), but not above this; None does not round. With context
+            parallelism rows are padded to a multiple of the number of parts.
         ahead: Global batches to prepare in advance.
     """
 
@@ -78,14 +78,14 @@ class Prefetcher:
             self.close()
 
     def close(self) -> None:
-        """End the thread; batches that were not consumed are dropped."""
+        """Stop the thread; batches not consumed are dropped."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():
                 self._ready.get_nowait()
             self._thread.join(0.01)
 
-    # In the thread ---------------------------------------------------------------------------------------------------
+    # Run in the thread -----------------------------------------------------------------------------------------------
 
     def _produce(self) -> None:
         try:
@@ -97,7 +97,7 @@ class Prefetcher:
             self._put(error)
 
     def _put(self, item: Any) -> bool:
-        """Queue an item; False once this is closed."""
+        """Queue an item; return False if the prefetcher has been closed."""
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=0.05)
@@ -121,9 +121,9 @@ class Prefetcher:
         return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
 
     def _stack(self, group: list[dict[str, np.ndarray] | Absent]) -> dict[str, np.ndarray]:
-        """Arrays [own ranks, B, ...]."""
+        """Stack the micro-batches of this process's ranks to arrays [own ranks, B, ...], padded to a common length."""
         pattern = next(batch for batch in group if not isinstance(batch, Absent))
-        axis = pattern["input_ids"].ndim - 1  # along which tokens lie
+        axis = pattern["input_ids"].ndim - 1  # the token axis
         length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
@@ -133,17 +133,20 @@ class Prefetcher:
                                 for rank in own]) for name, x in pattern.items()}
 
     def _filled(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
-        """A micro-batch's array with rows up to the batch size and `axis` up to `length`, int32 or float32."""
+        """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
         tokens = (length,) if x.ndim > axis else ()
         shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + 1:])
         full = np.full(shape, self._fill.get(name, 0), np.float32 if x.dtype.kind == "f" else np.int32)
         full[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):
-            full[len(x) :, ..., 0] = 1  # so that no softmax is over nothing
+            full[len(x) :, ..., 0] = 1  # so that no softmax is over an empty set
         return full
 
 
 def rounded(length: int) -> int:
-    """A length shared by several, so that few shapes are compiled: at most a quarter longer, or a multiple of 32."""
+    """Round a length up to one of few values, so that few shapes are compiled.
+
+    The result is at most a quarter longer, or the next multiple of 32.
+    """
     step = max(32, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step

@@ -1,8 +1,9 @@
-"""The compiled steps of a run: gradients are summed over micro-batches, divided once by the weight, and applied.
+"""Compiled training steps: gradients are summed over micro-batches, divided once by the total weight, and applied.
 
-With gradient accumulation a step is `new_accumulation`, `accumulate` for each micro-batch, and `update`; without, it is
-`full_step`. The calls are separate because micro-batches may differ in length. None of them waits for a device. Where a
-loss depends on all rows of a step, each micro-batch goes through `survey` before the first of them is accumulated.
+With gradient accumulation an optimiser step is `new_accumulation`, `accumulate` for each micro-batch, and `update`;
+without, it is `full_step`. The calls are separate because micro-batches may differ in length. None of them waits for a
+device. If the loss depends on all rows of a step, every micro-batch goes through `survey` before the first is
+accumulated.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from jax_engine.distributed.loss import LossSums, scored_rows
 from jax_engine.distributed.tree import Tree, merge, new_accumulation, new_state
 
 Batch = dict[str, Array]
-# (parameters, rows, with dropout, count argmax hits) -> sums; after a survey also gets the statistics of the step
+# (parameters, rows, with dropout, count argmax hits) -> sums; a task with a survey also receives the step's statistics
 Loss = Callable[..., LossSums]
 # (parameters, rows) -> statistics by name: sum and weight, [2] float32
 Survey = Callable[[Tree, Batch], dict[str, Array]]
@@ -33,21 +34,21 @@ class Clipping:
     algorithm: Literal["norm", "value"] = "norm"
 
     def __post_init__(self):
-        if self.value is not None:  # programs take whole numbers up to 2^31 - 1
+        if self.value is not None:  # JAX takes a Python int as int32, which ends at 2^31 - 1
             object.__setattr__(self, "value", float(self.value))
 
 
 class Steps:
-    """The steps of one run; each is compiled once for each shape of batch.
+    """The compiled steps of one run; each is compiled once per batch shape.
 
     Batches are what `Prefetcher` yields: arrays [ranks, B, ...].
 
     Args:
         loss: The task's loss of rows [N, T].
         predict: (parameters, rows) -> tree of arrays [N, ...].
-        metric_names: Of the metrics that `loss` gives.
-        survey: What `loss` must know of all rows of a step; None: nothing.
-        statistic_names: Of what it gives.
+        metric_names: Names of the metrics that `loss` returns.
+        survey: Computes the statistics that `loss` needs of all rows of a step; None if it needs none.
+        statistic_names: Names of the statistics that `survey` returns.
     """
 
     def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs,
@@ -69,29 +70,30 @@ class Steps:
         self._eval = compile(self._eval_step, ("state", "state", "batch"), ("scalar",))
         self._rows = compile(self._predict_step, ("state", "state", "batch"), ("batch",))
 
-    # What the trainer calls ------------------------------------------------------------------------------------------
+    # Public interface ------------------------------------------------------------------------------------------------
 
     def new_state(self, trainable: Tree) -> Tree:
-        """State with these initial parameters, which it consumes."""
+        """Return the initial state for these parameters, whose buffers are donated."""
         return self._new_state(trainable)[0]
 
     def new_accumulation(self, state: Tree) -> Tree:
-        """Sums of no micro-batch."""
+        """Return an accumulation of zeros."""
         return self._new_accumulation(state["trainable"])[0]
 
     def survey(self, state: Tree, frozen: Tree, accumulation: Tree, batch: Batch) -> Tree:
-        """The sums with the statistics of one more micro-batch of each rank added. Consumes the old ones."""
+        """Add the statistics of one micro-batch per rank to `accumulation`, which is donated."""
         return self._survey(state, frozen, accumulation, batch)[0]
 
     def accumulate(self, state: Tree, frozen: Tree, accumulation: Tree, batch: Batch) -> Tree:
-        """The sums with one more micro-batch of each rank added. Consumes the old ones."""
+        """Add the gradients and sums of one micro-batch per rank to `accumulation`, which is donated."""
         return self._accumulate(state, frozen, accumulation, batch)[0]
 
     def update(self, state: Tree, accumulation: Tree, scalars: dict[str, Array]) -> tuple[Tree, dict[str, Array]]:
-        """The state after an optimiser step with the accumulated gradients, and its figures. Consumes the state.
+        """Take an optimiser step with the accumulated gradients; return the new state and the step's figures.
 
-        Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and `grad_norm`, that of the
-        averaged gradient before clipping; the task's metrics are pairs [2], sum and weight.
+        The state is donated. Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and
+        `grad_norm`, the norm of the averaged gradient before clipping; the task's metrics are pairs [2], sum and
+        weight.
 
         Args:
             scalars: `optim.step_scalars` of this step, from `Parallel.put_scalars`.
@@ -100,38 +102,38 @@ class Steps:
 
     def full_step(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]
                   ) -> tuple[Tree, dict[str, Array]]:
-        """`new_accumulation`, `accumulate` and `update` in one. Consumes the state."""
+        """Run `new_accumulation`, `accumulate` and `update` as one program. The state is donated."""
         return self._full(state, frozen, batch, scalars)
 
     def eval_step(self, trainable: Tree, frozen: Tree, batch: Batch) -> dict[str, Array]:
-        """Scalars `total`, `weight` and, where the task counts it, `correct` over all ranks, without dropout."""
+        """Return scalars `total`, `weight` and, if the task counts it, `correct`, over all ranks, without dropout."""
         return self._eval(trainable, frozen, batch)[0]
 
     def predict_step(self, trainable: Tree, frozen: Tree, batch: Batch) -> Any:
-        """What the task predicts, [ranks, B, ...]; `Parallel.fetch_rows` brings it to the host."""
+        """Return the task's predictions [ranks, B, ...], on the devices; `fetch_rows` copies them to the host."""
         return self._rows(trainable, frozen, batch)[0]
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks that `fetch_rows` gives the rows of."""
+        """Ranks whose rows `fetch_rows` returns."""
         return self._parallel.local_ranks
 
     def fetch_rows(self, rows: Any) -> Any:
-        """What `predict_step` returned, of this process's ranks, on the host."""
+        """Return the results of `predict_step` for this process's ranks, on the host."""
         return self._parallel.fetch_rows(rows)
 
     def memory(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]) -> dict[str, int]:
-        """Bytes on each device that a compiled `full_step` needs: `arguments` (state and batch) and `temporary`."""
+        """Return the bytes a compiled `full_step` needs per device: `arguments` (state and batch) and `temporary`."""
         found = self._full.lower(state, frozen, batch, scalars).compile().memory_analysis()
         return {"arguments": found.argument_size_in_bytes, "temporary": found.temp_size_in_bytes}
 
     def lowered(self, trainable: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Any], accumulates: bool = False
                 ) -> dict[str, jax.stages.Lowered]:
-        """The programs of a step, for arrays of these shapes and dtypes, of which none need be there.
+        """Lower the programs of a step for these shapes and dtypes; the arguments may be abstract (ShapeDtypeStruct).
 
         Args:
-            batch: Of all ranks, [ranks, B, ...].
-            accumulates: Give `accumulate` and `update`, which gradient accumulation calls, instead of `full_step`.
+            batch: Rows of all ranks, [ranks, B, ...].
+            accumulates: Lower `accumulate` and `update`, which gradient accumulation uses, instead of `full_step`.
         """
         put = self._parallel.outline
         state = jax.eval_shape(lambda trainable: new_state(trainable, self._optimizer.init), trainable)
@@ -144,7 +146,7 @@ class Steps:
         return {"accumulate": self._accumulate.lower(state, frozen, sums, rows),
                 "update": self._update.lower(state, sums, scalars)}
 
-    # What is compiled ------------------------------------------------------------------------------------------------
+    # Functions to compile --------------------------------------------------------------------------------------------
 
     def _survey_step(self, state, frozen, accumulation, batch):
         found = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
@@ -174,7 +176,7 @@ class Steps:
         return (jax.tree.map(lambda x: x.reshape(num_visible_ranks(), -1, *x.shape[1:]), predicted),)
 
     def _differentiate(self, state, frozen, batch, statistics):
-        """Gradient of the summed loss, and the sums, of the micro-batches of the visible ranks."""
+        """Return the gradient of the summed loss, and the sums, over the micro-batches of the visible ranks."""
         rows = _rows_of(batch)
         known = () if statistics is None else (self._parallel.sum(statistics),)
 
@@ -189,7 +191,9 @@ class Steps:
                            **metrics}
 
     def _apply(self, state, gradients, sums, scalars):
-        """Divide by the weight of all devices, clip, update."""
+        """Average the gradients, clip them and update the parameters."""
+        # The one all-reduce of a step. Dividing by the weight of all ranks afterwards gives the mean over all scored
+        # positions, however unevenly they are spread over ranks and micro-batches.
         gradients, sums = self._parallel.sum((gradients, sums))
         gradients = jax.tree.map(lambda g: g / jnp.where(sums["weight"] > 0, sums["weight"], 1), gradients)
         norm = optax.global_norm(gradients)
@@ -200,9 +204,9 @@ class Steps:
 
 
 def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
-    """Figures of an update as plain numbers, with `loss`, the mean. Waits for the device.
+    """Return the figures of an update as Python numbers, with the mean loss as `loss`. Waits for the device.
 
-    Among them are the means of the task's metrics; one that nothing counts for is left out.
+    The task's metrics become means; a metric with weight 0 is left out.
     """
     fetched = jax.device_get(figures)
     plain = {name: value.item() for name, value in fetched.items() if value.ndim == 0}
@@ -211,12 +215,12 @@ def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
 
 
 def _rows_of(batch: Batch) -> Batch:
-    """Rows [ranks * B, ...] of what the network and the loss see."""
+    """Return the batch as rows [ranks * B, ...], the form the network and the loss take."""
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
 
 
 def _clip(gradients: Tree, norm: Array, clipping: Clipping) -> Tree:
-    """The same rules as torch's clip_grad_norm_ and clip_grad_value_."""
+    """Clip as torch's clip_grad_norm_ and clip_grad_value_ do."""
     if not clipping.value:
         return gradients
     if clipping.algorithm == "value":

@@ -1,4 +1,4 @@
-"""The devices that programs are made for: those at hand, or others that a plan names."""
+"""The devices that programs are compiled for: those present, or others that a plan names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +13,19 @@ _planned: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
 def target() -> Target:
-    """What networks, losses and steps are made for now: it chooses their forms."""
+    """Return the devices for which networks, losses and steps currently choose their implementation."""
     return _planned.get() or at_hand()
 
 
 def at_hand() -> Target:
-    """The devices that JAX has."""
+    """Return the devices that are present."""
     device = jax.local_devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().total
     return Target(device.platform, device.device_kind, jax.device_count(), memory, kind_of(device.device_kind))
 
 
 def lowering_platforms() -> tuple[str, ...] | None:
-    """What programs are lowered for where devices of another platform may stand for the target's; None: for their own.
-    """
+    """Return the platforms to lower programs for if the target is planned; None lowers for the present devices."""
     planned = _planned.get()
     if planned is None:
         return None
@@ -35,7 +34,7 @@ def lowering_platforms() -> tuple[str, ...] | None:
 
 @contextmanager
 def made_for(planned: Target) -> Iterator[None]:
-    """Make networks and lower steps for devices that need not be here."""
+    """Build networks and lower steps for devices that need not be present."""
     token = _planned.set(planned)
     try:
         yield

@@ -1,13 +1,13 @@
-"""What a run holds on the devices: plain nested dicts of arrays, no classes.
+"""Trees of arrays that a run keeps on the devices: plain nested dicts, no classes.
 
     state  = {"trainable": params, "optimizer": {slot: tree like params}}    donated to each update
     frozen = params                                                          of the same network; never donated
     accumulation = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    since the last optimiser step
 
-Among the sums a metric of the task is a pair, [2] float32: sum and weight. Where a loss depends on all rows of a step,
-an accumulation also has `statistics`, such pairs by name, complete before the first gradient.
+A task's metric among the sums is a pair, [2] float32: sum and weight. If the loss depends on all rows of a step, an
+accumulation also has `statistics`, such pairs by name, which are complete before the first gradient is computed.
 
-Slots are called as in torch's optimisers (`exp_avg`, ...), and a slot holds only the leaves that need it.
+Slots are named as in torch's optimisers (`exp_avg`, ...); a slot holds only the leaves that need it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "n
 
 
 def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:
-    """Leaves of nested dicts by their path, in the order of the dicts."""
+    """Return the leaves of nested dicts by path, in dict order."""
     flat: dict[Path, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, (*prefix, key)) if isinstance(value, dict) else {(*prefix, key): value}
@@ -31,7 +31,7 @@ def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:
 
 
 def unflatten(flat: dict[Path, Any]) -> Tree:
-    """Undo `flatten`."""
+    """Inverse of `flatten`."""
     tree: Tree = {}
     for (*parents, last), value in flat.items():
         node = tree
@@ -42,29 +42,29 @@ def unflatten(flat: dict[Path, Any]) -> Tree:
 
 
 def split(tree: Tree, chosen: Tree) -> tuple[Tree, Tree]:
-    """The leaves where `chosen` is true, and the others; undone by `merge`."""
+    """Return the leaves where `chosen` is true, and the others; `merge` is the inverse."""
     flat, marks = flatten(tree), flatten(chosen)
     parts = ({path: leaf for path, leaf in flat.items() if marks[path] == side} for side in (True, False))
     return tuple(unflatten(part) for part in parts)
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-    """One tree with the leaves of both."""
+    """Return one tree with the leaves of both."""
     return unflatten({**flatten(first), **flatten(second)})
 
 
 def new_state(trainable: Tree, init_optimizer: Callable[[Tree], Tree]) -> Tree:
-    """State at the start of a run. Compile it with `Parallel.compile`, so that arrays are created in their layout."""
+    """Return the initial state of a run. Compile with `Parallel.compile`, so that arrays are created sharded."""
     return {"trainable": trainable, "optimizer": init_optimizer(trainable)}
 
 
 def new_accumulation(trainable: Tree, metric_names: Sequence[str] = (), statistic_names: Sequence[str] = ()
                      ) -> Tree:
-    """Sums of no micro-batch.
+    """Return an accumulation of zeros. Gradients are float32, whatever the dtype of the parameters.
 
     Args:
-        metric_names: Of the task's metrics.
-        statistic_names: Of what a loss must know of all rows of a step.
+        metric_names: Names of the task's metrics.
+        statistic_names: Names of the statistics that the loss needs of all rows of a step.
     """
     sums = {name: jnp.zeros((), dtype) for name, dtype in SUMS.items()}
     pairs = {name: jnp.zeros(2, jnp.float32) for name in (*metric_names, *statistic_names)}

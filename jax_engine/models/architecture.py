@@ -1,4 +1,4 @@
-"""What a network is made of, in one vocabulary for all families."""
+"""Description of a network's architecture, common to all model families."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ NormKind = Literal["layer", "layer_no_bias", "rms", "rms_wide", "rms_plus_one"]
 
 @dataclass(frozen=True)
 class Experts:
-    """MLPs of which each token takes a few, those that a router likes best (Shazeer et al. 2017).
+    """Mixture of experts (Shazeer et al. 2017): MLPs of which each token uses those with the highest router scores.
 
     Args:
-        size: Number of features inside one of them.
-        normalised: The shares of those that a token takes add up to 1; else they are the probabilities among all.
-        bias: They and the router have biases.
-        transposed: Their matrices are [in, out].
-        clamp: Gain and limit of gpt-oss's form: gates and ups, which alternate, are cut off at the limit, and the
-            result is gate sigmoid(gain gate) (up + 1).
+        size: Number of inner features of an expert.
+        normalised: Weights of a token's experts are normalised to sum to 1; else they are the probabilities among all.
+        bias: Experts and router have biases.
+        transposed: Matrices are [in, out].
+        clamp: Gain and limit of gpt-oss's activation: gate and up features alternate and are clipped to the limit, and
+            the result is gate sigmoid(gain gate) (up + 1).
     """
 
     num: int
@@ -36,7 +36,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Neighbouring tokens weighted by place (He et al. 2021): `width` of them, features in `groups`."""
+    """Grouped convolution over `width` neighbouring tokens (He et al. 2021)."""
 
     width: int
     groups: int
@@ -45,44 +45,44 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and choices of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
+    """Sizes and options of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
 
     Args:
-        norm: See Norm.
-        norms: Where each sublayer has one: on its `input`, on its `output`, on the residual `sum` after it (Vaswani
-            et al. 2017).
-        first_norm: Whether the attention of the first layer has the norm on its input that the others have.
-        parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm`
-            its same norm.
-        positions: A learned table, sines and cosines added to the embedding, rotated queries and keys, or none.
-        relative: Positions in the scores, beside those or alone.
-        ropes: For each layer, how its queries and keys turn; they differ in frequencies alone.
-        embedding_size: Width of the embedding table where it differs from the network's.
+        norm: Kind of all norms; see Norm.
+        norms: Position of each sublayer's norms: on its `input` (pre-norm), on its `output`, on the residual `sum`
+            after it (post-norm, Vaswani et al. 2017).
+        first_norm: False if the first layer's attention lacks the input norm that the other layers have.
+        parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm` the
+            same norm of it.
+        positions: Learned table, sinusoids added to the embedding, rotary, or none.
+        relative: Relative positions in the scores, in addition to `positions` or alone.
+        ropes: Rotary embedding of each layer; they differ in frequencies only.
+        embedding_size: Width of the embedding table, if it differs from the network's.
         padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
-        positions_after_padding: Positions count real tokens from padding_id + 1, and padding stays at padding_id.
-        windows: For each layer, how far back it attends in tokens, itself included (an encoder: to each side), or None
-            for everything.
-        attention_scales: For each layer, the factor on query times key.
-        passes: Which stored layer each step of the depth runs; layers may be shared (Lan et al. 2019).
-        attention_cap: Scores are c tanh(scores / c) with this c; `logit_cap` does that to the logits, after
+        positions_after_padding: Positions count real tokens from padding_id + 1; padding has position padding_id.
+        windows: Sliding window of each layer in tokens, the query included (for encoders, to each side); None attends
+            to everything.
+        attention_scales: Factor on the scores of each layer.
+        passes: Stored layer that each layer of the depth runs; layers may be shared (Lan et al. 2019).
+        attention_cap: Soft cap c of the scores, c tanh(scores / c); `logit_cap` is that of the logits, after
             `logit_scale`.
-        residual_scale: On what a sublayer adds to the residual stream.
-        qkv: Three matrices; or one of queries, keys and values; or one that has these for each head in turn.
-        fused_gate_up: One matrix of gate and up.
-        qk_norm: Norms of queries and keys, each head by itself or all at once.
-        convolution: Beside the first layer, of the embeddings.
-        sinks: A score for each head that takes its part of the weights and has no value (Xiao et al. 2023).
-        qkv_limit: Queries, keys and values are cut off at this size.
-        experts: In place of the MLP, but in `dense_layers`, which alone `mlp_size` then is of.
-        layers_per_group: Set where torch's names number the stored layers by group and place in it.
-        head_dense_bias: Of the dense layer with which an encoder's head begins.
-        qa_dense: The head for answer spans begins with one too.
-        init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those inside, and
-            `residual_std` of those that write to the residual stream; of an encoder's head `head_std` that of the dense
-            layer and `qa_std` that of the answer spans, where they differ.
-        init_cut: As many standard deviations from their mean initial values are drawn anew.
-        residual_dropout: After the attention's output; `mlp_dropout` after the MLP's, `mlp_inner_dropout` before its
-            last matrix, `qa_dropout` before the logits of answer spans.
+        residual_scale: Factor on a sublayer's update of the residual stream.
+        qkv: Separate matrices; or one fused matrix; or one that is fused by head.
+        fused_gate_up: Gate and up are one matrix.
+        qk_norm: Norms of queries and keys, per head or over the whole projection.
+        convolution: Convolution of the embeddings, added after the first layer.
+        sinks: Attention sinks: a learned logit per head, without a value (Xiao et al. 2023).
+        qkv_limit: Queries, keys and values are clipped to this absolute value.
+        experts: Mixture of experts that replaces the MLP, except in `dense_layers`, to which `mlp_size` then applies.
+        layers_per_group: Set if torch's names number stored layers by group and index in the group.
+        head_dense_bias: The dense layer of an encoder's head has a bias.
+        qa_dense: The head for answer spans has such a dense layer, too.
+        init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those in the layers, and
+            `residual_std` of those that write to the residual stream; of an encoder's head `head_std` of the dense
+            layer and `qa_std` of the span logits, if they differ.
+        init_cut: Truncation of the initial distributions, in standard deviations.
+        residual_dropout: Dropout of the attention's output; `mlp_dropout` of the MLP's, `mlp_inner_dropout` before its
+            last matrix, `qa_dropout` before the span logits.
     """
 
     vocab_size: int
@@ -152,11 +152,11 @@ class Architecture:
 
     @property
     def num_stored_layers(self) -> int:
-        """Layers with weights of their own."""
+        """Number of layers with their own weights."""
         return max(self.passes) + 1
 
     def layers_with(self, module: str) -> tuple[int, ...]:
-        """Numbers of the stored layers that have this module of ours, `layers.attn_norm` for instance."""
+        """Return the stored layers that have this module (our path, for instance `layers.attn_norm`)."""
         layers = tuple(range(self.num_stored_layers))
         if module == "layers.attn_norm" and not self.first_norm:
             return layers[1:]
@@ -168,11 +168,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """How files name what the network has stacked: each matrix of each expert by itself.
+    """Names in files that store each matrix of each expert separately, where the network stacks them.
 
     Args:
-        mlp: The module in files that the network calls `mlp`.
-        gate: The matrix whose rows come first in `gate_up_proj`; then those of `up`. `down` is `down_proj`.
+        mlp: Name in files of the module that the network calls `mlp`.
+        gate: Matrix with the first rows of `gate_up_proj`; `up` has the others. `down` is `down_proj`.
     """
 
     mlp: str = "mlp"
@@ -183,24 +183,24 @@ class ExpertFiles:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family of transformers: its configuration in our terms and the key table of its torch names.
+    """A model family of transformers: conversion of its configuration, and the mapping to its torch names.
 
     Args:
-        architecture: Configuration to Architecture; raises UserError for what is not supported.
+        architecture: Configuration to Architecture; raises UserError for unsupported options.
         base: Prefix of the base network's parameters.
-        modules: Our module to the torch module inside the base, in torch's order; `{}` is the number of the layer
-            (two of them: number of the group and place in it).
-        classes: The transformers class of each supported head.
+        modules: Our module to the torch module inside the base, in torch's order; `{}` is the layer number (two of
+            them: group, and index in the group).
+        classes: transformers class of each supported head.
         head_modules: For each head, our module to the full torch module, in torch's order.
-        tied: For each head, torch names that are other names of one of our leaves.
-        base_of: Prefix of the base where a head has another one.
-        older: Beginnings of names in files, and what they are called now.
-        expert_files: Where files hold experts one by one.
-        dropouts: Our places of dropout to the torch modules inside the base that do it, or whose attention weights it
-            is done to (`.weights`), or that do it by a function ("" is the base); `head` to the full name of its
-            module.
-        first: Heads whose parameters come before the base's in torch's order.
-        renamed: For each head, names in files whose parameters torch's modules know by another one.
+        tied: For each head, torch names that are aliases of one of our leaves.
+        base_of: Prefix of the base for heads with a different one.
+        older: Prefixes of names in older files, to the current ones.
+        expert_files: Names of experts in files, if these store them separately.
+        dropouts: Our dropout sites to torch modules inside the base ("" is the base): the dropout module, the module
+            whose attention weights are dropped (`.weights`), or the module that calls the dropout function; `head` to
+            the full name of its module.
+        first: Heads whose parameters precede the base's in torch's order.
+        renamed: For each head, names in files to the different names of their parameters in torch's modules.
     """
 
     architecture: Callable[[Any], Architecture]
@@ -217,26 +217,24 @@ class Family:
     renamed: dict[Head, dict[str, str]] = field(default_factory=dict)
 
     def prefix(self, head: Head) -> str:
-        """Prefix of the base network's parameters under this head."""
+        """Return the prefix of the base network's parameters with this head."""
         return self.base_of.get(head, self.base)
 
 
 def plain_layers(num_layers: int, scale: float, window: int | None = None) -> dict[str, tuple]:
-    """The per-layer fields of an Architecture whose layers are all alike and not shared."""
+    """Return the per-layer fields of an Architecture with identical, unshared layers."""
     return {"windows": (window,) * num_layers, "attention_scales": (scale,) * num_layers,
             "passes": tuple(range(num_layers))}
 
 
 def initial_std(config: Any) -> float:
-    """Standard deviation of first matrices, as transformers reads it: 0.02 where the configuration has 0 or none."""
+    """Return the standard deviation of initial matrices as transformers does: 0.02 if the configuration has 0 or none.
+    """
     return config.initializer_range or 0.02
 
 
 def refuse(config: Any, **unsupported: Any) -> None:
-    """Raise UserError if a field of the configuration has a value other than the one given here.
-
-    Fields that the configuration lacks are fine.
-    """
+    """Raise UserError if a field of the configuration has a value other than the one given; missing fields are fine."""
     for name, wanted in unsupported.items():
         value = getattr(config, name, wanted)
         if value != wanted and not (value is None and not wanted):

@@ -1,4 +1,4 @@
-"""Attention: who sees whom, and the scores in float32."""
+"""Attention: masks, and softmax attention with float32 scores."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +17,11 @@ from lmmods.core.initialization import Normal
 
 
 def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) -> Array:
-    """Who sees whom: [B, 1, T, T] booleans, query by key.
+    """Return the attention mask [B, 1, T, T] bool, query by key; True attends.
 
     Args:
         batch: `input_ids` [B, T]; `segment_ids` (documents 1, 2, ...; 0 is padding) or `attention_mask` or neither.
-        window: How many tokens back a query sees, itself included; without `causal` as many ahead.
+        window: Size of the sliding window, the query included; without `causal` it also extends as far ahead.
     """
     length = batch["input_ids"].shape[1]
     seen = seen_places(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
@@ -35,17 +35,17 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) ->
 
 
 def real_tokens(batch: dict[str, Array]) -> Array:
-    """[B, T] booleans: which tokens of a batch are no padding."""
+    """Return [B, T] bool, False for padding."""
     if "segment_ids" in batch:
         return batch["segment_ids"] > 0
     return batch["attention_mask"] > 0 if "attention_mask" in batch else jnp.ones(batch["input_ids"].shape, bool)
 
 
 def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> Array:
-    """Who sees whom when `length` new tokens follow `start` cached ones: [B, 1, length, S].
+    """Return the mask [B, 1, length, S] of `length` new tokens that follow `start` cached ones.
 
     Args:
-        valid: [B, S] which slots of the cache hold real tokens, the new ones included.
+        valid: [B, S] bool, the cache slots that hold real tokens, including the new ones.
     """
     queries = start + jnp.arange(length)[:, None]
     seen = seen_places(queries, jnp.arange(valid.shape[1])[None], True, window)
@@ -53,7 +53,7 @@ def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> 
 
 
 def seen_places(queries: Array, keys: Array, causal: bool, window: int | Array | None) -> Array:
-    """Whether queries at these places of a row see keys at those."""
+    """Return True where queries at these positions of a row attend to keys at those."""
     seen = keys <= queries if causal else jnp.broadcast_to(True, jnp.broadcast_shapes(queries.shape, keys.shape))
     if window is None:
         return seen
@@ -63,17 +63,17 @@ def seen_places(queries: Array, keys: Array, causal: bool, window: int | Array |
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
            cap: float | None = None, more: Array | None = None, sinks: Array | None = None) -> Array:
-    """Softmax attention with float32 scores; a query that sees nothing gets the mean of all values, not NaN.
+    """Softmax attention with float32 scores; a fully masked query gets the mean of all values, not NaN.
 
     Args:
         q: [B, T, heads, head_dim].
         k: [B, S, kv_heads, head_dim]; each serves heads / kv_heads queries (Ainslie et al. 2023). v: the same.
         mask: [B, 1, T, S] booleans.
-        rate: Dropout of the weights.
-        seeds: None is for no dropout.
-        cap: Of the scores (see `capped`).
-        more: Added to queries times keys, [B, heads, T, S].
-        sinks: [heads] one score more for each query, without a value.
+        rate: Dropout rate of the attention weights.
+        seeds: Dropout seeds; None applies no dropout.
+        cap: Soft cap of the scores (see `capped`).
+        more: [B, heads, T, S], added to the scores before scaling.
+        sinks: [heads] logit of an attention sink: an extra key per head, without a value.
 
     Returns:
         [B, T, heads * head_dim].
@@ -123,12 +123,12 @@ class Attention(nnx.Module):
                  angles: Angles | Table | None, seeds: Seeds | None, cache: dict[str, Array] | None = None,
                  start: Array | None = None, key_angles: Angles | None = None
                  ) -> tuple[Array, dict[str, Array] | None]:
-        """Mixed features [B, T, D] of x, and the cache with the new keys and values written from slot `start` on.
+        """Return the attention output [B, T, D], and the cache with the new keys and values written from `start` on.
 
         Args:
-            mask: [B, 1, T, S] booleans, or a fused kernel that knows who sees whom.
-            angles: Of these tokens; or relative positions, for scores of their own.
-            key_angles: Of all slots of a cache, which then keeps keys that have not turned; None: as `angles`.
+            mask: [B, 1, T, S] booleans, or a fused kernel that applies its own mask.
+            angles: Rope angles of these tokens, or a table of relative positions.
+            key_angles: Rope angles of all cache slots; the cache then holds unrotated keys. None: as `angles`.
         """
         q, k, v = self._project(x, seeds)
         more = self._scores_of_places(q, k, angles) if isinstance(angles, Table) else None
@@ -159,15 +159,15 @@ class Attention(nnx.Module):
         return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more, sinks)
 
     def _scores_of_places(self, q: Array, k: Array, table: Table) -> Array:
-        """What relative positions add to queries times keys, [B, heads, T, T]."""
-        rows = {name: linear(table.rows).reshape(-1, *q.shape[2:])  # of a table no token's dropout is drawn
+        """Return the relative-position terms of the scores, [B, heads, T, T]."""
+        rows = {name: linear(table.rows).reshape(-1, *q.shape[2:])  # no seeds: dropout is per token, not table row
                 for name, linear in (("k", self.place_k or self.k), ("q", self.place_q or self.q))}
         found = {"c2p": content_to_position(q, rows["k"], table.buckets),
                  "p2c": position_to_content(rows["q"], k, table.buckets)}
         return sum((found[name] for name in self.arch.relative.scores), jnp.zeros(()))
 
     def _project(self, x: Array, seeds: Seeds | None) -> list[Array]:
-        """Queries, keys and values [B, T, heads of each, head_dim]."""
+        """Return queries [B, T, heads, head_dim], and keys and values [B, T, kv_heads, head_dim]."""
         arch = self.arch
         if arch.qkv == "fused_by_head":
             parts = self.qkv(x, seeds).reshape(*x.shape[:2], arch.num_heads, 3, arch.head_dim)
@@ -186,28 +186,27 @@ class Attention(nnx.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention on CPUs: blocks of scores that stay in the cache, and none of those that a causal mask hides whole.
+# Attention on CPUs in blocks of scores that fit the processor's cache; blocks that a causal mask hides are skipped.
 #
-# The backward pass computes the scores again instead of keeping them (Dao et al. 2022). There keys run along the rows,
-# so
-# that two of its three products of scores need no transposing, which is slow in XLA on CPUs.
+# The backward pass recomputes the scores instead of saving them (Dao et al. 2022), transposed to keys by queries, so
+# that two of its three products with scores need no transposition, which is slow in XLA on CPUs.
 
-# Queries of a block, and keys in the backward pass. Larger ones multiply faster, but skip less.
+# Queries per block, and keys in the backward pass. Larger blocks multiply faster, but fewer can be skipped.
 CAUSAL_BLOCK, BLOCK = 128, 512
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array, mask: Array, scale: Array,
                    sinks: Array | None = None) -> Array:
-    """`attend` without dropout. A query that sees nothing gets a mean of some values; its gradient must be zero.
+    """`attend` without dropout. A fully masked query gets the mean of some values; its cotangent must be zero.
 
     Args:
-        causal: Whether `mask` hides all keys behind the query.
-        cap: Of the scores (see `capped`).
+        causal: True if `mask` hides all keys after the query.
+        cap: Soft cap of the scores (see `capped`).
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim]. v: the same.
         mask: [B, 1, T, T] booleans.
-        sinks: [heads] one score more for each query, without a value.
+        sinks: [heads] logit of an attention sink: an extra key per head, without a value.
 
     Returns:
         [B, T, heads * head_dim].
@@ -247,7 +246,7 @@ def _backward(causal, cap, kept, gradient):
     offset = (gradient * mixed).sum(-1)
     d_queries, d_keys, d_values = jnp.zeros(queries.shape, jnp.float32), [], []
     for start, end in _blocks(length, causal):
-        first = start if causal else 0  # of the queries that see a key of this block
+        first = start if causal else 0  # first query that attends to a key of this block
         later, later_gradient = _flat(queries[..., first:, :]), _flat(gradient[..., first:, :])
         own, own_values = keys[:, :, start:end], values[:, :, start:end]
         shape = (batch, groups, end - start, per_group, length - first)
@@ -279,15 +278,15 @@ def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
 
 
 def _by_group(sinks: Array, num_groups: int) -> Array:
-    """[K, G, 1] of [heads]."""
+    """Reshape [heads] to float32 [K, G, 1]."""
     return sinks.astype(jnp.float32).reshape(num_groups, -1, 1)
 
 
 def _flat(x: Array) -> Array:
-    """[B, K, G, T, D] as [B, K, G * T, D]."""
+    """Reshape [B, K, G, T, D] to [B, K, G * T, D]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _product(x: Array, y: Array, axis: int, axis_of_y: int) -> Array:
-    """Sums over one axis of x and one of y, for each row and kv head, in float32."""
+    """Contract one axis of x with one of y, for each row and kv head, in float32."""
     return jax.lax.dot_general(x, y, (((axis,), (axis_of_y,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)

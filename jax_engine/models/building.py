@@ -1,4 +1,4 @@
-"""The network of a task and its first parameters: loaded or initialised, fitted to the tokenizer, with adapters."""
+"""Build a task's network and its initial parameters: loaded or drawn, resized to the tokenizer, with adapters."""
 
 import dataclasses
 from typing import Any
@@ -29,19 +29,19 @@ COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "
 
 def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False,
                   abstract: bool = False) -> tuple[Network, Tree, Tree]:
-    """The network that the fields of a task describe, and its first parameters: in files, or still to be drawn.
+    """Return the network that a task's fields describe, and its initial parameters, as lazy arrays.
 
-    The last tree has the base's values of what an adapter trains in full; it is empty without one.
+    The last tree holds the base weights of modules that an adapter trains in full; it is empty without an adapter.
 
     Args:
         precision: Lightning's name.
-        seed: Of all parameters that no file holds.
-        frozen: Nothing is to train, so the base may be quantised, and stored as under an adapter, without one.
-        abstract: Give each parameter's shape and dtype only (jax.ShapeDtypeStruct), of quantised ones those of their
-            parts. No weights are read.
+        seed: Seed of all parameters that are not in files.
+        frozen: Nothing trains, so the base may be quantised, and is stored as under an adapter, even without one.
+        abstract: Return only shapes and dtypes (jax.ShapeDtypeStruct), for quantised parameters those of their arrays.
+            No weights are read.
 
     Raises:
-        UserError: The model cannot be found, read or made, or an adapter does not fit it.
+        UserError: The model cannot be found, read or built, or an adapter does not fit it.
     """
     is_causal, compute, frozen = head == "causal", COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
     config = hf_config.load_config(fields.pretrained or fields.config, fields.overrides, fields.revision,
@@ -80,7 +80,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         rows = adapters.adapter_rows(network, settings, fields.adapter)
         try:
             network = hub.network(network.config, head, lora=settings, rows=rows, **options)
-        except UserError as error:  # which names a key that the recipe does not have
+        except UserError as error:  # names a key that is not in the recipe
             raise does_not_fit(fields.adapter, error) from error
     if abstract:
         params = outline(network, stored, precision, *codes)
@@ -91,13 +91,13 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
 
 def outline(network: Network, stored: str, precision: str, quantize: Quantize | None = None, double: bool = True,
             keeps_experts: bool = False) -> Tree:
-    """Shape and dtype of each parameter as training begins.
+    """Return the shape and dtype of each parameter at the start of training.
 
     Args:
-        stored: dtype of what an adapter leaves as it is, and of all parameters without one.
-        quantize: Code of the base.
-        double: Whether the scales of 4-bit codes are quantised too.
-        keeps_experts: Whether its experts are in full all the same, as in quantised files.
+        stored: Dtype of frozen parameters under an adapter, and of all parameters without one.
+        quantize: Quantisation of the base.
+        double: The scales of 4-bit codes are quantised, too.
+        keeps_experts: Experts are not quantised, as in files that are saved quantised.
     """
     in_codes = network.quantised(quantize)
     if keeps_experts:
@@ -112,7 +112,7 @@ def outline(network: Network, stored: str, precision: str, quantize: Quantize | 
 
 
 def _dtype(network: Network, path: Path, stored: str, precision: str) -> np.dtype:
-    """As torch: what trains is float32, also beside a bfloat16 base, and so are that base's norms."""
+    """Return a parameter's dtype, as in torch: trainable ones are float32, and so are the norms of a bfloat16 base."""
     if network.lora and network.trains(path):
         stored = "bfloat16" if precision == "bf16-true" else "float32"
     elif network.lora and precision == "bf16-mixed" and any("norm" in name for name in path):
@@ -121,7 +121,7 @@ def _dtype(network: Network, path: Path, stored: str, precision: str) -> np.dtyp
 
 
 def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dict[str, Any]) -> tuple[Network, Tree]:
-    """Rows for the tokens that the tokenizer has beyond the model's; each is the mean of the old ones."""
+    """Add embedding rows for the tokenizer's additional tokens; each is the mean of the existing rows."""
     old = network.config.vocab_size
     if num_tokens <= old:
         return network, params
@@ -141,7 +141,7 @@ def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dic
 
 def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int
                   ) -> tuple[Tree, Tree]:
-    """The base's parameters with those of an adapter, new ones or a folder's; the base's of what trains in full."""
+    """Return the base with an adapter, new or from a folder, and the base weights of modules trained in full."""
     for path, leaf in flatten(base).items():
         if isinstance(leaf, Quantized) and network.trains(path):
             raise UserError(quantised_in_full(network.torch_modules(".".join(path[:-1]))[0], leaf.kind))

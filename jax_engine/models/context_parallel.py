@@ -1,8 +1,8 @@
-"""Attention over rows that are cut along the sequence: each device has the queries of its part, and all keys.
+"""Context parallelism: attention over rows cut along the sequence. Each device has its part's queries, and all keys.
 
-Keys and values are gathered (section 3.3.2 of Dubey et al. 2024); their gradients are summed and cut again by one
-reduce-scatter. Scores are made for a block of queries at a time, and again in the backward pass, so that memory grows
-with the length and not with its square.
+Keys and values are all-gathered (section 3.3.2 of Dubey et al. 2024); their gradients are reduce-scattered. Scores are
+computed for one block of queries at a time, and recomputed in the backward pass, so that memory grows linearly with the
+length.
 """
 
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
 from jax_engine.models.attention import attend, real_tokens, seen_places
 from jax_engine.models.dropout import Seeds
 
-SCORE_BYTES = 512 * 2**20  # of the float32 scores of a block, on each device
+SCORE_BYTES = 512 * 2**20  # maximum bytes of a block's float32 scores, on each device
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class ContextParallel:
-    """Who sees whom in rows cut along the sequence; takes the place of a mask, which would grow with their square.
+    """Attention pattern of rows cut along the sequence, in place of a mask, whose size is quadratic in the length.
 
     Args:
-        segments: [B, T] of documents 1, 2, ..., or 1 for real tokens; 0 is padding, which nothing sees.
-        window: How many tokens back a query sees, itself included; without `causal` as many ahead.
-        packed: Whether tokens see those of their own segment only.
+        segments: [B, T] document numbers 1, 2, ..., or 1 for real tokens; 0 is padding, which no query attends to.
+        window: Size of the sliding window, the query included; without `causal` it also extends as far ahead.
+        packed: True if tokens attend to their own segment only.
     """
 
     segments: Array
@@ -37,17 +37,17 @@ class ContextParallel:
 
     @classmethod
     def of(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "ContextParallel":
-        """Arguments as of `attention_mask`."""
+        """Create the pattern of a batch; arguments as for `attention_mask`."""
         packed, length = "segment_ids" in batch, batch["input_ids"].shape[1]
         segments = batch["segment_ids"] if packed else real_tokens(batch).astype(jnp.int32)
         return cls(segments, jnp.array(length if window is None else window), causal, packed)
 
     def attend(self, q: Array, k: Array, v: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
                cap: float | None = None, sinks: Array | None = None) -> Array:
-        """Inside a step on a mesh: `attend` of [B, T, ...] arrays, with their arguments and result."""
+        """`attend` for sharded [B, T, ...] arrays, with its arguments and result. Call inside a step on a mesh."""
         drops = bool(rate) and seeds is not None
         tensor = jax.sharding.get_abstract_mesh().shape["tensor"]
-        over_heads = None if k.shape[2] % tensor or drops else "tensor"  # masks of dropout go by the head's number
+        over_heads = None if k.shape[2] % tensor or drops else "tensor"  # dropout masks depend on the global head
         cut, rows, whole = PartitionSpec(DATA_AXES, SEQUENCE, over_heads), PartitionSpec(DATA_AXES), PartitionSpec()
         layouts = (cut, cut, cut, rows, whole, whole, rows, whole, PartitionSpec(over_heads))
 
@@ -64,14 +64,14 @@ class ContextParallel:
 
     def _by_blocks(self, q: Array, k: Array, v: Array, first: Array, scale: Array, rate: float, seeds: Seeds | None,
                    cap: float | None, sinks: Array | None) -> Array:
-        """`attend` of the queries [B, t, heads, head_dim] that stand in their rows from `first` on."""
+        """`attend` for queries [B, t, heads, head_dim] whose positions in their rows start at `first`."""
         batch, length, heads, _ = q.shape
         num_blocks = -(-length // max(SCORE_BYTES // (4 * batch * heads * k.shape[1]), 1))
         size = -(-length // num_blocks)
         num_blocks = -(-length // size)
         padded = jnp.pad(q, ((0, 0), (0, num_blocks * size - length), (0, 0), (0, 0)))
         blocks = padded.reshape(batch, num_blocks, size, *q.shape[2:]).swapaxes(0, 1)
-        wide = k.astype(jnp.float32), v.astype(jnp.float32)  # gradients of the blocks are summed in this type
+        wide = k.astype(jnp.float32), v.astype(jnp.float32)  # so that gradients are summed over blocks in float32
 
         @jax.checkpoint
         def block(number_and_queries: tuple[Array, Array]) -> Array:
@@ -85,7 +85,7 @@ class ContextParallel:
         return mixed.swapaxes(0, 1).reshape(batch, num_blocks * size, -1)[:, :length]
 
     def _mask(self, places: Array) -> Array:
-        """[B, 1, queries, T] booleans of the queries at these places of their rows."""
+        """Return the mask [B, 1, queries, T] of queries at these positions of their rows."""
         keys = jnp.arange(self.segments.shape[1])
         seen = seen_places(places[:, None], keys[None], self.causal, self.window)[None] & (self.segments > 0)[:, None]
         if self.packed:

@@ -1,4 +1,4 @@
-"""Dropout with the masks of `lmmods.core.dropout`: made where they are used, and again in the backward pass."""
+"""Dropout with the masks of `lmmods.core.dropout`, recomputed in the backward pass instead of saved."""
 
 from functools import partial
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from lmmods.core.errors import UserError
 
 
 class Seeds(NamedTuple):
-    """What decides about the masks of a forward pass.
+    """Seeds of the dropout masks of a forward pass.
 
     Args:
-        tokens: [B, T] uint32.
-        sites: Seeds of the places where dropout happens, by our names of them; inside a layer, of that layer.
-        queries: Those of `tokens` whose attention weights are at hand, [B, t]; None: all.
+        tokens: Seed of each token, uint32 [B, T].
+        sites: Seeds of the dropout sites, by our names; inside a layer, those of that layer.
+        queries: Seeds of the queries whose attention weights are computed, [B, t]; None: all tokens.
     """
 
     tokens: Array
@@ -29,7 +29,7 @@ class Seeds(NamedTuple):
 
 
 def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: frozenset[str]) -> dict[str, np.ndarray]:
-    """Seeds of all sites of a network by our names, uint32; one for each step of the depth where it is in the layers.
+    """Return the uint32 seeds of a network's dropout sites by our names; sites in layers have one per layer.
 
     Args:
         lora_paths: Linear layers whose adapters have dropout.
@@ -54,14 +54,14 @@ def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: fro
 
 
 def dropout(x: Array, rate: float, seeds: Seeds | None, site: str) -> Array:
-    """Dropout of the features of x [B, T, F]; `seeds` None is for no dropout."""
+    """Apply dropout to the features of x [B, T, F]; none if `seeds` is None."""
     if seeds is None or rate == 0.0:
         return x
     return _dropped(rate, x, seeds.tokens, seeds.sites[site])
 
 
 def dropped_weights(weights: Array, rate: float, seeds: Seeds, site: str) -> Array:
-    """Dropout of attention weights [B, heads, t, T], query by key."""
+    """Apply dropout to attention weights [B, heads, t, T], query by key."""
     return _dropped(rate, weights, seeds.tokens, seeds.sites[site], seeds.queries)
 
 
@@ -86,13 +86,13 @@ _dropped.defvjp(_forward, _backward)
 
 
 def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
-    """`core.dropout.feature_mask`: [B, T, num] of tokens [B, T]."""
+    """Return `core.dropout.feature_mask`, [B, T, num], for tokens [B, T]."""
     words = _finalise(tokens ^ site)
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, 2)[..., :num]
 
 
 def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float, queries: Array | None = None) -> Array:
-    """`core.dropout.attention_mask`: [B, num_heads, T, T] of tokens [B, T], or of some `queries` [B, t] among them."""
+    """Return `core.dropout.attention_mask`, [B, num_heads, t, T], for tokens [B, T] and `queries` [B, t], or all."""
     queries = _finalise((tokens if queries is None else queries) ^ site)
     keys = _finalise(tokens[:, None] ^ feature_seeds(-(-num_heads // 2))[:, None])
     return _split(queries[:, None, :, None] ^ keys[:, :, None], rate, 1)[:, :num_heads]
@@ -111,7 +111,7 @@ def _split(mixed: Array, rate: float, axis: int) -> Array:
 
 
 def token_words(batch: dict[str, Array]) -> Array:
-    """[B, T] uint32 of a batch's `token_seeds`. Raises UserError: it has none."""
+    """Return a batch's `token_seeds` as uint32 [B, T]; raise UserError if it has none."""
     if "token_seeds" not in batch:
         raise UserError("The batches have no token_seeds, by which dropout is drawn: let the data module's collator "
                         "make them.")

@@ -1,4 +1,4 @@
-"""The matrices of experts in files: one by one, where the network has those of all experts in one leaf."""
+"""Conversion between files that store each expert's matrices separately and the network's stacked leaves."""
 
 import re
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from lmmods.core.lazy_array import LazyArray, size_of
 # Name of the module; number of the expert; its matrix.
 _ONE = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight$")
 _ALL = re.compile(r"^(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
-Part = tuple[int, int, int]  # number of the expert; of so many pieces of its matrix, stacked by rows, which
+Part = tuple[int, int, int]  # expert; number of pieces of its matrix, by rows; index of the piece
 
 
 def whole(family: Family, key: str) -> tuple[str, Part | None]:
-    """The network's name of what a key of a file belongs to, and which part of it, if not all."""
+    """Return the network's name of the leaf that a file's key belongs to, and the part it is; None: the whole leaf."""
     files = family.expert_files
     if files is None:
         return key, None
@@ -29,20 +29,20 @@ def whole(family: Family, key: str) -> tuple[str, Part | None]:
 
 
 def part_of(leaf: np.ndarray, part: Part) -> np.ndarray:
-    """The view of a stacked leaf [E, ...] that a part of it is."""
+    """Return a part of a stacked leaf [E, ...], as a view."""
     expert, count, place = part
     size = leaf.shape[1] // count
     return leaf[expert, place * size:(place + 1) * size]
 
 
 def parts(leaf_name: str, num_experts: int) -> set[Part]:
-    """All parts that a file holds of a stacked leaf."""
+    """Return all parts of a stacked leaf that files hold."""
     count = 2 if leaf_name.endswith("gate_up_proj") else 1
     return {(expert, count, place) for expert in range(num_experts) for place in range(count)}
 
 
 def joined(found: dict[Part, LazyArray], shape: tuple[int, ...], dtype: np.dtype) -> LazyArray:
-    """A leaf of stacked matrices [E, ...] of all its parts."""
+    """Assemble a stacked leaf [E, ...] from all its parts, lazily."""
     def read(part: tuple[slice, ...]) -> np.ndarray:
         experts, rows, *rest = part
         whole = np.empty(size_of(part), dtype)
@@ -58,7 +58,7 @@ def joined(found: dict[Part, LazyArray], shape: tuple[int, ...], dtype: np.dtype
 
 
 def apart(family: Family, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors by the network's names as a file has them."""
+    """Convert tensors by the network's names to those of a file: the inverse of `whole` and `joined`."""
     if family.expert_files is None:
         return tensors
     return dict(pair for name, value in tensors.items() for pair in _pieces(family.expert_files, name, value))

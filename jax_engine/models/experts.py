@@ -1,12 +1,12 @@
-"""Mixtures of experts (Shazeer et al. 2017): a router, and MLPs of which each token goes through a few.
+"""Mixture of experts (Shazeer et al. 2017): a router, and MLPs of which each token uses a few.
 
-No token is dropped, however many like the same expert, and none depends on another. Three forms of the same function:
-all experts on all tokens, which is the reference; tokens sorted by expert through `jax.lax.ragged_dot`, which XLA has
-an instruction for; and sorted tokens in blocks of one expert each, in a loop, for CPUs, where XLA makes of `ragged_dot`
-a product of all experts with all sorted tokens. With 8 experts, 2 for each of 1024 tokens of 256 features, a gradient
-takes 0.14 s in blocks, 0.52 s with all experts and 0.88 s by `ragged_dot` on two cores.
+There is no capacity limit, so no token is dropped, and tokens do not affect each other. Three implementations of the
+same function: `dense` applies all experts to all tokens, and is the reference; `ragged` sorts tokens by expert for
+`jax.lax.ragged_dot`, a native XLA operation; `blocks` loops over blocks of sorted tokens, each of one expert, for CPUs,
+where XLA lowers `ragged_dot` to a product of all experts with all sorted tokens. With 8 experts, 2 for each of 1024
+tokens of 256 features, a gradient takes 0.14 s in blocks, 0.52 s dense and 0.88 s by `ragged_dot` on two cores.
 
-Shapes: N tokens of D features, E experts of F features inside, K of them for each token, M sorted rows.
+Shapes: N tokens of D features, E experts with F inner features, K experts per token, M sorted rows.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,14 @@ from lmmods.core.initialization import Normal, lora_a
 from lmmods.core.settings import LoRA
 
 Matrices = dict[str, Array | Quantized | tuple[Array, Array]]
-MATRICES = ("gate_up_proj", "down_proj")  # of all experts of a layer, in torch's order
-# Rows of a block: with more, matrices are read less often, and more rows are empty where few tokens share an expert.
+MATRICES = ("gate_up_proj", "down_proj")  # stacked over all experts of a layer, in torch's order
+# Smallest and largest block: larger blocks read matrices less often, but have more empty rows if experts get few
+# tokens.
 BLOCK_SIZES = (8, 128)
 
 
 def check_shared(expert_size: int, model_type: str, experts: Experts | None) -> None:
-    """Raise UserError where `expert_size` ranks cannot share the experts of a layer."""
+    """Raise UserError if the experts of a layer cannot be divided over `expert_size` ranks."""
     if expert_size > 1 and (experts is None or experts.num % expert_size):
         has = f"{experts.num} experts in each layer, which {expert_size} does not divide" if experts else "no experts"
         raise UserError(f"strategy: mesh size expert is {expert_size}, but {model_type} has {has}. Lower it, and raise "
@@ -42,12 +43,12 @@ def check_shared(expert_size: int, model_type: str, experts: Experts | None) -> 
 
 
 class Load(NamedTuple):
-    """How a router has spread the real tokens of each row.
+    """A router's distribution of each row's real tokens over the experts.
 
     Args:
-        counts: How often each expert was taken, float32 [B, E].
-        probabilities: Summed over tokens, float32 [B, E]; differentiable.
-        num_tokens: float32 [B].
+        counts: Number of times each expert was chosen, float32 [B, E].
+        probabilities: Router probabilities summed over tokens, float32 [B, E]; differentiable.
+        num_tokens: Number of real tokens, float32 [B].
     """
 
     counts: Array
@@ -56,7 +57,7 @@ class Load(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Logits of the experts for each token."""
+    """Linear router: expert logits for each token."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.build = build
@@ -64,15 +65,15 @@ class Router(nnx.Module):
         self.bias = parameter((arch.experts.num,), Normal(arch.layer_std)) if arch.experts.bias else None
 
     def __call__(self, x: Array) -> Array:
-        """[..., E] float32 of [..., D]."""
+        """Return float32 logits [..., E] for x [..., D]."""
         logits = product(x, self.weight[...], self.build)
         return (logits if self.bias is None else logits + self.bias[...].astype(logits.dtype)).astype(jnp.float32)
 
 
 class ExpertAdapter(nnx.Module):
-    """Adapters of one matrix of all experts, with PEFT's leaves, of which each is one matrix.
+    """Adapters of one matrix of all experts, stored as PEFT's leaves, one matrix each for A and B.
 
-    Rows of A are those of the first expert, then of the next; columns of B the first of each expert, then the next.
+    Rows of A are grouped by expert; columns of B are interleaved: the first of each expert, then the second.
     """
 
     def __init__(self, num: int, in_size: int, out_size: int, rank: int):
@@ -81,14 +82,14 @@ class ExpertAdapter(nnx.Module):
         self.lora_B = parameter((out_size, num * rank), 0.0)
 
     def arrays(self, lora: LoRA, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """A [E, rank, in] and B [E, out, rank], which has the scaling in it."""
+        """Return A [E, rank, in] and B [E, out, rank], with the scaling applied to B."""
         a, b = self.lora_A[...].astype(dtype), self.lora_B[...].astype(dtype)
         b = b.reshape(len(b), -1, self.num).transpose(2, 0, 1)
         return a.reshape(self.num, -1, a.shape[-1]), b * lora_scaling(lora)
 
 
 class ExpertMatrices(nnx.Module):
-    """The matrices of all experts; leaves have torch's names."""
+    """The stacked matrices of all experts, with torch's names."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.build = build
@@ -104,7 +105,7 @@ class ExpertMatrices(nnx.Module):
                 setattr(self, f"{name}_lora", ExpertAdapter(experts.num, *shapes[name][::-1], build.lora.rank))
 
     def arrays(self) -> Matrices:
-        """All of them by name, in codes or in the type of matrix products; of `..._lora` A and B."""
+        """Return the matrices by name, quantised or in the compute dtype; for `..._lora` the pair (A, B)."""
         found = {}
         for name, value in vars(self).items():
             if isinstance(value, nnx.Param):
@@ -116,14 +117,14 @@ class ExpertMatrices(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Sum over the experts of each token, weighted by the router's shares."""
+    """Mixture of experts: the sum of each token's experts, weighted by the router."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch, self.build = arch, build
         self.router, self.experts = Router(arch, build), ExpertMatrices(arch, build)
 
     def __call__(self, x: Array, real: Array | None) -> tuple[Array, Load | None]:
-        """[B, T, D] of [B, T, D]; and the load, given which tokens are real, [B, T] booleans."""
+        """Map x [B, T, D] to [B, T, D]; given `real` [B, T] bool (False for padding), also return the load."""
         experts = self.arch.experts
         probabilities = jax.nn.softmax(self.router(x), axis=-1)
         shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
@@ -137,7 +138,7 @@ class SparseMLP(nnx.Module):
         return mixed.astype(x.dtype), None if real is None else _load(probabilities, chosen, real)
 
     def _inner(self, gate_up: Array) -> Array:
-        """[..., F] of [..., 2 F]."""
+        """Apply the gated activation, [..., 2 F] to [..., F]."""
         if self.arch.experts.clamp is None:
             gate, up = jnp.split(gate_up, 2, axis=-1)
             return ACTIVATIONS[self.arch.activation](gate) * up
@@ -154,9 +155,10 @@ def _load(probabilities: Array, chosen: Array, real: Array) -> Load:
 
 
 def _over_mesh(mix, num_experts: int):
-    """`mix` on each rank's own tokens, or on those of all ranks along `expert`, whose devices share the experts.
+    """Return `mix` for a mesh: on the tokens of all ranks along `expert`, whose devices divide the experts.
 
-    Devices along `tensor`, which have the same tokens, share them further, or repeat them if they cannot.
+    Experts are divided further along `tensor`, whose devices have the same tokens, if the sizes divide their number;
+    otherwise these devices repeat the computation.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     axes = ("expert", "tensor") if num_experts % (sizes["expert"] * sizes["tensor"]) == 0 else ("expert",)
@@ -175,7 +177,7 @@ def _over_mesh(mix, num_experts: int):
 
 
 def _for_shards(matrix: Array | Quantized | tuple[Array, Array], dtype: jnp.dtype) -> Array | FourBit:
-    """What has the experts, or all their rows, as its first dimension."""
+    """Return the matrix in a form that can be sharded along its first dimension (experts, or all their rows)."""
     if not isinstance(matrix, FourBit):
         return matrix
     return matrix.with_plain_scales() if matrix.packed.shape[-2] > 1 else matrix.astype(dtype)
@@ -183,10 +185,10 @@ def _for_shards(matrix: Array | Quantized | tuple[Array, Array], dtype: jnp.dtyp
 
 def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array, shares: Array, chosen: Array,
          matrices: Matrices) -> Array:
-    """[B, T, D] of [B, T, D], shares and choices [B, T, K]; of a choice outside of the experts nothing.
+    """Apply the experts to x [B, T, D], for shares and choices [B, T, K]; choices out of range contribute nothing.
 
     Args:
-        inner: From gates and ups [..., 2 F] to [..., F].
+        inner: Gated activation, [..., 2 F] to [..., F].
         transposed: Matrices are [E, in, out].
     """
     tokens, shares, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, shares, chosen))
@@ -209,7 +211,7 @@ def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array,
 
 
 def _layer(form: str, order: "_Order | None", matrices: Matrices, transposed: bool, blocks: Array, name: str) -> Array:
-    """[M, rows, out] of blocks [M, rows, in], each of one expert, with the matrix of this name."""
+    """Multiply blocks [M, rows, in], each of one expert, by the matrix of this name; returns [M, rows, out]."""
     times = _times_codes if isinstance(matrices[name], Quantized) else _times
     found = times(form, transposed, blocks, matrices[name], order)
     if f"{name}_lora" in matrices:
@@ -220,7 +222,7 @@ def _layer(form: str, order: "_Order | None", matrices: Matrices, transposed: bo
 
 
 def _times(form: str, transposed: bool, blocks: Array, matrices: Array, order: "_Order | None") -> Array:
-    """Blocks by the matrix of their expert; without order block e is of expert e."""
+    """Multiply blocks by their expert's matrix; without `order`, block e belongs to expert e."""
     if form == "dense":
         return jnp.einsum("eni,eio->eno" if transposed else "eni,eoi->eno", blocks, matrices)
     if form == "ragged":
@@ -231,7 +233,7 @@ def _times(form: str, transposed: bool, blocks: Array, matrices: Array, order: "
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _times_codes(form: str, transposed: bool, blocks: Array, codes: Quantized, order: "_Order | None") -> Array:
-    """`_times` of matrices in codes, which alone are kept: the backward pass makes the matrices again."""
+    """`_times` for quantised matrices; only codes are saved, and dequantised again in the backward pass."""
     return _times(form, transposed, blocks, codes.astype(blocks.dtype), order)
 
 
@@ -251,13 +253,13 @@ _times_codes.defvjp(_codes_forward, _codes_backward)
 
 
 class _Order(NamedTuple):
-    """Tokens, once for each of their choices, as rows sorted by expert; those of an expert fill whole blocks.
+    """Sorting of tokens by expert, one row per choice, with each expert's rows padded to whole blocks.
 
     Args:
-        tokens: [M] which token a row is; N where it is empty.
-        places: [N, K] the row of each choice; M for a choice outside of the experts.
-        sizes: [E] rows of each expert that are not empty.
-        owners: [M / block] expert of each block; `num_blocks` of them are in use.
+        tokens: [M] token of each row; N if the row is empty.
+        places: [N, K] row of each choice; M for a choice out of range.
+        sizes: [E] number of non-empty rows of each expert.
+        owners: [M / block] expert of each block; the first `num_blocks` are in use.
     """
 
     tokens: Array
@@ -268,7 +270,7 @@ class _Order(NamedTuple):
 
 
 def _block_size(chosen: Array, num: int) -> int:
-    """The power of two next to the rows of an expert where all have the same."""
+    """Return the power of two at or above the rows per expert under an even load, within `BLOCK_SIZES`."""
     smallest, largest = BLOCK_SIZES
     size = smallest
     while size < min(largest, chosen.size // num):
@@ -295,7 +297,7 @@ def _sorted(chosen: Array, num: int, block: int) -> _Order:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _times_blocks(transposed: bool, blocks: Array, matrices: Array, owners: Array, num_blocks: Array) -> Array:
-    """Blocks [M / block, block, in] by their expert's matrix; zeros where none is in use."""
+    """Multiply blocks [M / block, block, in] by their expert's matrix; unused blocks give zeros."""
     return _each_block(transposed, blocks, matrices, owners, num_blocks)
 
 
@@ -319,7 +321,7 @@ def _blocks_backward(transposed, kept, gradient):
         sides = (blocks[number], gradient[number]) if transposed else (gradient[number], blocks[number])
         return found.at[owners[number]].add(jnp.einsum("bx,by->xy", *sides, preferred_element_type=jnp.float32))
 
-    # A loop of its own, which goes where experts do not train.
+    # A separate loop, which XLA eliminates if experts do not train.
     d_matrices = jax.lax.fori_loop(0, num_blocks, step, jnp.zeros(matrices.shape, jnp.float32))
     d_blocks = _each_block(not transposed, gradient, matrices, owners, num_blocks)
     return d_blocks, d_matrices.astype(matrices.dtype), None, None

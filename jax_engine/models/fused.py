@@ -1,9 +1,10 @@
-"""Fused attention, which never stores the whole score matrix, after a check at start: cuDNN's flash kernel on GPUs, on
-TPUs JAX's splash kernel.
+"""Fused attention, which never materialises the score matrix: cuDNN's flash kernel (GPU), JAX's splash kernel (TPU).
 
-Rows padded on the right need no mask in a causal network, since no real token comes after padding, and only the lengths
-of the keys in an encoder. Everything else (packed rows, other padding) is on GPUs a mask [B, 1, T, T] that the kernel
-adds to its scores in the compute dtype, on TPUs a number for each token, which sees those of its own number.
+A kernel is used only after a numerical check at start-up.
+
+Right-padded rows need no mask in a causal network, since no real token follows padding, and only the key lengths in an
+encoder. For everything else (packed rows, other padding) the GPU kernel takes a mask [B, 1, T, T], added to the scores
+in the compute dtype, and the TPU kernel segment ids, with attention within a segment.
 """
 
 from collections.abc import Callable
@@ -23,21 +24,21 @@ from jax_engine.models.attention import attend, attention_mask
 from lmmods.core.console import say
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fused attention on TPUs: JAX's splash kernel, which skips blocks of scores that nobody sees and never stores any.
+# Fused attention on TPUs: JAX's splash kernel, which skips fully masked blocks of scores and stores none.
 
-BLOCKS = (512, 256, 128)  # tokens of a block of scores, of which there must be whole ones
+BLOCKS = (512, 256, 128)  # tokens per block of scores; lengths must be whole blocks
 
 
 def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, scale: float, causal: bool,
                   window: int | None, layout: PartitionSpec) -> Array:
-    """Attention [B, T, heads, head_dim] of rows whose length is a multiple of the smallest of `BLOCKS`.
+    """Return attention [B, T, heads, head_dim] for rows whose length is a multiple of the smallest of `BLOCKS`.
 
     Args:
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim]. v: the same.
-        segments: [B, T] numbers; a token sees those of its own. None: all are of one.
-        window: How many tokens back a query sees, itself included; causal only.
-        layout: Inside a step on a mesh, of q, k, v and the result: XLA cannot part the kernel by itself.
+        segments: [B, T] segment ids; tokens attend within their segment. None: one segment.
+        window: Size of the sliding window, the query included; causal only.
+        layout: Sharding of q, k, v and the result inside a step on a mesh, because XLA cannot partition the kernel.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -70,13 +71,13 @@ CHECK_LENGTH_SPLASH = 2 * BLOCKS[-1]
 
 @dataclass(frozen=True)
 class Fused:
-    """The kernel with the settings that are fixed when a network is built.
+    """A fused kernel with the settings that are fixed when a network is built.
 
     Args:
-        scale: Factor on query times key.
-        window: How many tokens back a query sees, itself included; causal networks only.
-        by_length: Whether rows padded on the right go through the kernel.
-        by_mask: Whether other rows do.
+        scale: Factor on the scores.
+        window: Size of the sliding window, the query included; causal networks only.
+        by_length: Use the kernel for right-padded rows.
+        by_mask: Use the kernel for all other rows.
         implementation: `splash`, or one of `jax.nn.dot_product_attention`.
     """
 
@@ -92,10 +93,10 @@ class Fused:
     implementation: str = "cudnn"
 
     def over(self, batch: dict[str, Array]) -> Callable[[Array, Array, Array], Array] | None:
-        """Takes the place of `attend` on these rows, (q, k, v) -> [B, T, heads * head_dim]; None: `attend` stays.
+        """Return the replacement of `attend` for these rows, (q, k, v) -> [B, T, heads * head_dim]; None: use `attend`.
 
         Args:
-            batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` that begins with its ones, or neither.
+            batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` of right padding, or neither.
         """
         length, by_mask = batch["input_ids"].shape[1], "segment_ids" in batch or not self.by_length
         if num_sequence_parts() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
@@ -122,7 +123,7 @@ class Fused:
         return attend_fused
 
     def _splash(self, batch: dict[str, Array], by_mask: bool) -> Callable[[Array, Array, Array], Array] | None:
-        """`over` on TPUs, where whole rows alone go through the kernel."""
+        """`over` for TPUs, where the kernel takes only whole rows, and lengths of whole blocks."""
         if num_sequence_parts() > 1 or by_mask and not self.by_mask or batch["input_ids"].shape[1] % BLOCKS[-1]:
             return None
         segments = batch.get("segment_ids", batch.get("attention_mask") if by_mask or not self.causal else None)
@@ -135,10 +136,10 @@ class Fused:
 
 
 def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None) -> Fused | None:
-    """The fused kernel for a network, or None where there is none or it fails its check; says which, but on a CPU.
+    """Return the fused kernel for a network, or None if there is none or it fails its check; report it but on CPUs.
 
     Args:
-        requested: The recipe's choice of attention; `eager` is the plain one.
+        requested: The recipe's choice of attention; `eager` is unfused attention.
     """
     if target().platform == "cpu":
         return None
@@ -151,18 +152,18 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
                   arch.windows[0])
     if target().platform == "tpu":
         fused = replace(fused, implementation=SPLASH)
-    # Rows for extractive QA are padded on the side that the tokenizer names.
+    # Extractive QA rows may be left-padded, depending on the tokenizer.
     return checked(fused if head != "qa" else replace(fused, by_length=False))
 
 
 def stands_in(arch: Architecture, dtype: str, requested: str | None) -> bool:
-    """Whether attention in blocks takes the place of the kernel, so that a simulated program keeps no more than it."""
+    """Return True if blocked attention replaces the kernel, so that a simulated program needs no more memory."""
     on = target()
     return on.is_simulated and on.platform != "cpu" and unfit(arch, jnp.dtype(dtype), requested) is None
 
 
 def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:
-    """Why this network cannot use the fused kernel; None if it can."""
+    """Return the reason why this network cannot use the fused kernel; None if it can."""
     if requested == "eager":
         return "the recipe asks for attention: eager"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -185,9 +186,9 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
 
 
 def checked(fused: Fused) -> Fused | None:
-    """`fused` with only those uses switched on that pass their check; None if none does.
+    """Return `fused` with only the uses that pass their check; None if none does.
 
-    A target that is not here is assumed to pass.
+    A target that is not present is assumed to pass.
     """
     if not target().is_here:
         return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
@@ -212,9 +213,9 @@ def _report(chosen: Fused | None, line: str) -> Fused | None:
 
 @cache
 def mismatch(fused: Fused, by_mask: bool) -> str | None:
-    """How the kernel differs from `attend` in float32 on two random rows, one of them padded; None: it agrees.
+    """Return how the kernel differs from `attend` in float32 on two random rows, one of them padded; None if it agrees.
 
-    Compared are the outputs of real tokens and the gradients of queries, keys and values.
+    Compares the outputs of real tokens and the gradients of queries, keys and values.
     """
     random = np.random.default_rng(0)
     fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else CHECK_WINDOW)
@@ -255,10 +256,10 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
 
 
 def _laid_out(x: Array, num_kv_heads: int) -> Array:
-    """On a mesh: rows sharded over the ranks, heads over `tensor` if divisible; positions and features unsharded.
+    """On a mesh, shard rows over ranks, and heads over `tensor` if divisible; positions and features stay unsharded.
 
-    Devices along `sequence`, each of which has a part of every row, trade it for some heads of whole rows (all-to-all,
-    Jacobs et al. 2023).
+    With context parallelism, devices along `sequence` exchange their part of every row for some heads of whole rows
+    (all-to-all, Jacobs et al. 2023).
     """
     return constrain(x, _layout(num_kv_heads))
 
@@ -269,10 +270,10 @@ def _layout(num_kv_heads: int) -> PartitionSpec:
 
 
 def _in_parts(x: Array) -> Array:
-    """Of rows that are cut along the sequence: before and after that trade. Else XLA gathers whole rows instead."""
+    """Shard as before and after that exchange; without this constraint XLA all-gathers whole rows instead."""
     return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE, "tensor")) if num_sequence_parts() > 1 else x
 
 
 def _num_sharers() -> int:
-    """Devices over which heads are sharded."""
+    """Return the number of devices over which heads are sharded."""
     return jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * num_sequence_parts()

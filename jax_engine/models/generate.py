@@ -1,4 +1,4 @@
-"""Text from a causal network: greedy search, sampling and beam search, compiled once per shape."""
+"""Text generation with a causal network: greedy search, sampling and beam search, compiled once per shape."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
@@ -19,7 +19,7 @@ BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few 
 
 
 def check_supported(settings: Generation) -> None:
-    """Raise UserError for a way of decoding that this engine does not have, or that does not exist."""
+    """Raise UserError for a decoding method that this engine does not support, or an invalid combination."""
     if settings.penalty_alpha:
         raise UserError(f"generation.penalty_alpha is {settings.penalty_alpha}: the JAX engine has no contrastive "
                         "search. Take it out, or use engine: torch.")
@@ -27,7 +27,7 @@ def check_supported(settings: Generation) -> None:
 
 
 def check_room(network: Network, length: int, settings: Generation) -> None:
-    """Raise UserError for an empty prompt, or where prompt and answer go beyond the network's learned positions."""
+    """Raise UserError if the prompt is empty, or prompt and answer exceed the network's learned positions."""
     if not length:
         raise UserError("An empty prompt cannot be continued: give it at least a beginning-of-text token.")
     if network.arch.positions != "rope":
@@ -36,15 +36,17 @@ def check_room(network: Network, length: int, settings: Generation) -> None:
 
 def generate(network: Network, params: Tree, prompts: list[list[int]], settings: Generation, eos: list[int],
              pad: int, seed: int = 0, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """New tokens after each prompt, up to and without the first end token.
+    """Return the new tokens after each prompt, up to but excluding the first end token.
 
-    A row's answer does not depend on the other rows of the batch. Raises UserError: a way of decoding that the engine
-    does not have, or more tokens than the model has positions.
+    A row's answer does not depend on the other rows of the batch.
 
     Args:
-        prompts: Token ids, at least one each; filled up on the left with `pad`.
-        seed: Of the sampling.
-        rows: Numbers of the rows, by which they draw; None counts from 0.
+        prompts: Token ids, at least one per prompt; left-padded with `pad`.
+        seed: Seed of the sampling.
+        rows: Row numbers, which determine each row's random draws; None counts from 0.
+
+    Raises:
+        UserError: The engine does not support the decoding method, or there are more tokens than positions.
     """
     check_supported(settings)
     longest = max(len(prompt) for prompt in prompts)
@@ -58,7 +60,7 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
         ids[row, width - len(prompt):] = prompt
         mask[row, width - len(prompt):] = 1
     run = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
-    if settings.num_beams > 1:  # of which each draws several tokens without replacement
+    if settings.num_beams > 1:  # a beam search draws several tokens per step without replacement, which takes a key
         chance = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
     else:
         chance = draws(seed, rows, settings.max_new_tokens)
@@ -67,14 +69,15 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
 
 
 def drawn(logits: Array, numbers: Array) -> Array:
-    """For each row the first token [B] at which the probabilities, added up, exceed its number.
+    """Sample tokens [B] by inversion: the first at which the cumulative probability exceeds the row's number.
 
     Args:
         logits: [B, V].
-        numbers: [B] in [0, 1).
+        numbers: [B] uniform random numbers in [0, 1).
     """
+    # Integer arithmetic makes the cumulative sum exact, so that it does not depend on the order of summation.
     added = jnp.cumsum(jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32), -1)
-    # Not a share of 1 but of what the sum came to, and less than it.
+    # Scale to the actual total, which rounding moves away from 1, and stay below it.
     wanted = jnp.minimum((numbers * added[:, -1]).astype(jnp.int32), added[:, -1] - 1)
     return (added <= wanted[:, None]).sum(-1)
 
@@ -85,9 +88,9 @@ def _until(tokens: list[int], ends: list[int]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...]) -> Callable:
-    """The jitted program (params, ids [B, width], mask [B, width], chance) -> new tokens [B, max_new_tokens].
+    """Return the jitted program (params, ids [B, width], mask [B, width], chance) -> new tokens [B, max_new_tokens].
 
-    Chance is `draws` [B, max_new_tokens] of single search, and keys [B] of beams.
+    `chance` holds `draws` [B, max_new_tokens] for single search, and keys [B] for beam search.
     """
     settings = Generation(*fields)
     make = beam_search if settings.num_beams > 1 else single_search
@@ -95,7 +98,7 @@ def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...])
 
 
 def single_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
-    """Greedy search, or sampling: one text for each prompt."""
+    """Return the program of greedy search or sampling: one text per prompt."""
     total = width + settings.max_new_tokens
     begin, step = token_steps(network, width, total, settings, ends)
 
@@ -104,7 +107,7 @@ def single_search(network: Network, width: int, settings: Generation, ends: Arra
             return step(params, state, jax.lax.dynamic_index_in_dim(numbers, state["place"] - width, 1, False))
 
         final = jax.lax.while_loop(lambda s: (s["place"] < total) & ~s["ended"].all(), go_on, begin(params, ids, mask))
-        # A row that ended went on beside the others; the caller truncates it after its first end token.
+        # Rows that ended early continue with the others; the caller truncates them at their first end token.
         return final["tokens"][:, width:]
 
     return program
@@ -112,11 +115,11 @@ def single_search(network: Network, width: int, settings: Generation, ends: Arra
 
 def token_steps(network: Network, width: int, total: int, settings: Generation, ends: Array
                 ) -> tuple[Callable, Callable]:
-    """The two parts of single search, over texts of `total` tokens of which the first `width` are the prompts.
+    """Return the two functions of single search, for texts of `total` tokens, the first `width` of them the prompts.
 
     Returns:
-        (params, ids [B, width], mask [B, width]) -> state, whose `tokens` [B, total] are complete before `place`; and
-        (params, state, numbers [B] that tokens are drawn by) -> the state with a token more, which is `latest` [B].
+        begin: (params, ids [B, width], mask [B, width]) -> state, whose `tokens` [B, total] are filled before `place`.
+        step: (params, state, random numbers [B]) -> state with one more token, which is `latest` [B].
     """
     forward = Forward(network, settings.use_cache)
 
@@ -147,12 +150,16 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
 
 def stream(network: Network, params: Tree, prompt: list[int], settings: Generation, eos: list[int], pad: int,
            seed: int, row: int, on_token: Callable[[int], bool]) -> bool:
-    """`generate` for one prompt, handing over each token as soon as it is chosen; returns whether an end token came.
-
-    Beams are searched to their end first. Raises UserError as `generate` does.
+    """`generate` for one prompt, passing on each token as soon as it is chosen; beam search passes them at its end.
 
     Args:
-        on_token: Given a token of the answer, says whether to go on.
+        on_token: Called with each token of the answer; generation stops if it returns False.
+
+    Returns:
+        True if an end token was generated.
+
+    Raises:
+        UserError: As for `generate`.
     """
     if settings.num_beams > 1:
         [answer] = generate(network, params, [prompt], settings, eos, pad, seed, [row])
@@ -160,7 +167,7 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     check_supported(settings)
     check_room(network, len(prompt), settings)
     width, room = power_of_two(len(prompt)), settings.max_new_tokens
-    fields = astuple(replace(settings, max_new_tokens=1))  # which the programs do not depend on
+    fields = astuple(replace(settings, max_new_tokens=1))  # part of the cache key, but unused by the programs
     begin, step = _compiled_steps(network, width, width + power_of_two(room), fields, tuple(sorted(eos)))
     ids, mask = np.full((1, width), pad, np.int32), np.zeros((1, width), np.int32)
     ids[0, width - len(prompt):], mask[0, width - len(prompt):] = prompt, 1
@@ -176,40 +183,40 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
 
 
 def power_of_two(length: int) -> int:
-    """Room for so many tokens, in one of few sizes, so that a conversation that grows seldom compiles anew."""
+    """Round a length up to a power of two, at least `BUCKET`, so that a growing conversation rarely recompiles."""
     return max(BUCKET, 1 << (length - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
 def _compiled_steps(network: Network, width: int, total: int, fields: tuple, eos: tuple[int, ...]
                     ) -> tuple[Callable, Callable]:
-    """`token_steps`, jitted; a state is used up by the step after it."""
+    """Return `token_steps`, jitted; a step's input state is donated."""
     begin, step = token_steps(network, width, total, Generation(*fields), jnp.array(eos, jnp.int32))
     return jax.jit(begin), jax.jit(step, donate_argnums=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What all ways of decoding share: the network on texts that grow, and the rules on which token may come next.
+# Shared by all decoding methods: running the network on growing texts, and processing logits.
 
 OUT = -jnp.inf
 
 
 class Forward:
-    """A network on texts that grow by one token a step, N of them side by side, `total` tokens of room each.
+    """Run a network on N texts that grow by one token per step, in arrays of `total` tokens.
 
     Args:
-        use_cache: Keep keys and values of past tokens; False computes the whole text anew for each token.
+        use_cache: Keep keys and values of past tokens; False recomputes the whole text for each token.
     """
 
     def __init__(self, network: Network, use_cache: bool):
         self._network, self._use_cache = network, use_cache
 
     def start(self, params: Tree, tokens: Array, real: Array, width: int) -> tuple[Tree, Array]:
-        """What is kept between steps, and the hidden states [N, D] of the last tokens of the prompts.
+        """Return the state kept between steps, and the hidden states [N, D] of the prompts' last tokens.
 
         Args:
-            tokens: [N, total], the prompts on the right of the first `width`.
-            real: [N, total] which of them are text.
+            tokens: [N, total], the prompts right-aligned in the first `width`.
+            real: [N, total] bool, False for padding and tokens not yet generated.
         """
         if not self._use_cache:
             return {}, self._whole(params, tokens, real, width)
@@ -220,7 +227,7 @@ class Forward:
         return {"cache": cache, "position": positions[:, -1]}, hidden[:, -1]
 
     def step(self, params: Tree, kept: Tree, tokens: Array, real: Array, place: Array) -> tuple[Tree, Array]:
-        """What is kept and the hidden states [N, D] of the tokens at `place`, the latest."""
+        """Return the state kept and the hidden states [N, D] of the latest tokens, at `place`."""
         if not self._use_cache:
             return kept, self._whole(params, tokens, real, place + 1)
         position, ones = kept["position"] + 1, jnp.ones((len(tokens), 1), jnp.int32)
@@ -230,7 +237,7 @@ class Forward:
         return {"cache": cache, "position": position}, hidden[:, 0]
 
     def pick(self, kept: Tree, rows: Array) -> Tree:
-        """What is kept of these rows, in this order; a row may come more than once."""
+        """Return the state kept for these rows, in this order; rows may repeat."""
         if not self._use_cache:
             return kept
         cache = kept["cache"]
@@ -238,7 +245,7 @@ class Forward:
         return {"cache": {**cache, **picked}, "position": kept["position"][rows]}
 
     def _whole(self, params: Tree, tokens: Array, real: Array, end: Array | int) -> Array:
-        # As segments, since padding on the left is no `attention_mask` for the fused kernel.
+        # As segments, because the fused kernel does not take a left-padded `attention_mask`.
         batch = {"input_ids": tokens, "segment_ids": real.astype(jnp.int32), "position_ids": _positions(real)}
         hidden = self._network.hidden(params, batch)
         return jax.lax.dynamic_index_in_dim(hidden, end - 1, axis=1, keepdims=False)
@@ -250,7 +257,7 @@ def _positions(real: Array) -> Array:
 
 def constrained(settings: Generation, logits: Array, tokens: Array, real: Array, place: Array, width: int, ends: Array
                 ) -> Array:
-    """Logits [N, V] of the token at `place` under the rules that hold for search and sampling alike."""
+    """Apply the rules common to search and sampling to the logits [N, V] of the token at `place`."""
     if settings.repetition_penalty != 1.0:
         logits = repeated(logits, tokens, real, settings.repetition_penalty)
     if settings.no_repeat_ngram_size:
@@ -261,7 +268,7 @@ def constrained(settings: Generation, logits: Array, tokens: Array, real: Array,
 
 
 def narrowed(settings: Generation, logits: Array, least: int = 1) -> Array:
-    """Logits [N, V] to sample from; at least so many tokens of each row stay."""
+    """Apply temperature, top-k, top-p and typical filtering to logits [N, V]; keep at least `least` tokens per row."""
     logits = logits / settings.temperature
     logits = keep_top_k(logits, max(settings.top_k, least)) if settings.top_k else logits
     logits = keep_top_p(logits, settings.top_p, least) if settings.top_p < 1.0 else logits
@@ -269,12 +276,12 @@ def narrowed(settings: Generation, logits: Array, least: int = 1) -> Array:
 
 
 def repeated(logits: Array, tokens: Array, real: Array, penalty: float) -> Array:
-    """Make tokens that occur already less likely (Keskar et al. 2019). Padding does not count as occurring.
+    """Apply the repetition penalty (Keskar et al. 2019). Padding does not count as an occurrence.
 
     Args:
         logits: [B, V].
         tokens: [B, S].
-        real: [B, S] which of them are text so far.
+        real: [B, S] bool, True for the text so far.
     """
     rows = jnp.arange(len(logits))[:, None]
     seen = jnp.zeros(logits.shape, bool).at[rows, tokens].max(real)
@@ -282,7 +289,7 @@ def repeated(logits: Array, tokens: Array, real: Array, penalty: float) -> Array
 
 
 def no_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, size: int) -> Array:
-    """Forbid each token that would complete an n-gram that the text before `place` has already."""
+    """Forbid tokens that would complete an n-gram already in the text before `place`."""
     starts = tokens.shape[1] - size + 1
     latest = jax.lax.dynamic_slice_in_dim(tokens, place - size + 1, size - 1, axis=1) if size > 1 else tokens[:, :0]
     same = jnp.ones((len(tokens), starts), bool)
@@ -297,12 +304,12 @@ def no_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, 
 
 
 def keep_top_k(logits: Array, k: int) -> Array:
-    """Only the k likeliest tokens, and those as likely as the last of them."""
+    """Keep the k likeliest tokens, and ties with the last of them."""
     return jnp.where(logits < jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][:, -1:], OUT, logits)
 
 
 def keep_top_p(logits: Array, p: float, least: int = 1) -> Array:
-    """Only the likeliest tokens that together reach the probability p (Holtzman et al. 2020)."""
+    """Keep the smallest set of likeliest tokens whose total probability reaches p (Holtzman et al. 2020)."""
     order = jnp.argsort(logits, axis=-1, stable=True)
     rising = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, -1), -1), -1)
     out = (rising <= 1 - p).at[:, -least:].set(False)
@@ -310,34 +317,34 @@ def keep_top_p(logits: Array, p: float, least: int = 1) -> Array:
 
 
 def keep_typical(logits: Array, p: float, least: int = 1) -> Array:
-    """Only tokens whose surprise is nearest the entropy, together of probability p (Meister et al. 2022)."""
+    """Keep the tokens whose surprisal is nearest the entropy, up to a total probability of p (Meister et al. 2022)."""
     logs = jax.nn.log_softmax(logits, -1)
     probs = jnp.exp(logs)
     entropy = -jnp.where(probs > 0, probs * logs, 0.0).sum(-1, keepdims=True)
     order = jnp.argsort(jnp.abs(-logs - entropy), axis=-1, stable=True)
     rising = jnp.cumsum(jnp.take_along_axis(probs, order, -1), -1)
-    # As long as p has not been reached before it, a token stays; the first ones always do.
+    # Keep a token if those before it have not reached p, and the first `least` in any case.
     out = jnp.concatenate([jnp.zeros_like(rising[:, :1], bool), rising[:, :-1] >= p], -1).at[:, :least].set(False)
     return jnp.where(_scatter(out, order), OUT, logits)
 
 
 def _scatter(values: Array, order: Array) -> Array:
-    """Put values given in sorted order back to their tokens."""
+    """Scatter values in sorted order back to token order."""
     return jnp.zeros_like(values).at[jnp.arange(len(values))[:, None], order].set(values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Beam search, and diverse beam search in groups (Vijayakumar et al. 2018), by the rules of the torch engine.
+# Beam search, and diverse beam search in groups (Vijayakumar et al. 2018), with the torch engine's rules.
 #
 # B: prompts. G: groups of S beams, K = G * S. C: candidates. V: vocabulary. `total`: prompt and answer.
 
-LOST = -1e9  # Score of a beam that is out of the running; sums with it stay finite.
+LOST = -1e9  # score of a beam that is out of the running; finite, so that sums with it are too
 
 
 def beam_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
-    """The program (params, ids [B, width], mask [B, width], keys [B]) -> the best new tokens [B, max_new_tokens].
+    """Return the program (params, ids [B, width], mask [B, width], keys [B]) -> best new tokens [B, max_new_tokens].
 
-    The caller truncates after an end token. With `do_sample` candidates are drawn instead of taken by their scores.
+    The caller truncates at the first end token. With `do_sample` candidates are sampled, not taken by score.
     """
     num_groups, new = settings.num_beam_groups, settings.max_new_tokens
     size, total = settings.num_beams // num_groups, width + new
@@ -356,7 +363,7 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
             logs = jax.nn.log_softmax(network.logits(params, state["hidden"]), -1)
             logs = logs.reshape(batch, num_groups, size, -1)
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, place - width)
-            taken = jnp.zeros_like(logs[:, 0, 0])  # how many beams of the groups before took each token
+            taken = jnp.zeros_like(logs[:, 0, 0])  # number of beams of earlier groups that chose each token
             groups, parents = [], []
             for number, beams in enumerate(state["groups"]):
                 penalised = logs[:, number] - settings.diversity_penalty * taken[:, None] if number else logs[:, 0]
@@ -381,28 +388,28 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
 
 
 class _Group:
-    """A beam search of S beams for each of B prompts, as a state that `advance` moves on by a token."""
+    """Beam search with S beams for each of B prompts; `advance` extends its state by one token."""
 
     def __init__(self, width: int, settings: Generation, ends: Array, size: int):
         self._width, self._settings, self._ends, self._size = width, settings, ends, size
 
     def start(self, tokens: Array) -> Tree:
-        """Of prompts [B, total]."""
-        scores = jnp.full((len(tokens), self._size), LOST).at[:, 0].set(0.0)  # as all start alike, only one may go on
+        """Return the initial state for prompts [B, total]."""
+        scores = jnp.full((len(tokens), self._size), LOST).at[:, 0].set(0.0)  # beams start equal: one runs
         tokens = jnp.repeat(tokens[:, None], self._size, 1)
-        return {"tokens": tokens, "scores": scores,  # running beams, and the sums of their log-probabilities
-                # The best finished beams, and their sums over length ** length_penalty, best first.
+        return {"tokens": tokens, "scores": scores,  # running beams, and their summed log-probabilities
+                # The best finished beams, best first, and their sums divided by length ** length_penalty.
                 "best": tokens[..., self._width:], "best_scores": jnp.full_like(scores, -jnp.inf),
-                "open": jnp.ones(len(tokens), bool)}  # whether better ones may come
+                "open": jnp.ones(len(tokens), bool)}  # True while better beams may finish
 
     def advance(self, beams: Tree, logs: Array, real: Array, place: Array, keys: Array) -> tuple[Tree, Array, Array]:
-        """The state with a token more, the beam [B, S] that each goes on from, and how many took each token [B, V].
+        """Return the state after one more token, each beam's parent [B, S], and the beams per chosen token [B, V].
 
         Args:
             logs: [B, S, V] log-probabilities of the next token.
-            real: [B, total] which tokens are text so far.
-            place: Of the next token.
-            keys: [B] for draws.
+            real: [B, total] bool, True for the text so far.
+            place: Index of the next token.
+            keys: [B] random keys.
         """
         batch, size, vocabulary = logs.shape
         scores, picked = self._candidates(beams, logs, real, place, keys)
@@ -412,23 +419,24 @@ class _Group:
         length, was_open, ends = place + 1 - self._width, beams["open"][:, None], jnp.isin(token, self._ends)
         ended = ends | (length == self._settings.max_new_tokens)
         weight = jnp.float32(length) ** self._settings.length_penalty
-        # Candidates that have ended are among the best if they are among the first S.
+        # A candidate that ended can become one of the best only if it is among the first S.
         won = ended & was_open & (jnp.arange(scores.shape[1]) < size)
         best_scores = jnp.concatenate([beams["best_scores"], jnp.where(won, scores / weight, -jnp.inf)], 1)
         best_scores, best = jax.lax.top_k(best_scores, size)
         best = _at(jnp.concatenate([beams["best"], tokens[..., self._width:]], 1), best)
-        # Running ones first, then those that only the length ended: other groups shun these too, but no end token.
+        # Running beams first, then those ended by length only: their tokens count towards the diversity penalty of
+        # later groups, while end tokens do not.
         order = jnp.lexsort((-scores, ended.astype(jnp.int32) + ends))[:, :size]
         scores, tokens = _at(jnp.where(ended, LOST, scores), order), _at(tokens, order)
         is_open = beams["open"] & (scores[:, 0] / weight > best_scores[:, -1]) & ~ended.all(1)
-        # Where the search had ended, beams run along, but their tokens do not count.
+        # Beams of a search that has ended continue, but their tokens do not count.
         chosen = jnp.broadcast_to(was_open, order.shape).astype(jnp.float32)
         took = jnp.zeros((batch, vocabulary)).at[jnp.arange(batch)[:, None], _at(token, order)].add(chosen)
         state = {"tokens": tokens, "scores": scores, "best": best, "best_scores": best_scores, "open": is_open}
         return state, _at(parents, order), took
 
     def _candidates(self, beams: Tree, logs: Array, real: Array, place: Array, keys: Array) -> tuple[Array, Array]:
-        """Sums [B, C] of the candidates and their numbers among S * V: enough that S run on if all others end."""
+        """Return the candidates' sums [B, C] and indices into S * V. C is large enough that S candidates do not end."""
         batch, size, vocabulary = logs.shape
         settings, count = self._settings, size * max(2, 1 + len(self._ends))
         logs = constrained(settings, logs.reshape(-1, vocabulary), beams["tokens"].reshape(batch * size, -1),
@@ -437,12 +445,12 @@ class _Group:
             logs = narrowed(settings, logs, least=1 + max(1, len(self._ends)))
         sums = (beams["scores"][..., None] + logs.reshape(batch, size, vocabulary)).reshape(batch, -1)
         ranks = sums
-        if settings.do_sample:  # the largest of Gumbel-perturbed scores are draws without replacement
+        if settings.do_sample:  # Gumbel top-k: the largest perturbed scores are a sample without replacement
             ranks = sums + jax.vmap(lambda key: jax.random.gumbel(key, sums.shape[1:]))(keys)
         picked = jax.lax.top_k(ranks, min(count, sums.shape[1]))[1]
         return _at(sums, picked), picked
 
 
 def _at(x: Array, places: Array) -> Array:
-    """Of x [B, N, ...] the items [B, M, ...] at places [B, M]."""
+    """Return the items [B, M, ...] of x [B, N, ...] at indices [B, M]."""
     return jnp.take_along_axis(x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)

@@ -27,7 +27,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def supported() -> list[str]:
-    """Names of the supported architectures, as in `model_type`."""
+    """Return the supported architectures, by `model_type`."""
     modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
     return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
 
@@ -41,7 +41,7 @@ def _family(model_type: str) -> Family:
 
 
 def family_of(config: PreTrainedConfig, head: Head) -> Family:
-    """The family of a configuration; UserError where it is not supported with this head."""
+    """Return the family of a configuration; raise UserError if it is unsupported, or has no such head."""
     if config.model_type not in supported():
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. "
                         f"Supported: {', '.join(supported())}. Use engine: torch.")
@@ -56,19 +56,19 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
             rows: dict[str, list[int]] | None = None, remat: Literal["none", "minimal", "full"] = "none",
             unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None) -> Network:
-    """The network of a configuration; makes no arrays.
+    """Return the network of a configuration; creates no arrays.
 
     Args:
-        compute_dtype: Of matrix products; norms, softmax, rotary positions and logits stay in float32.
-        lora: Adapters on a base that does not train.
+        compute_dtype: Dtype of matrix products; norms, softmax, rotary positions and logits stay in float32.
+        lora: Adapters on a frozen base.
         rows: Tokens whose rows train beside the adapters, by torch's name of their table.
         remat: See Network.
-        unroll: See Network; without adapters.
-        fast_kernels: Take the forms that are fast on the `target`.
-        attention: The recipe's choice; `eager` is the plain one.
+        unroll: See Network; without adapters only.
+        fast_kernels: Use the implementations that are fast on the `target`.
+        attention: The recipe's choice; `eager` is unfused attention.
 
     Raises:
-        UserError: An unsupported architecture, head or field, or adapter targets that match nothing.
+        UserError: An architecture, head or field is unsupported, or adapter targets match nothing.
     """
     family = family_of(config, head)
     kind = saved_quantization(config)
@@ -89,11 +89,11 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
 
 
 def save(network: Network, params: Tree, folder: str | Path, dtype: str | None = None) -> None:
-    """Write config.json and safetensors of at most 5 GB that transformers loads with from_pretrained.
+    """Write config.json and safetensors files of at most 5 GB, for transformers' from_pretrained.
 
     Args:
-        params: Whole tree; adapters in it are left out (see `jax_engine.models.lora` for them).
-        dtype: Of the written weights; None keeps theirs.
+        params: Whole tree; adapters are left out (see `jax_engine.models.lora`).
+        dtype: Dtype of the written weights; None keeps that of each.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,21 +103,21 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     write_shards(tensors, folder)
     config = copy.deepcopy(network.config)
     if saved_quantization(config) == MXFP4:
-        del config.quantization_config  # what is written is not
+        del config.quantization_config  # the written weights are not quantised
     config.architectures = [network.family.classes[network.head]]
     config.dtype = str(next(iter(tensors.values())).dtype)
     config.save_pretrained(folder)
 
 
 def write_shards(tensors: dict[str, np.ndarray], folder: Path, limit: int = SHARD_BYTES) -> None:
-    """Write `model.safetensors`, or numbered parts of at most `limit` bytes with their index."""
+    """Write `model.safetensors`, or numbered files of at most `limit` bytes with their index."""
     shards: list[dict[str, np.ndarray]] = [{}]
     room = limit
     for name, value in tensors.items():
         if value.nbytes > room and shards[-1]:
             shards.append({})
             room = limit
-        shards[-1][name] = np.ascontiguousarray(value)  # safetensors writes other arrays as silent garbage
+        shards[-1][name] = np.ascontiguousarray(value)  # safetensors silently corrupts other arrays
         room -= value.nbytes
     for old in folder.glob("model*.safetensors*"):
         old.unlink()

@@ -1,7 +1,7 @@
-"""The parts without attention: linear layers with optional adapters, embeddings, norms, activations.
+"""Layers other than attention: linear layers with optional adapters, embeddings, norms, activations.
 
-Weights keep torch's names and orientation ([out, in]; Conv1D [in, out]), so that loading and saving copy bits and
-block-wise quantisation sees the rows that it would see in torch.
+Weights keep torch's names and orientation ([out, in]; Conv1D [in, out]), so that loading and saving copy bits, and
+block-wise quantisation sees the same rows as in torch.
 """
 
 import math
@@ -27,15 +27,14 @@ from lmmods.core.settings import LoRA
 
 
 def exact_gelu(x: Array) -> Array:
-    """x times the normal distribution function, in float32 by way of erf as torch; erfc, which bfloat16 needs, is slow.
-    """
+    """Exact GELU. float32 uses erf, as torch does; jax.nn.gelu uses erfc, which bfloat16 needs but is slow."""
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
 def capped(x: Array, cap: float | None) -> Array:
-    """x, kept smoothly between -cap and cap (Bello et al. 2016) unless that is None."""
+    """Soft-cap x to (-cap, cap) by tanh (Bello et al. 2016); None leaves x unchanged."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -54,7 +53,7 @@ ACTIVATIONS = {
 
 
 def known_activation(name: str) -> str:
-    """`name`, if it can be computed; UserError with the known ones otherwise."""
+    """Return `name` if the activation is supported; else raise UserError with the supported ones."""
     if name not in ACTIVATIONS:
         raise UserError(f"model.config: the activation {name!r} is not supported by the JAX engine. "
                         f"Supported: {', '.join(sorted(ACTIVATIONS))}.")
@@ -63,19 +62,19 @@ def known_activation(name: str) -> str:
 
 @dataclass(frozen=True)
 class Build:
-    """How the parts of a network are made.
+    """Implementation choices and adapters of a network.
 
     Args:
-        dtype: Of matrix products; parameters keep their own.
+        dtype: Dtype of matrix products; parameters keep their own.
         lora: Settings of the adapters.
-        adapted: Paths of the linear layers that carry one, for example `layers.attn.q`.
-        adapted_experts: Names of the experts' matrices that carry one: `gate_up_proj`, `down_proj`.
+        adapted: Paths of the linear layers with an adapter, for example `layers.attn.q`.
+        adapted_experts: Names of the experts' matrices with an adapter: `gate_up_proj`, `down_proj`.
         rows: Tokens whose rows train beside the adapters, by path of their table: `embed.tokens`, `head`.
-        cpu_forms: Take the forms that are fast on CPUs: of the gradients of matrices, and of the layers' loop.
+        cpu_forms: Use the implementations that are fast on CPUs, of weight gradients and of layer stacks.
         blocked: Compute attention in blocks, which is fast on CPUs.
-        attention: The recipe's choice; `eager` is the plain one.
-        cut: Where the distribution of first matrices ends, in standard deviations.
-        experts: How mixtures of experts are computed (see `jax_engine.models.experts`).
+        attention: The recipe's choice; `eager` is unfused attention.
+        cut: Truncation of the initial distribution of matrices, in standard deviations; None does not truncate.
+        experts: Implementation of mixtures of experts (see `jax_engine.models.experts`).
     """
 
     dtype: jnp.dtype
@@ -90,14 +89,14 @@ class Build:
     experts: Literal["dense", "ragged", "blocks"] = "dense"
 
     def normal(self, std: float) -> Normal:
-        """Distribution of first values with this standard deviation, before anything is cut off."""
+        """Return the initial distribution with this standard deviation (before truncation)."""
         return Normal(std, cut=self.cut)
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with PEFT's adapter on top where `path` is among the adapted ones.
+    """y = x W^T + b, with PEFT's adapter if `path` is among the adapted ones.
 
-    The weight may be anything with `astype` that gives a matrix, for instance a quantised one. Adapters: LoRA
+    The weight may be anything whose `astype` returns a matrix, for instance a quantised one. Adapters: LoRA
     (Hu et al. 2021), rank-stabilised (Kalajdzievski 2023), weight-decomposed (DoRA, Liu et al. 2024).
     """
 
@@ -111,10 +110,10 @@ class Linear(nnx.Module):
             self.lora_A = parameter((build.lora.rank, in_size), lora_a(in_size))
             self.lora_B = parameter((out_size, build.lora.rank), 0.0)
             if build.lora.dora:
-                self.lora_magnitude_vector = parameter((out_size,), 1.0)  # what it starts as depends on the weight
+                self.lora_magnitude_vector = parameter((out_size,), 1.0)  # set from the weight by `add_adapter`
 
     def __call__(self, x: Array, seeds: Seeds | None = None) -> Array:
-        """Features [..., in] to [..., out]; `seeds` are for the adapter's dropout."""
+        """Map features [..., in] to [..., out]; `seeds` are for the adapter's dropout."""
         dtype, weight = self.build.dtype, self.weight.get_value()
         y = self._product(x, weight)
         if self.adapted:
@@ -129,7 +128,7 @@ class Linear(nnx.Module):
         return product(x, gathered(name, weight.astype(self.build.dtype)), self.build, self.conv1d)
 
     def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
-        """What the adapter adds to y = x W^T."""
+        """Return the adapter's update to y = x W^T."""
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora_scaling(lora)
         dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
@@ -141,7 +140,7 @@ class Linear(nnx.Module):
         delta = self.lora_B[...].astype(jnp.float32) @ self.lora_A[...].astype(jnp.float32)
         base = weight.astype(dtype).astype(jnp.float32)
         merged = base + scaling * (delta.T if self.conv1d else delta)
-        # The norm counts as a constant in the gradient (section 4.3 of the paper).
+        # The norm is a constant in the gradient (section 4.3 of the paper).
         norms = jax.lax.stop_gradient(row_norms(merged, self.conv1d))
         factor = (self.lora_magnitude_vector[...] / norms).astype(dtype)
         if dropped is not x:
@@ -150,7 +149,7 @@ class Linear(nnx.Module):
 
 
 def product(x: Array, matrix: Array, build: Build, conv1d: bool = False, result: jnp.dtype | None = None) -> Array:
-    """x [..., in] times a matrix [out, in] (Conv1D: [in, out]) in the build's dtype."""
+    """Multiply x [..., in] by a matrix [out, in] (Conv1D: [in, out]) in the build's dtype."""
     multiply = _product_on_cpu if build.cpu_forms else _product
     return multiply(conv1d, result, x.astype(build.dtype), matrix.astype(build.dtype))
 
@@ -168,7 +167,7 @@ def _product_forward(conv1d, result, x, matrix):
 
 
 def _product_backward(conv1d, _result, kept, gradient):
-    """The matrix's gradient with its shorter side along the rows: half again as fast on CPUs as the other way round."""
+    """Compute the matrix's gradient with its shorter side as rows, which is 1.5 times as fast on CPUs."""
     x, matrix = kept
     d_x = jnp.einsum("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix,
                      preferred_element_type=gradient.dtype)
@@ -185,9 +184,7 @@ _product_on_cpu.defvjp(_product_forward, _product_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _coded_product(name: str, build: Build, conv1d: bool, x: Array, weight: Quantized) -> Array:
-    """x times a quantised matrix, which the backward pass makes again: only codes are kept, and where they are sharded
-    their shards.
-    """
+    """Multiply x by a quantised matrix, dequantised again in the backward pass: only (sharded) codes are saved."""
     return product(x, _matrix(name, build, gathered(name, weight)), build, conv1d)
 
 
@@ -197,14 +194,15 @@ def _coded_forward(name, build, conv1d, x, weight):
 
 def _coded_backward(name, build, conv1d, kept, gradient):
     weight, like = kept
-    # Layers that are computed again share their gathered codes with this, but not their matrices.
+    # With remat, the recomputed forward pass shares its gathered codes with this. The barrier keeps XLA from sharing
+    # the dequantised matrix as well, which would stay in memory.
     matrix = _matrix(name, build, jax.lax.optimization_barrier(gathered(name, weight)))
     contract = "...o,io->...i" if conv1d else "...o,oi->...i"
     return jnp.einsum(contract, gradient, matrix, preferred_element_type=gradient.dtype).astype(like.dtype), None
 
 
 def _matrix(name: str, build: Build, codes: Quantized) -> Array:
-    """In the layout of the gathered codes: XLA would else be free to make it in shards and gather those."""
+    """Dequantise in the layout of the gathered codes; otherwise XLA might dequantise shards and gather the result."""
     return gathered(name, codes.astype(build.dtype))
 
 
@@ -212,12 +210,13 @@ _coded_product.defvjp(_coded_forward, _coded_backward)
 
 
 def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[int, ...], rows: Array | None) -> Array:
-    """Float32 logits [..., V] of hidden states [..., D].
+    """Return float32 logits [..., V] of hidden states [..., D].
 
     Args:
         table: [V, D].
         tokens: K tokens whose rows in the table are replaced.
-        rows: By these, [K, D]. Beside the table rather than in it, so that its own gradient is never made.
+        rows: [K, D] their replacements. Applied to the logits rather than the table, so that the gradient of the whole
+            table is never computed.
     """
     logits = product(hidden, table, build, result=jnp.float32)
     if rows is None:
@@ -227,36 +226,37 @@ def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[i
 
 
 def row_norms(matrix: Array, conv1d: bool) -> Array:
-    """Euclidean norm of each output's weights, [out]."""
+    """Return the Euclidean norm of each output's weights, [out]."""
     return jnp.linalg.norm(matrix, axis=-2 if conv1d else -1)
 
 
 def lora_scaling(lora: LoRA) -> float:
-    """Factor on the low-rank update."""
+    """Return the factor on the low-rank update."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 class Embedding(nnx.Module):
-    """Rows of a table [num, size]; the row `padding_id` gets no gradient from here, and starts at zero without `cut`.
+    """Table [num, size] of embeddings; looking up row `padding_id` gives no gradient, and it starts at zero without
+    `cut`.
 
-    Those of `tokens` are replaced by rows that train while the table does not, as PEFT's trainable tokens.
+    Rows of `tokens` are replaced by trainable rows beside a frozen table, as PEFT's trainable tokens.
     """
 
     def __init__(self, num: int, size: int, *, std: float, padding_id: int | None = None,
                  tokens: tuple[int, ...] = (), cut: float | None = None):
         self.padding_id = None if padding_id is None else padding_id % num
-        # Where transformers cuts the distribution it draws the padding token's row with the others.
+        # With a truncated distribution, transformers draws the padding row as all others.
         self.weight = parameter((num, size), Rows(Normal(std, cut=cut), self.padding_id if cut is None else None))
         self.tokens = tokens
         if tokens:
             self.trainable_tokens_delta = parameter((len(tokens), size), 0.0)
 
     def __call__(self, ids: Array) -> Array:
-        rows = look_up(self.weight[...], ids)  # ids outside the table give NaN, which the trainer reports
+        rows = look_up(self.weight[...], ids)  # ids out of range give NaN, which the trainer reports
         if self.tokens:
             places = np.full(len(self.weight), -1, np.int32)
             places[list(self.tokens)] = np.arange(len(self.tokens))
-            place = jnp.take(places, ids)  # negative for a token whose row is the table's, and outside of it
+            place = jnp.take(places, ids)  # negative if the token's row is the table's or out of range
             own = jnp.take(self.trainable_tokens_delta[...], place, axis=0, mode="clip").astype(rows.dtype)
             rows = jnp.where((place >= 0)[..., None], own, rows)
         if self.padding_id is None:
@@ -289,37 +289,37 @@ class Norm(nnx.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parameters of modules: while a network is described they have a shape and a way to start, and no values.
+# Parameters of modules: in the description of a network they have a shape and an initialiser, but no values.
 
 @dataclass(frozen=True)
 class Rows:
-    """A table whose rows start at random, but for `zeros`, that of the padding token, if there is one."""
+    """Initialiser of a table with random rows, except for row `zeros` (the padding token), if given."""
 
     values: Normal
     zeros: int | None = None
 
 
-# A number fills the parameter; a function makes it of its shape.
+# Initialiser of a parameter: a number fills it; a function creates it from its shape.
 Start = Normal | Uniform | Rows | float | Callable[..., np.ndarray]
 
 
 def parameter(shape: tuple[int, ...], start: Start) -> nnx.Param:
-    """A parameter of this shape. Its values are zeros, from which `nnx.eval_shape` keeps the shape alone."""
+    """Return a parameter of this shape, of zeros: under `nnx.eval_shape` only the shape remains."""
     return nnx.Param(jnp.zeros(shape), start=start)
 
 
 def starts(module: nnx.Module) -> dict[tuple[str, ...], Start]:
-    """How the parameters of a module start, by path."""
+    """Return the initialisers of a module's parameters, by path."""
     return {path: node.get_metadata("start") for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
 
 
 class FirstValues(LazyArray):
-    """First values of a leaf, float32 or narrowed, that nobody has drawn yet: a part is drawn without other rows.
+    """Initial values of a leaf, drawn lazily in float32 and cast: any part can be drawn without the other rows.
 
     Args:
-        shape: Of one layer.
-        names: In the Hugging Face folder; several for a leaf of stacked layers [layers, *shape].
-        stacked: Whether the leaf has the layer as its leading axis.
+        shape: Shape of one layer.
+        names: Names in the Hugging Face folder, one per layer for a leaf of stacked layers [layers, *shape].
+        stacked: True if the leaf has a leading layer axis.
     """
 
     def __init__(self, start: Start, shape: tuple[int, ...], seed: int, names: Sequence[str], stacked: bool,

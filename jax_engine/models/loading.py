@@ -1,4 +1,4 @@
-"""Loading weights of Hugging Face folders, strictly: every key fills one leaf, and every leaf is filled."""
+"""Strict loading of Hugging Face weights: every key fills one leaf, and every leaf is filled."""
 
 import importlib
 import json
@@ -27,42 +27,44 @@ from lmmods.core.lazy_array import LazyArray, Part
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.",
             "deberta.")
-# Buffers of older transformers versions: recomputed, never weights.
+# Buffers saved by older transformers versions, which are not weights.
 BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_type_ids|rotary_emb\.inv_freq|"
                      r"pos_encoding)$")
-# Heads of other tasks and poolers, which the networks here do not have.
+# Poolers and heads of other tasks, which are ignored.
 OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
                          r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|head|decoder|"
                          r"discriminator_predictions|generator_predictions|generator_lm_head|lm_predictions|"
                          r"mask_predictions)\.")
-_AT_ONCE = 1 << 24  # values that are compared at once
-Slot = tuple[LeafPath, int | None]  # a leaf, and the layer where leaves are stacked
+_AT_ONCE = 1 << 24  # values compared at a time
+Slot = tuple[LeafPath, int | None]  # a leaf, and the layer if it is stacked
 
 
 def load(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
          quantize: quant.Quantize | None = None, double_quant: bool = True) -> Tree:
-    """`open_weights` as numpy arrays."""
+    """Return `open_weights` as numpy arrays."""
     return jax.tree.map(np.asarray, open_weights(network, folder, revision, dtype, seed, quantize, double_quant))
 
 
 def open_weights(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
                  quantize: quant.Quantize | None = None, double_quant: bool = True, sharers: Sharers = Sharers()
                  ) -> Tree:
-    """Weights of a folder or hub id as arrays that are read by parts, with fresh adapters where the network has them.
+    """Return the weights of a folder or hub id as lazy arrays, with new adapters if the network has them.
 
-    Strict: every leaf is filled once, and every key of the files is consumed, tied, or known not to be needed. A head
-    that a base model lacks starts at random and is reported. Raises UserError: keys that are missing, left over, or of
-    another shape.
+    Every leaf must be filled once, and every key of the files used, tied, or known to be unneeded. A head that a base
+    model lacks is initialised at random and reported.
 
     Args:
-        seed: Of what starts at random.
-        quantize: Keep the leaves of `network.quantised` in this code; what is read of them is quantised then.
-        double_quant: Quantise the scales of 4-bit codes too.
+        seed: Seed of randomly initialised parameters.
+        quantize: Quantise the leaves of `network.quantised` to this format, when they are read.
+        double_quant: Quantise the scales of 4-bit codes, too.
         sharers: The processes that read together.
+
+    Raises:
+        UserError: Keys are missing, unexpected, or of another shape.
     """
     leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers)
     wanted = _wanted(network)
-    saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved in codes
+    saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised
     copies: dict[str, tuple[Slot, LazyArray]] = {}
     problems, dropped = [], []
     for key, value in _tensors(folder, revision):
@@ -97,7 +99,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
             leaves.put(place, value)
             del copies[key]
     if network.head == "causal" and network.config.tie_word_embeddings and not network.arch.tied:
-        # An adapter trains one of the two apart, so the other needs a leaf of its own.
+        # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
         leaves.put((("head", "weight"), None), leaves.found["embed", "tokens", "weight"][None])
     headless = _check_complete(network, leaves, problems, folder)
     for key, ((path, layer), value) in copies.items():
@@ -114,11 +116,11 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
 
 
 class Leaves:
-    """The leaves of a network as they are found in files, each place once.
+    """Collects the leaves of a network from files; each slot is filled once.
 
     Args:
-        quantize: Code of the weights of linear layers, and of experts if it has 4 bits.
-        double_quant: Quantise the scales of 4-bit codes too.
+        quantize: Quantisation of linear layers and, in 4 bits, experts.
+        double_quant: Quantise the scales of 4-bit codes, too.
         sharers: The processes that read together.
     """
 
@@ -131,14 +133,14 @@ class Leaves:
         self._sharers, self._scales = sharers, Scales()
         self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
         self._coded = network.quantised(quantize)
-        self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of experts that files hold one by one
+        self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of separately stored experts
 
     def is_quantised(self, place: Slot, value: LazyArray) -> bool:
-        """Whether the value of a linear layer comes in codes."""
+        """Return True if the value is a linear layer's weight in quantised codes."""
         return place[0] in self._linear and value.dtype in (np.uint8, np.int8)
 
     def put(self, place: Slot, value: LazyArray | quant.Quantized) -> None:
-        """Fill a place; what is to be quantised is."""
+        """Fill a slot, quantising the value if the leaf is to be quantised."""
         path, layer = place
         self.filled.add(place)
         if isinstance(value, LazyArray):
@@ -149,7 +151,7 @@ class Leaves:
         self.found.setdefault(path, {})[layer] = value
 
     def put_part(self, place: Slot, part: expert_files.Part, value: LazyArray) -> list[str]:
-        """Fill a part of a place. Returns what is wrong with it."""
+        """Fill a part of a slot; return the problems with it."""
         shape = self.network.shape(place[0])
         wanted = expert_files.parts(place[0][-1], shape[0])
         found = self._parts.setdefault(place, {})
@@ -165,7 +167,7 @@ class Leaves:
         return []
 
     def put_mxfp4(self, place: Slot, blocks: LazyArray, scales: LazyArray) -> list[str]:
-        """Fill a place with the values of MXFP4 codes. Returns what is wrong with them."""
+        """Fill a slot with dequantised MXFP4 codes; return the problems with them."""
         shape = self.network.shape(place[0])
         if mxfp4.shape(blocks) != shape or blocks.shape[:-1] != scales.shape:
             return [f"codes of {mxfp4.shape(blocks)}, the configuration says {shape}"]
@@ -173,24 +175,24 @@ class Leaves:
         return []
 
     def tree(self) -> Tree:
-        """All of them; layers stacked."""
+        """Return the tree of all leaves, with stacked layers."""
         return unflatten({path: parts[None] if None in parts else jax.tree.map(
             lambda *layers: lazy_array.stack(layers), *(parts[layer] for layer in sorted(parts)))
             for path, parts in self.found.items()})
 
 
 def _equal(one: LazyArray, other: LazyArray) -> bool:
-    """Whether two arrays of a shape hold the same, some rows at a time."""
+    """Return True if two arrays of the same shape are equal; compares some rows at a time, to bound memory."""
     step = max(1, _AT_ONCE * one.shape[0] // one.size)
     return all(np.array_equal(one.over_first(rows), other.over_first(rows))
                for rows in (slice(start, start + step) for start in range(0, one.shape[0], step)))
 
 
 def _check_complete(network: Network, leaves: Leaves, problems: list[str], folder: str) -> set[str]:
-    """Names of the head that the files lack as a whole; UserError for anything else that is missing or left over."""
+    """Return the head's missing names, if the files lack it; raise UserError for other missing or unexpected keys."""
     missing = {name for name, path, layer in network.names(plain=True) if (path, layer) not in leaves.filled}
     head = {name: path for name, path, _ in network.names(plain=True) if path[0] == "head"}
-    # A head for answer spans may begin with layers that the files have from another head.
+    # The first layers of a head for answer spans may come from another head in the files.
     needed = {name for name, path in head.items() if network.head != "qa" or len(path) == 2}
     headless = missing & head.keys() if needed <= missing else set()
     if missing - headless or problems:
@@ -201,7 +203,7 @@ def _check_complete(network: Network, leaves: Leaves, problems: list[str], folde
 
 
 def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
-    """Every key that a file may have: its leaf, layer, and whether it is a tied copy."""
+    """Return every key that a file may have, with its leaf, layer, and True if it is a tied copy."""
     wanted = {name: (path, layer, False) for name, path, layer in network.names(plain=True)}
     for name, ours in network.family.tied.get(network.head, {}).items():
         if name not in wanted:
@@ -210,7 +212,7 @@ def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
 
 
 def _match(key: str, wanted: dict[str, tuple], network: Network) -> tuple[LeafPath, int | None, bool] | None:
-    """The slot of a key, in today's spelling or an older one: gamma and beta, another prefix of the base or none."""
+    """Return the slot of a key, in current or older spelling: gamma and beta, another base prefix or none."""
     key = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key))
     for older, now in network.family.older.items():
         key = now + key.removeprefix(older) if key.startswith(older) else key
@@ -225,7 +227,7 @@ def _needless(key: str) -> bool:
 
 
 def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
-    """As `_open`; UserError for files that cannot be read, then or later."""
+    """`_open`, with a UserError for unreadable files, on opening or on reading a lazy array."""
     check_weights(folder)
     tensors = _open(folder, revision)
     while True:
@@ -243,7 +245,7 @@ def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray
 
 
 def _open(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
-    """Yield name and values of every tensor of a folder or hub id."""
+    """Yield the name and lazy values of every tensor of a folder or hub id."""
     folder = _local(folder, revision)
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
@@ -263,10 +265,10 @@ def _open_pickled(folder: Path) -> Iterator[tuple[str, LazyArray]]:
     files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise UserError(f"{folder} holds neither model*.safetensors nor pytorch_model*.bin: it has no weights.")
-    # The only use of torch in this engine: nothing else reads its pickles safely. Imported only for such a folder.
+    # The only use of torch in this engine, for its safe unpickler; imported only for such a folder.
     torch = importlib.import_module("torch")
     for file in files:
-        # Files of torch before 1.6 are no zip and cannot be mapped.
+        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         for key, tensor in content.items():
             def read(part: Part, tensor: Any = tensor) -> np.ndarray:
@@ -285,7 +287,7 @@ def _local(folder: str, revision: str | None) -> Path:
 
     try:
         with hub.loading("model.pretrained", folder, revision=revision):
-            wanted = ["model*.safetensors*", "generation_config.json"]  # of the second, what an export keeps
+            wanted = ["model*.safetensors*", "generation_config.json"]  # an export keeps the second
             path = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
             if not list(path.glob("model*.safetensors")):
                 path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))

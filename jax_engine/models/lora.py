@@ -1,4 +1,4 @@
-"""LoRA adapters: their target modules, what trains, loading and saving PEFT folders. The maths is in linear.py."""
+"""LoRA adapters: target modules, trainable leaves, loading and saving PEFT folders. The computation is in linear.py."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ from lmmods.core.initialization import row_norms
 from lmmods.core.settings import LoRA
 
 TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
-# What an adapter made elsewhere may have beyond these settings, and the value with which it changes nothing.
+# Further settings that a PEFT folder may have, and the values with which they have no effect.
 NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
            "layers_to_transform": None, "layer_replication": None, "exclude_modules": None,
            "megatron_config": None, "alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None,
@@ -46,10 +46,10 @@ NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_patte
 
 
 def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
-    """The network with adapters on the targets; `modules_to_save` (and the head for qa) train in full beside them.
+    """Return the network with adapters on the targets; `modules_to_save` (and the head for qa) train in full.
 
     Args:
-        rows: Tokens whose rows train too, by torch's name of their table.
+        rows: Tokens whose rows also train, by torch's name of their table.
 
     Raises:
         UserError: A target or module to save matches nothing, or not every layer.
@@ -80,7 +80,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
 
 
 def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, list[int]]:
-    """The rows of tokens new to the model that train beside an adapter, by torch's name of their table.
+    """Return the rows of new tokens that train beside an adapter, by torch's name of their table.
 
     Args:
         network: Without adapters.
@@ -96,25 +96,25 @@ def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, li
 
 
 def _by_torch_name(network: Network) -> tuple[dict[str, str], dict[str, str]]:
-    """Our module of each torch name: of the linear layers, and of all."""
-    # A tied head has no weights of its own until it is saved apart.
+    """Return our path of each torch module: for linear layers, and for all modules."""
+    # Add the head: a tied one has no weights of its own, but may still be named.
     return tuple({name: ours for ours in modules for name in network.torch_modules(ours)}
                  for modules in (network.linears(), {*network.modules(), "head"}))
 
 
 def _ends(network: Network) -> tuple[str, str | None]:
-    """Torch's names of the embedding of tokens and of the layer that gives their logits."""
+    """Return torch's names of the token embedding and of the output layer (None for qa)."""
     return network.torch_modules("embed.tokens")[0], None if network.head == "qa" else network.torch_modules("head")[0]
 
 
 def _matrices_of_experts(network: Network) -> dict[str, str]:
-    """The matrix of each torch name of one that all experts of a layer have."""
+    """Return the expert matrix (`gate_up_proj` or `down_proj`) of each torch name of a layer's stacked experts."""
     modules = network.torch_modules(EXPERTS) if network.arch.experts is not None else []
     return {f"{module}.{name}": name for module in modules for name in MATRICES}
 
 
 def _in_every_layer(key: str, names: set[str], ours: dict[str, str]) -> set[str]:
-    """What is ours of these torch names; `ours` has it of every torch name."""
+    """Return our paths of these torch names, which must cover all layers; `ours` maps every torch name."""
     found = {ours[name] for name in names}
     for part in sorted(found):
         in_layers = {name for name, own in ours.items() if own == part}
@@ -126,10 +126,10 @@ def _in_every_layer(key: str, names: set[str], ours: dict[str, str]) -> set[str]
 
 
 def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
-    """The base (host arrays) with new adapters, float32: A at random, B zero, DoRA's |W|, the base's rows."""
+    """Add new float32 adapters to the base (host arrays): random A, zero B, DoRA's |W|, copies of token rows."""
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
-        # An adapter trains one of two tied matrices apart, so the other needs a leaf of its own.
+        # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
         table = leaves["embed", "tokens", "weight"]
         leaves["head", "weight"] = table.copy() if isinstance(table, np.ndarray) else table
     drawn = [path for path in flatten(network.shapes) if path[-1] in ("lora_A", "lora_B")]
@@ -153,7 +153,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
 
     Args:
         params: The trainable leaves, or the whole tree.
-        base: Name of the base model, noted for PEFT's loaders.
+        base: Name of the base model, recorded for PEFT's loaders.
     """
     folder, lora = Path(folder), network.lora
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,44 +174,44 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
 
 
 def adapter_settings(folder: str | Path) -> LoRA:
-    """Settings of the adapter in a PEFT folder.
+    """Return the settings of the adapter in a PEFT folder.
 
     Raises:
-        UserError: No adapter there, or one of a kind that the JAX engine does not have.
+        UserError: There is no adapter, or it is of a kind that the JAX engine does not support.
     """
     found = adapter_config(folder)
-    if found.get("exclude_modules") in [[name] for name in ANSWER_HEADS]:  # of torch for qa; here none has an adapter
+    if found.get("exclude_modules") in [[name] for name in ANSWER_HEADS]:  # torch's for qa; no head has one here
         del found["exclude_modules"]
     for name, neutral in NEUTRAL.items():
         if found.get(name, neutral) not in (neutral, None, []):  # PEFT writes an empty list of experts' parameters
             raise _unsupported(folder, name, found[name])
     targets = found.get("target_modules")
     if targets is None and not found.get("target_parameters"):
-        raise _unsupported(folder, "target_modules", None)  # which PEFT chooses by the type of the model
+        raise _unsupported(folder, "target_modules", None)  # PEFT chooses targets by model type
     targets = targets or []
     if isinstance(targets, str) and targets != "all-linear":
         raise UserError(f"model.adapter: {folder}/{SETTINGS} has a pattern as target_modules, {targets!r}; the JAX "
                         "engine takes lists of names. Use engine: torch.")
-    # For qa PEFT notes one name of the head whatever the model's is; the head trains in full anyway.
+    # For qa PEFT records a fixed head name, whatever the model's is; the head trains in full anyway.
     to_save = [name for name in found.get("modules_to_save") or [] if name not in ANSWER_HEADS]
     try:
         return LoRA(rank=found.get("r", 8), alpha=found.get("lora_alpha", 8), dropout=found.get("lora_dropout", 0.0),
                     targets=targets, target_parameters=found.get("target_parameters") or None,
                     modules_to_save=to_save or None, dora=found.get("use_dora", False),
                     rslora=found.get("use_rslora", False))
-    except UserError as error:  # which names a key that the recipe does not have
+    except UserError as error:  # names a key that is not in the recipe
         raise does_not_fit(folder, error) from error
 
 
 def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, list[int]]:
-    """The rows of tokens that the adapter in a PEFT folder has, by torch's name of their table.
+    """Return the token rows of the adapter in a PEFT folder, by torch's name of their table.
 
     Args:
         network: Without adapters.
         lora: The adapter's settings.
 
     Raises:
-        UserError: Tokens that the model lacks, or rows of a kind that the JAX engine does not have.
+        UserError: The model lacks these tokens, or the JAX engine does not support such rows.
     """
     check_rows(folder, network.config.vocab_size)
     found = adapter_config(folder).get("trainable_token_indices")
@@ -228,10 +228,10 @@ def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, 
 
 
 def load_adapter(network: Network, folder: str | Path) -> Tree:
-    """The trainable leaves from a PEFT folder, for a network made with its `adapter_settings`.
+    """Load the trainable leaves from a PEFT folder, for a network made with its `adapter_settings`.
 
     Raises:
-        UserError: Weights that are missing, left over or of another shape.
+        UserError: Weights are missing, unexpected, of another shape, or not finite.
     """
     file = adapter_weights(folder)
     if file.name != WEIGHTS:

@@ -1,4 +1,4 @@
-"""Torch's parameter names of every leaf of the tree, one per layer and in torch's order, in both directions."""
+"""Mapping between the leaves of the parameter tree and torch's parameter names, per layer and in torch's order."""
 
 from collections.abc import Sequence
 
@@ -21,13 +21,13 @@ EXPERTS = "layers.mlp.experts"
 
 
 class Names:
-    """What a network knows of torch's names of its parameters.
+    """Torch's names of a network's parameters.
 
     Args:
-        shapes: Tree of shapes of the parameters.
-        arch: Numbers of layers.
+        shapes: Tree of the parameters' shapes.
+        arch: Determines which layers have which modules.
         adapted: Paths of modules with an adapter.
-        adapted_experts: Names of the experts' matrices with one.
+        adapted_experts: Names of the experts' matrices with an adapter.
         to_save: Paths of modules that train in full beside adapters.
     """
 
@@ -60,52 +60,52 @@ class Names:
         self._places: list[tuple[Path, int | None]] = places + [(path, None) for path in after]
 
     def names(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
-        """(torch name, path in the tree, place among the stacked layers) of every parameter, in torch's order.
+        """Return (torch name, path in the tree, index among the stacked layers) of every parameter, in torch's order.
 
         Args:
-            plain: Names of the network without PEFT's wrapping; adapters are left out.
+            plain: Return names without PEFT's wrapping, and leave out adapters.
         """
         return [(self._plain(path, layer) if plain else self.name(path, layer), path, layer)
                 for path, layer in self._places if not (plain and path[-1] in ADAPTER_LEAVES)]
 
     def shape(self, path: Path) -> tuple[int, ...]:
-        """Shape of a leaf, of one layer where it is stacked."""
+        """Return the shape of a leaf; of a single layer, if it is stacked."""
         shape = self._leaves[path].shape
         return shape[1:] if path[0] == "layers" else shape
 
     def drawn_names(self, path: Path) -> list[str]:
-        """Names of a leaf in torch's model, of an adapter's in PEFT's folder: one, or one for each layer."""
+        """Return the names of a leaf, one, or one per layer: in torch's model, or for adapters in PEFT's folder."""
         named = self._saved_name if path[-1] in ADAPTER_LEAVES else self._inside
         return [named(path, place) for place in self._stack(_module(path))]
 
     def num_stacked(self, path: Path) -> int:
-        """Number of layers of a leaf that is stacked."""
+        """Return the number of layers of a stacked leaf."""
         return self._leaves[path].shape[0]
 
     def _stack(self, ours: str) -> Sequence[int | None]:
-        """Places among the stacked layers that one of our modules has."""
+        """Return the indices among the stacked layers of a module; [None] outside the layers."""
         return range(len(self._layers_with(ours))) if ours.startswith("layers.") else [None]
 
     def _saved_name(self, path: Path, layer: int | None) -> str:
         return saved_name(self.name(path, layer))
 
     def module(self, ours: str, layer: int | None) -> str:
-        """Torch's name of one of our modules, without any wrapping."""
+        """Return torch's name of one of our modules, without PEFT's wrapping."""
         return self.filled_in(self._modules[ours], None if layer is None else self._layers_with(ours)[layer])
 
     def filled_in(self, name: str, layer: int | None, inside: bool = False) -> str:
-        """Torch's name with the number of a layer in it; `inside` is for one that begins inside the base network."""
+        """Fill the layer number into torch's name; `inside` prefixes a name that is relative to the base network."""
         name = f"{self._base}.{name}".rstrip(".") if inside else name
         if layer is None:
             return name
         return name.format(*(divmod(layer, self._per_group) if self._per_group else (layer,)))
 
     def torch_modules(self, ours: str) -> list[str]:
-        """Torch's names of one of our modules, one per layer."""
+        """Return torch's names of one of our modules, one per layer."""
         return [self.module(ours, place) for place in self._stack(ours)]
 
     def name(self, path: Path, layer: int | None) -> str:
-        """Torch's name of a parameter, as in `named_parameters` of the network PEFT wraps, if it does."""
+        """Return torch's name of a parameter as in `named_parameters`, including PEFT's wrapping, if there is any."""
         if not self._wrapped:
             return self._inside(path, layer)
         ours, leaf = _module(path), path[-1]
@@ -131,13 +131,13 @@ class Names:
         return self._renamed.get(name, name)
 
     def trains(self, path: Path) -> bool:
-        """Whether a leaf trains: all do without adapters, else those and the modules saved in full."""
+        """Return True if a leaf trains: without adapters all do, else adapters and the modules saved in full."""
         return not self._wrapped or path[-1] in ADAPTER_LEAVES or _module(path) in self._to_save
 
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
-        """Leaves of any tree shaped like the parameters or a part of them, by torch's names (`plain` as in `names`).
+        """Return the leaves of a tree like the parameters, or a part of them, by torch's names (`plain` as in `names`).
 
-        Of `Pieces` those of each layer.
+        `Pieces` (shards) are split by layer.
         """
         leaves = {path: leaf if isinstance(leaf, Pieces) else np.asarray(leaf) for path, leaf in flatten(tree).items()}
         named = {name: leaves[path] if layer is None else leaves[path][layer]
@@ -145,10 +145,10 @@ class Names:
         return {name: leaf if isinstance(leaf, Pieces) else np.ascontiguousarray(leaf) for name, leaf in named.items()}
 
     def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
-        """Undo `to_torch`; the tree has the leaves that are named, lazy ones of lazy ones.
+        """Inverse of `to_torch`; the tree has only the named leaves, and lazy arrays stay lazy.
 
         Raises:
-            UserError: A name that the network does not have, or a stacked leaf of which layers are missing.
+            UserError: A name is unknown, or a stacked leaf lacks some layers.
         """
         known = {name: (path, layer) for name, path, layer in self.names()}
         if unknown := sorted(set(named) - set(known)):

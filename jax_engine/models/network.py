@@ -1,7 +1,7 @@
-"""A network as functions of a plain tree of parameters: layers stacked and scanned, names as torch has them.
+"""A network as functions of a plain tree of parameters, with stacked layers that are scanned, and torch's names.
 
-Flax NNX modules define the parts; between calls there is only a nested dict of arrays
-`{embed, layers, norm, head}`, in which every leaf of `layers` has the layer as its leading axis.
+Flax NNX modules define the parts. Between calls the parameters are a nested dict of arrays
+`{embed, layers, norm, head}`; every leaf of `layers` has a leading layer axis.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,10 +46,10 @@ from lmmods.core.settings import decays
 from lmmods.core.task_fields import Quantize
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two ends of a decoder: embedding of tokens and positions, and the head that names the next token.
+# Decoder: token and position embeddings, and the language-modelling head.
 
 class DecoderEmbedding(nnx.Module):
-    """Tokens, and positions unless they are rotary."""
+    """Embeddings of tokens and, unless they are rotary, positions."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
@@ -70,7 +70,7 @@ class DecoderEmbedding(nnx.Module):
 
 
 def sinusoids(arch: Architecture) -> np.ndarray:
-    """Sines of all frequencies, then cosines of all: [max_positions, hidden_size] float32 (Keskar et al. 2019)."""
+    """Return sines, then cosines, of all frequencies: [max_positions, hidden_size] float32 (Keskar et al. 2019)."""
     size = arch.hidden_size
     rates = 1 / np.float32(10000) ** (np.arange(0, size, dtype=np.float32) // 2 * 2 / np.float32(size))
     angles = np.arange(arch.max_positions, dtype=np.float32)[:, None] * rates
@@ -78,7 +78,7 @@ def sinusoids(arch: Architecture) -> np.ndarray:
 
 
 class LMHead(nnx.Module):
-    """Logits over the vocabulary in float32; the matrix is the embedding's where the two are tied."""
+    """float32 logits over the vocabulary, with the embedding's matrix if the two are tied."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.build, self.scale, self.cap = build, arch.logit_scale, arch.logit_cap
@@ -89,7 +89,7 @@ class LMHead(nnx.Module):
             self.trainable_tokens_delta = parameter((len(self.tokens), arch.hidden_size), 0.0)
 
     def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
-        """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding."""
+        """Return logits [..., V] for hidden states [..., D]; `embedding` holds the token embedding's parameters."""
         if self.weight is None:
             matrix, rows = embedding["weight"], embedding.get(TOKEN_ROWS)
         else:
@@ -100,10 +100,10 @@ class LMHead(nnx.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two ends of an encoder: embeddings with their norm, and the heads for masked tokens and answer spans.
+# Encoder: normed embeddings, and the heads for masked tokens and answer spans.
 
 class EncoderEmbedding(nnx.Module):
-    """Tokens, types, and positions unless they are rotary, normed; widened where the tables are narrower."""
+    """Normed sum of token, type and, unless they are rotary, position embeddings; projected if tables are narrower."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch = arch
@@ -136,10 +136,10 @@ class EncoderEmbedding(nnx.Module):
         return x if self.project is None else self.project(x, seeds).astype(x.dtype)
 
     def beside_first(self, x: Array, real: Array, seeds: Seeds | None) -> Callable[[Array], Array]:
-        """What the residual stream goes through after the first layer: the convolution of these embeddings is added.
+        """Return the function applied after the first layer: it adds a convolution of the embeddings `x`, and norms.
 
         Args:
-            real: [B, T] which tokens are not padding; of the others nothing is read, and zeros are left.
+            real: [B, T] bool, False for padding, which is neither read nor written: it stays zero.
         """
         real = real[..., None].astype(x.dtype)
         found = dropout(self.conv(x * real) * real, self.arch.residual_dropout, seeds, "embed.conv")
@@ -147,14 +147,14 @@ class EncoderEmbedding(nnx.Module):
         return lambda x: self.conv_norm(x + found) * real
 
     def places(self, length: int) -> Table:
-        """Relative positions in rows of this length."""
+        """Return the relative-position table for rows of this length."""
         rows = self.relative.weight[...]
         rows = rows if self.relative_norm is None else self.relative_norm(rows)
         return Table(rows, jnp.asarray(self.arch.relative.buckets(length)))
 
 
 class Neighbours(nnx.Module):
-    """A convolution over the tokens of a row, [B, T, D] of [B, T, D]; the weight is torch's, [out, in, width]."""
+    """Convolution over the tokens of a row, [B, T, D] to [B, T, D]; the weight is [out, in, width], as in torch."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.build, self.groups = build, arch.convolution.groups
@@ -163,7 +163,7 @@ class Neighbours(nnx.Module):
         self.bias = parameter((size,), 0.0)
 
     def __call__(self, x: Array) -> Array:
-        # As a product of matrices: of XLA's convolution over parts of rows the gradient was wrong on some meshes.
+        # As a matrix product: the gradient of XLA's convolution over cut rows is wrong on some meshes.
         dtype, (batch, length, size) = self.build.dtype, x.shape
         weight = self.weight[...].astype(dtype).reshape(self.groups, size // self.groups, *self.weight.shape[1:])
         room = weight.shape[-1] // 2
@@ -175,13 +175,13 @@ class Neighbours(nnx.Module):
 
 
 def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
-    """Sine and cosine of each frequency side by side: [num, size] (Vaswani et al. 2017)."""
+    """Return the sine and cosine of each frequency, interleaved: [num, size] (Vaswani et al. 2017)."""
     angles = np.arange(num)[:, None] / np.power(10000, 2 * (np.arange(size) // 2) / size)
     return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
 
 
 class EncoderHead(nnx.Module):
-    """What an encoder's head begins with: dense layer, activation, norm."""
+    """Common first part of an encoder's heads: dense layer, activation, norm."""
 
     def __init__(self, arch: Architecture, build: Build, size: int):
         self.activation, self.build = arch.head_activation, build
@@ -190,25 +190,25 @@ class EncoderHead(nnx.Module):
         self.norm = Norm(size, arch.norm, arch.norm_eps)
 
     def transformed(self, hidden: Array, seeds: Seeds | None = None) -> Array:
-        """[..., size] of hidden states [..., D]."""
+        """Transform hidden states [..., D] to [..., size]."""
         return self.norm(ACTIVATIONS[self.activation](self.dense(hidden, seeds)).astype(hidden.dtype))
 
 
 class MLMHead(EncoderHead):
-    """Then the embedding's table and a bias: float32 logits over the vocabulary."""
+    """Masked-LM head: float32 logits over the vocabulary, from the embedding's table and a bias."""
 
     def __init__(self, arch: Architecture, build: Build):
         super().__init__(arch, build, arch.embedding_size or arch.hidden_size)
         self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
 
     def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
-        """[..., V] of hidden states [..., D] and the parameters of the tokens' embedding, a table [V, E]."""
+        """Return logits [..., V] for hidden states [..., D]; `embedding` holds the token table [V, E]."""
         logits = product(self.transformed(hidden), embedding["weight"], self.build, result=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
 
 class SpanHead(EncoderHead):
-    """Logits of an answer's start and end at each position, float32 [..., 2]; of few families after a dense layer."""
+    """float32 logits [..., 2] of an answer's start and end at each position; some families have a dense layer first."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch, self.build = arch, build
@@ -218,7 +218,7 @@ class SpanHead(EncoderHead):
         self.bias = parameter((2,), 0.0)
 
     def features(self, hidden: Array, seeds: Seeds | None) -> Array:
-        """What the logits are made of, [B, T, D] as the hidden states."""
+        """Return the inputs [B, T, D] of the logits, for hidden states [B, T, D]."""
         hidden = self.transformed(hidden, seeds) if self.arch.qa_dense else hidden
         return dropout(hidden, self.arch.qa_dropout, seeds, "head")
 
@@ -229,10 +229,11 @@ class SpanHead(EncoderHead):
 
 ROUTED = "_with_experts"
 HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
-# So few layers need no loop on a CPU where all of them train: between its steps XLA copies what layers keep, and
-# gradients. In deeper networks that was not measurable, and a loop of one layer compiles in the time of a shallow one.
+# Stacks of up to this many layers are unrolled on CPUs if all weights train: in a scan XLA copies residuals and
+# gradients between iterations. The cost is not measurable in deeper networks, which compile faster as a scan.
 UNROLL_CPU = 4
-# What the backward pass finds kept; on a mesh never a gathered weight, which is gathered once more.
+# Remat policies: the values saved for the backward pass. "none" saves all but gathered weights, which on a mesh are
+# gathered again.
 _KEPT = {"none": lambda primitive, *_, **__: primitive.name != "sharding_constraint", "full": None,
          "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -241,10 +242,11 @@ class Network(Names):
     """A family's network with one head.
 
     Args:
-        config: Configuration of transformers; written back as it is on saving.
-        to_save: Modules outside the adapters that train in full, by our paths; empty for full tuning.
-        remat: What the backward pass computes again: nothing, all but matrix products, or whole layers.
-        unroll: Layers per step of the scan; None takes 1, but all of few on a CPU where all of a network trains.
+        config: transformers' configuration, saved unchanged.
+        to_save: Paths of modules beside the adapters that train in full; empty for full fine-tuning.
+        remat: Activations that the backward pass recomputes: none, all but matrix products, or whole layers.
+        unroll: Layers per iteration of the scan; None takes 1, or on CPUs all layers of a shallow network (see
+            `UNROLL_CPU`).
     """
 
     def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
@@ -280,7 +282,7 @@ class Network(Names):
         self._sites = site_seeds(self, family, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:
-        """How to make each part of the network."""
+        """Return the constructor of each part of the network."""
         arch, build = self.arch, self.build
         embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
         parts = {"embed": lambda: embedding(arch, build)}
@@ -291,30 +293,31 @@ class Network(Names):
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
 
     def first_values(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
-        """First parameters, not drawn yet: the distributions of transformers, and the values that torch gets.
+        """Return the initial parameters, drawn lazily: transformers' distributions, with the values torch would get.
 
-        Of an adapter: those of PEFT; what starts from the weights of the base, `add_adapter` puts right.
+        Adapters are initialised as in PEFT; `add_adapter` sets those that start from the base weights.
 
         Args:
-            paths: Of the leaves to make; None makes all.
+            paths: Leaves to create; None creates all.
         """
         return unflatten({
             path: FirstValues(self._starts[path], self.shape(path), seed, self.drawn_names(path), path[0] == "layers",
                               jnp.dtype(dtype)) for path in (flatten(self.shapes) if paths is None else paths)})
 
     def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
-        """`first_values` as numpy arrays."""
+        """Return `first_values` as numpy arrays."""
         return jax.tree.map(np.asarray, self.first_values(seed, dtype, paths))
 
     def hidden(self, params: Tree, batch: dict[str, Array], training: bool = False, cache: Tree | None = None
                ) -> Array | tuple[Array, Tree]:
-        """Hidden states [B, T, D] that the head reads; with a cache, also the cache after these tokens.
+        """Return the hidden states [B, T, D] that the head reads; with a cache, also the cache after these tokens.
 
         Args:
-            batch: `input_ids` [B, T]; `attention_mask`, or packed `segment_ids` and `position_ids` that restart at 0;
-                `token_type_ids` where the network has types. Without `position_ids` they count from 0 in each row.
-            training: With dropout, by the batch's `token_seeds` [B, T].
-            cache: From `init_cache`; the batch's `attention_mask` then says which of its tokens are real.
+            batch: `input_ids` [B, T]; `attention_mask`, or for packed rows `segment_ids` and `position_ids` that
+                restart at 0; `token_type_ids` if the network has types. `position_ids` default to 0, 1, ... in each
+                row.
+            training: Apply dropout, seeded by the batch's `token_seeds` [B, T].
+            cache: From `init_cache`; the batch's `attention_mask` then marks its real tokens.
 
         Raises:
             UserError: A row is longer than the table of positions, or has token types that the network lacks.
@@ -323,7 +326,7 @@ class Network(Names):
         return x if cache is None else (x, cache)
 
     def hidden_and_load(self, params: Tree, batch: dict[str, Array], training: bool = False) -> tuple[Array, Load]:
-        """Hidden states as `hidden`, and how each layer's router has spread the real tokens: [layers, B, ...]."""
+        """Return hidden states as `hidden`, and the expert load of real tokens in each layer, [layers, B, ...]."""
         x, _, load = self._run(params, batch, training, None, True)
         return x, load
 
@@ -360,7 +363,7 @@ class Network(Names):
         if self.head == "qa":
             x = self._part("head", params).features(x, seeds)
         if self.head == "causal":
-            x = x.astype(self.build.dtype)  # as the head reads it: half of what devices exchange
+            x = x.astype(self.build.dtype)  # the head computes in this dtype; casting first halves the communication
         return x, cache if cache is None else {**kv, "valid": valid, "length": start + length}, load
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
@@ -373,7 +376,7 @@ class Network(Names):
                  "scale": jnp.array(arch.attention_scales, jnp.float32),
                  "mask": jnp.array([windows.index(window) for window in arch.windows])}
         steps |= {"rope": jnp.array([self._ropes.index(rope) for rope in arch.ropes])} if len(angles) > 1 else {}
-        if not arch.first_norm and "attn_norm" in layers:  # a row for the layer without, which nothing reads
+        if not arch.first_norm and "attn_norm" in layers:  # add an unused row, so that the scan has one per layer
             steps["has_norm"] = jnp.arange(arch.num_layers) > 0
             layers = layers | {"attn_norm": jax.tree.map(lambda leaf: jnp.pad(
                 leaf, ((1, 0), (0, 0)), constant_values=1), layers["attn_norm"])}
@@ -395,6 +398,8 @@ class Network(Names):
                 x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
             return cut(x), tuple(kept)
 
+        # On a mesh always, so that gathered weights are not saved (see `_KEPT`). Inside a scan XLA cannot undo the
+        # recomputation by CSE, so the barriers of `prevent_cse` are not needed.
         if self.remat != "none" or on_mesh():
             layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=0)
 
@@ -415,24 +420,25 @@ class Network(Names):
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:
-        """Of each kind of rope for these tokens; and for all slots of the cache, where they depend on the length."""
+        """Return the rope angles of each kind for these tokens, and for all cache slots if they depend on the length.
+        """
         if not any(rope.by_length for rope in self._ropes):
             return [rope.angles(position_ids, None) for rope in self._ropes], []
         if cache is None:
             real = batch["attention_mask"] > 0 if "attention_mask" in batch else None
             lengths = text_lengths(position_ids, real)
             return [rope.angles(position_ids, lengths) for rope in self._ropes], []
-        lengths = position_ids[:, -1:] + 1  # a text in a cache ends with the latest token
+        lengths = position_ids[:, -1:] + 1  # a text in the cache ends with the latest token
         slots = jnp.arange(cache["valid"].shape[1]) - (cache["length"] + position_ids.shape[1] - lengths)
         return ([rope.angles(position_ids, lengths) for rope in self._ropes],
                 [rope.angles(jnp.maximum(slots, 0), lengths) for rope in self._ropes])
 
     def logits(self, params: Tree, hidden: Array) -> Array:
-        """The head on hidden states of any leading shape: float32 [..., V], or [..., 2] (start, end) for qa."""
+        """Return the head's float32 logits for hidden states [..., D]: [..., V], or [..., 2] (start, end) for qa."""
         return self._part("head", params)(hidden, params["embed"]["tokens"])
 
     def init_cache(self, batch_size: int, length: int) -> Tree:
-        """Room for the keys and values of `length` tokens of each row; starts empty."""
+        """Return an empty key-value cache for `length` tokens per row."""
         shape = (self.arch.num_layers, batch_size, length, self.arch.num_kv_heads, self.arch.head_dim)
         return {"k": jnp.zeros(shape, self.build.dtype), "v": jnp.zeros(shape, self.build.dtype),
                 "valid": jnp.zeros((batch_size, length), bool), "length": jnp.zeros((), jnp.int32)}
@@ -462,15 +468,15 @@ class Network(Names):
             raise UserError(f"The batch has token_type_ids, but {self.config.model_type} has no token types.")
 
     def modules(self) -> list[str]:
-        """Our paths of all modules with parameters."""
+        """Return our paths of all modules with parameters."""
         return sorted({".".join(path[:-1]) for path in flatten(self.shapes)})
 
     def linears(self) -> list[str]:
-        """Our paths of the linear layers; the head that makes the logits is not among them."""
+        """Return our paths of the linear layers, without the output head."""
         return list(dict.fromkeys(self._linears))
 
     def quantised(self, kind: Quantize | None) -> set[Path]:
-        """Leaves that `model.quantize` stores in codes of this kind: linear layers, and experts in 4 bits."""
+        """Return the leaves that `model.quantize` stores in this format: linear layers and, in 4 bits, experts."""
         if kind is None:
             return set()
         linear = {(*ours.split("."), "weight") for ours in self.linears()}
@@ -478,31 +484,31 @@ class Network(Names):
         return linear | ({(*EXPERTS.split("."), name) for name in MATRICES} if is_stacked else set())
 
     def trainable(self, params: Tree) -> Tree:
-        """`trains` for each leaf."""
+        """Return `trains` for each leaf."""
         return unflatten({path: self.trains(path) for path in flatten(params)})
 
     def decays(self, params: Tree) -> Tree:
-        """For each leaf, whether weight decay applies: matrices (per layer) yes, biases and norms no."""
+        """Return for each leaf True if weight decay applies: to matrices (per layer), not to biases and norms."""
         return unflatten({path: decays(path[-1], len(self.shape(path))) for path in flatten(params)})
 
 
 def _block(routed: bool) -> str:
-    """Name among the parts of the block of layers with experts, or without."""
+    """Return the part name of the block with, or without, experts."""
     return "layers" + ROUTED * routed
 
 
 def _chosen(kinds: list[Any], number: Array | None) -> Any:
-    """One of several arrays, or trees of arrays, of the same shapes; None of none."""
+    """Return the arrays or trees of `kinds` at index `number`, which may be traced; None if there are none."""
     if len(kinds) < 2:
         return kinds[0] if kinds else None
     return jax.tree.map(lambda *alike: jnp.stack(alike)[number], *kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One layer: attention and MLP with their norms and residual sums.
+# One layer: attention and MLP with their norms and residual connections.
 
 class MLP(nnx.Module):
-    """down(act(up(x))), gated (Shazeer 2020): down(act(gate(x)) * up(x))."""
+    """down(act(up(x))); if gated (Shazeer 2020), down(act(gate(x)) * up(x))."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
@@ -528,12 +534,13 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer of a decoder or encoder; the residual stream keeps the dtype in which it comes.
+    """One layer of a decoder or encoder; the residual stream keeps its dtype.
 
-    `attn_norm` and `mlp_norm` are on a sublayer's input or on the sum after it, `..._out_norm` on its output.
+    `attn_norm` and `mlp_norm` are on a sublayer's input (pre-norm) or on the residual sum after it (post-norm),
+    `..._out_norm` on its output.
 
     Args:
-        routed: With experts.
+        routed: Use a mixture of experts as the MLP.
     """
 
     def __init__(self, arch: Architecture, build: Build, routed: bool):
@@ -550,11 +557,11 @@ class Block(nnx.Module):
                  cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
                  has_norm: Array | None = None, real: Array | None = None
                  ) -> tuple[Array, dict[str, Array] | None, Load | None]:
-        """Residual stream [B, T, D] after this layer, the layer's cache, and the load of its experts.
+        """Return the residual stream [B, T, D] after this layer, the layer's cache, and the load of its experts.
 
         Args:
-            has_norm: Whether this layer's attention has a norm on its input, where some have none.
-            real: [B, T] which tokens the load counts; None counts none.
+            has_norm: True if this layer's attention has an input norm; None if all layers are alike.
+            real: [B, T] bool, the tokens that the load counts; None counts none.
         """
         arch = self.arch
         normed = self._input(x, self.attn_norm)
@@ -574,7 +581,7 @@ class Block(nnx.Module):
 
     def _added(self, x: Array, update: Array, norm: Norm | None, out_norm: Norm | None, rate: float,
                seeds: Seeds | None, site: str) -> Array:
-        """x plus what a sublayer made."""
+        """Add a sublayer's output to the residual stream `x`."""
         update = update if out_norm is None else out_norm(update)
         update = dropout(update, rate, seeds, site) * self.arch.residual_scale
         x = x + update.astype(x.dtype)
@@ -582,15 +589,15 @@ class Block(nnx.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops of a network's depth: neighbouring layers of one kind share one, and so do kinds that take turns.
+# Layer stacks, each one scan: consecutive layers of one kind, or of kinds that alternate periodically.
 
 class LayerStack(NamedTuple):
-    """Neighbouring layers, some in each step.
+    """Consecutive layers that are scanned, one period of layers per iteration.
 
     Args:
-        first: Number of the first layer.
-        kinds: Of each layer of a step whether it has experts.
-        num_steps: Number of steps.
+        first: Index of the first layer.
+        kinds: For each layer of an iteration, True if it has experts.
+        num_steps: Number of iterations.
     """
 
     first: int
@@ -598,10 +605,10 @@ class LayerStack(NamedTuple):
     num_steps: int
 
     def cut(self, steps: Tree, arch: Architecture) -> Tree:
-        """What the loop's steps take, by step: layers of one step that a leaf has stand in a second axis, if several.
+        """Return the scan's inputs [num_steps, ...], or [num_steps, n, ...] if n > 1 layers per iteration have a leaf.
 
         Args:
-            steps: Leaves with a row for each layer of the network; those of `params` for each that has them.
+            steps: Leaves with one row per layer of the network; those of `params` with one per layer that has them.
         """
         def rows(leaf: jax.Array, before: int, count: int) -> jax.Array:
             leaf = leaf[before:before + count * self.num_steps]
@@ -616,7 +623,7 @@ class LayerStack(NamedTuple):
         return unflatten(found)
 
     def of_layer(self, step: Tree, arch: Architecture, number: int) -> Tree:
-        """Of what a step takes that of the layer with this number in it."""
+        """Return the inputs of layer `number` within an iteration, from the iteration's inputs."""
         found = {}
         for path, leaf in flatten(step).items():
             own = self._own(_layers_with(path, arch))
@@ -626,19 +633,19 @@ class LayerStack(NamedTuple):
         return unflatten(found)
 
     def _own(self, has: Sequence[int]) -> list[int]:
-        """Numbers within a step of the layers that are among these."""
+        """Return the numbers within an iteration of the layers in `has`."""
         return [number for number in range(len(self.kinds)) if self.first + number in has]
 
 
 def _layers_with(path: tuple[str, ...], arch: Architecture) -> Sequence[int]:
-    """Layers that have a leaf of what steps take; rows of a norm that the first layer lacks are filled up before."""
+    """Return the layers that have a leaf of the scan's inputs. A norm that the first layer lacks is padded by then."""
     if path[0] != "params" or not arch.dense_layers:
         return range(arch.num_layers)
     return arch.layers_with(".".join(("layers", *path[1:-1])))
 
 
 def layer_stacks(arch: Architecture) -> list[LayerStack]:
-    """Loops over all layers, each as long as it can be."""
+    """Divide the layers into stacks, greedily taking the one that covers most layers."""
     kinds = [arch.experts is not None and layer not in arch.dense_layers for layer in range(arch.num_layers)]
     stacks, first = [], 0
     while first < len(kinds):
@@ -655,10 +662,10 @@ def layer_stacks(arch: Architecture) -> list[LayerStack]:
 
 
 def joined(kept: list[list[Tree | None]]) -> Tree | None:
-    """What stacks have kept of their layers, a row for each layer in order; layers without anything have none.
+    """Concatenate the scans' outputs to one row per layer, in order; layers without an output have none.
 
     Args:
-        kept: For each stack and each layer of its steps, leaves with a row for each step.
+        kept: For each stack, and each layer of its iterations, leaves with one row per iteration.
     """
     parts = []
     for layers in kept:

@@ -1,6 +1,6 @@
-"""Quantised weights: NF4 and FP4 (QLoRA, Dettmers et al. 2023) and int8 by rows, with the bits of bitsandbytes.
+"""Quantised weights: NF4 and FP4 (QLoRA, Dettmers et al. 2023) and row-wise int8, bit-identical to bitsandbytes.
 
-A frozen weight stays quantised on the devices. `astype` makes the matrix inside a step, for one product at a time.
+A frozen weight stays quantised on the devices. `astype` dequantises it inside a step, for one product at a time.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from lmmods.core.lazy_array import LazyArray, Part
 from lmmods.core.task_fields import Quantize
 
 BLOCK, NESTED_BLOCK = 64, 256
-# Values of the sixteen codes: appendix E of the QLoRA paper; sign, two bits of exponent and one of mantissa.
+# Values of the sixteen codes. NF4: appendix E of the QLoRA paper. FP4: sign, two bits of exponent and one of mantissa.
 CODEBOOKS = {
     "nf4": np.array([
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -39,10 +39,10 @@ def _static() -> Any:
 
 
 class Quantized(ABC):
-    """A matrix kept in codes; looks like an array of the matrix to whoever counts parameters."""
+    """A quantised matrix; has the shape and size of the matrix, for code that counts parameters."""
 
     kind: str
-    shape: tuple[int, ...]  # of the matrix as the layer sees it; leading axes, as of stacked layers, come first
+    shape: tuple[int, ...]  # shape of the matrix as the layer sees it, after leading axes such as stacked layers
 
     @property
     def ndim(self) -> int:
@@ -54,29 +54,29 @@ class Quantized(ABC):
 
     @property
     def dtype(self) -> str:
-        """Name of the code."""
+        """Name of the quantised format."""
         return self.kind
 
     @abstractmethod
     def astype(self, dtype: Any) -> Array:
-        """The matrix."""
+        """Return the dequantised matrix."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class FourBit(Quantized):
-    """A matrix in 4-bit codes with a scale for each 64 of them.
+    """A matrix in 4-bit codes, with one scale per block of 64.
 
-    Blocks run along the rows of torch's [out, in], which is one long row where `in` is not a multiple of 64.
+    Blocks run along the rows of torch's [out, in], which is treated as one long row if `in` is not a multiple of 64.
 
     Args:
-        packed: uint8 [..., rows, columns / 2], the earlier code in the high bits.
-        absmax: Scales, float32 [..., rows, columns / 64], or with double quantisation their uint8 codes.
-        nested: Of double quantisation: scales of 256 codes each [..., ceil(blocks / 256)], and the mean [...].
+        packed: uint8 [..., rows, columns / 2], the first code of a pair in the high bits.
+        absmax: float32 scales [..., rows, columns / 64], or with double quantisation their uint8 codes.
+        nested: For double quantisation: scales of 256 codes each [..., ceil(blocks / 256)], and the mean [...].
         kind: nf4 or fp4.
         matrix: (out, in).
-        transposed: The layer keeps its matrix as [in, out] (Conv1D).
-        stacked: Rows of each of several matrices, which stand below each other in this one; None: it is one.
+        transposed: The layer stores its matrix as [in, out] (Conv1D).
+        stacked: Rows of each matrix, if this one is several concatenated by rows; None for a single matrix.
     """
 
     packed: Array
@@ -92,14 +92,14 @@ class FourBit(Quantized):
         *lead, rows, _ = self.packed.shape
         if self.stacked is None:
             return (*lead, *(self.matrix[::-1] if self.transposed else self.matrix))
-        rows = self.matrix[0] if rows == 1 else rows  # of a shard fewer
+        rows = self.matrix[0] if rows == 1 else rows  # a shard has fewer rows than `matrix`
         return (*lead, rows // self.stacked, self.stacked, self.matrix[1])
 
     def astype(self, dtype: Any) -> Array:
         lead, rows = self.packed.shape[:-2], self.packed.shape[-2]
         codes = jnp.stack([self.packed >> 4, self.packed & 15], axis=-1)
         values = jnp.asarray(CODEBOOKS[self.kind])[codes].reshape(*lead, rows, -1, BLOCK) * self._scales()[..., None]
-        if rows == 1:  # else no shape that joins rows, along which they may be sharded
+        if rows == 1:  # only then flatten: rows may be sharded, and a reshape that joins them would gather
             values = values.reshape(*lead, -1)[..., :math.prod(self.matrix)]
         if self.stacked is not None:
             return values.reshape(self.shape).astype(dtype)
@@ -107,11 +107,11 @@ class FourBit(Quantized):
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def with_plain_scales(self) -> "FourBit":
-        """The same without double quantisation, whose scales belong to all shards."""
+        """Return the matrix without double quantisation, whose scales span shards."""
         return replace(self, absmax=self._scales(), nested=None)
 
     def _scales(self) -> Array:
-        """float32 [..., rows, columns / 64]."""
+        """Return the scales, float32 [..., rows, columns / 64]."""
         if self.nested is None:
             return self.absmax
         steps, mean = self.nested
@@ -123,14 +123,14 @@ class FourBit(Quantized):
 @jax.tree_util.register_dataclass
 @dataclass
 class EightBit(Quantized):
-    """A matrix in int8 with a scale for each output (the weights of LLM.int8, Dettmers et al. 2022).
+    """A matrix in int8 with one scale per output (the weights of LLM.int8, Dettmers et al. 2022).
 
-    Activations stay as they are: products are those of the matrix that `astype` makes.
+    Activations are not quantised: products use the dequantised matrix.
 
     Args:
         codes: int8 [..., out, in].
         row_absmax: float32 [..., out].
-        transposed: The layer keeps its matrix as [in, out] (Conv1D).
+        transposed: The layer stores its matrix as [in, out] (Conv1D).
     """
 
     codes: Array
@@ -150,10 +150,10 @@ class EightBit(Quantized):
 
 def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transposed: bool = False,
             stacked: bool = False) -> Quantized:
-    """Shapes and dtypes of the parts of a quantised matrix; `shape` and the rest are as of `quantize`.
+    """Return a quantised matrix of ShapeDtypeStructs; arguments as for `quantize`.
 
     Args:
-        stacked: The last three dimensions are of several matrices.
+        stacked: The last three dimensions of `shape` are those of several matrices.
     """
     if stacked:
         *lead, num, rows, columns = shape
@@ -173,12 +173,13 @@ def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transpo
 
 
 def lines_of(matrix: tuple[int, int]) -> int:
-    """Rows in which a matrix's blocks are laid out."""
+    """Return the number of lines that a matrix's blocks are laid out in: its rows, or 1 if rows are not whole blocks.
+    """
     return matrix[0] if matrix[1] % BLOCK == 0 else 1
 
 
 def _dynamic_map() -> np.ndarray:
-    """The 256 values of the signed dynamic 8-bit type (Dettmers 2016, arXiv 1511.04561), ascending."""
+    """Return the 256 values of the signed dynamic 8-bit type (Dettmers 2016, arXiv 1511.04561), ascending."""
     values = [0.0, 1.0]
     for exponent in range(7):
         bounds = _linspace(2**exponent + 1)
@@ -188,7 +189,7 @@ def _dynamic_map() -> np.ndarray:
 
 
 def _linspace(num: int) -> np.ndarray:
-    """From 0.1 to 1 in float32, counted from the nearer end as torch does."""
+    """Return float32 steps from 0.1 to 1, each computed from the nearer end, as torch.linspace does."""
     first, last, places = np.float32(0.1), np.float32(1), np.arange(num, dtype=np.float64)
     step = float((last - first) / np.float32(num - 1))
     return np.where(places < num // 2, first + step * places, last - step * (num - 1 - places)).astype(np.float32)
@@ -198,15 +199,14 @@ DYNAMIC = _dynamic_map()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Quantising weights on the host, with the bits of bitsandbytes: part by part, as devices ask for their shards.
+# Quantising weights on the host, bit-identical to bitsandbytes and lazily: each device's shard when it is requested.
 #
-# Blocks of 4-bit codes and rows of 8-bit ones do not depend on each other, so a process reads and quantises those that
-# its devices keep. Double quantisation needs all scales of a matrix: each process finds an equal share of them, and
-# gets
-# the others'.
+# Blocks of 4-bit codes and rows of 8-bit codes are independent, so a process reads and quantises only those that its
+# devices hold. Scales that need all blocks of a matrix (double quantisation) are computed in equal shares by the
+# processes, and gathered.
 
-_GRID = 65535  # steps from -1 to 1 on which bitsandbytes' CPU code looks for the nearest value of the dynamic type
-# What bitsandbytes saves beside a weight.
+_GRID = 65535  # steps from -1 to 1 of the grid on which bitsandbytes' CPU code finds the nearest value of DYNAMIC
+# Tensors that bitsandbytes saves beside a weight.
 _STATE = "weight.quant_state.bitsandbytes__"
 _PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
 _CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
@@ -214,11 +214,11 @@ _CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
 
 @dataclass(frozen=True)
 class Sharers:
-    """The processes that quantise the same matrices at the same time, each the parts that it keeps.
+    """The processes that quantise the same matrices together, each its own parts.
 
     Args:
-        rank: Of this process, of `size`.
-        gather: Of each one's numbers, by rank, all. A collective call.
+        rank: Rank of this process among `size`.
+        gather: All-gather of arrays by rank. A collective call.
     """
 
     rank: int = 0
@@ -227,14 +227,14 @@ class Sharers:
 
 
 class Scales:
-    """Scales that have been found, of one leaf at a time: its parts are asked for one after the other."""
+    """Cache of computed scales for one leaf at a time, because the parts of a leaf are requested consecutively."""
 
     def __init__(self) -> None:
         self._owner: Hashable = None
         self._found: dict[Hashable, Any] = {}
 
     def of(self, owner: Hashable) -> dict[Hashable, Any]:
-        """Those of a leaf; what is kept of another one is forgotten."""
+        """Return the cache of a leaf, after clearing that of another."""
         if owner != self._owner:
             self._owner, self._found = owner, {}
         return self._found
@@ -243,15 +243,15 @@ class Scales:
 def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True, transposed: bool = False,
              sharers: Sharers = Sharers(), scales: Scales | None = None, place: tuple[Hashable, Hashable] = ("", None)
              ) -> Quantized:
-    """A matrix in the codes that bitsandbytes gives it; its arrays are lazy.
+    """Return a matrix quantised as by bitsandbytes, with lazy arrays.
 
     Args:
-        weight: [out, in], or [in, out] where `transposed`; in 4 bits also several [E, ...], to bitsandbytes one
-            one long row.
-        double: Quantise the scales of 4-bit codes too.
-        sharers: All of them must ask for the same arrays in the same order.
-        scales: Shared by the matrices of a network.
-        place: Leaf that the matrix belongs to, and which of it.
+        weight: [out, in], or [in, out] if `transposed`; in 4 bits also several matrices [E, ...], which bitsandbytes
+            treats as one long row.
+        double: Quantise the scales of 4-bit codes, too.
+        sharers: All of these processes must request the same arrays in the same order.
+        scales: Shared by all matrices of a network.
+        place: The leaf that the matrix belongs to, and its index in it.
     """
     weight, scales = lazy_array.of(weight), Scales() if scales is None else scales
     if weight.ndim == 3:
@@ -274,11 +274,11 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
 
 
 class _Lines:
-    """A matrix [out, in] in lines of which each begins with a block, and the scale of each block.
+    """A matrix [out, in] as lines of whole blocks, and the scale of each block.
 
     Args:
-        num_lines: Rows, or one line of all of them.
-        per_line: Blocks of a line.
+        num_lines: Number of rows, or 1 for all rows in one line.
+        per_line: Blocks per line.
     """
 
     def __init__(self, matrix: LazyArray, num_lines: int, per_line: int, sharers: Sharers, scales: Scales,
@@ -287,20 +287,20 @@ class _Lines:
         self._sharers, self._scales, self._place = sharers, scales, place
 
     def largest(self, lines: slice, blocks: slice) -> np.ndarray:
-        """Absolute largest values of these blocks, in order."""
+        """Return the largest absolute value of each of these blocks, in order."""
         raise NotImplementedError
 
     def _kept(self) -> dict[Hashable, Any]:
         return self._scales.of(self._place[0]).setdefault(self._place[1], {})
 
     def note(self, lines: slice, blocks: slice, found: np.ndarray) -> None:
-        """Keep what quantising has found on the way, where nobody else has the rest."""
+        """Keep scales found while quantising, if there is only one process, which then finds all of them."""
         if self._sharers.size == 1:
             whole = self._kept().setdefault("noted", np.full((self.num_lines, self.per_line), np.nan, np.float32))
             whole[lines, blocks] = found.reshape(lines.stop - lines.start, -1)
 
     def all_largest(self) -> np.ndarray:
-        """Of all blocks, in order. A collective call."""
+        """Return `largest` of all blocks, in order. A collective call."""
         noted = self._kept().pop("noted", None)
         if noted is not None and not np.isnan(noted).any():
             return noted.reshape(-1)
@@ -314,7 +314,7 @@ class _Lines:
 
 
 class _Blocks(_Lines):
-    """4-bit codes."""
+    """A matrix's 4-bit codes."""
 
     def __init__(self, matrix: LazyArray, kind: Quantize, double: bool, *shared: Any):
         num_lines = lines_of(matrix.shape)
@@ -322,7 +322,7 @@ class _Blocks(_Lines):
         self._kind, self._double = kind, double
 
     def packed(self, part: Part) -> np.ndarray:
-        """Bytes of these lines and of these bytes of a line."""
+        """Return the packed codes of these lines and byte columns."""
         lines, columns = part
         width = BLOCK // 2
         blocks = slice(columns.start // width, -(-columns.stop // width))
@@ -330,12 +330,12 @@ class _Blocks(_Lines):
         self.note(lines, blocks, largest)
         packed = (codes[::2] << 4 | codes[1::2]).reshape(lines.stop - lines.start, -1)
         packed = packed[:, columns.start - blocks.start * width:columns.stop - blocks.start * width]
-        if self.num_lines == 1:  # behind the last value stand zeros
+        if self.num_lines == 1:  # zeros after the last value
             packed[:, max(-(-self.matrix.size // 2) - columns.start, 0):] = 0
         return packed
 
     def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-        """Of all blocks, or their codes; and what belongs to these."""
+        """Return the scales of all blocks and None, or with double quantisation their codes and (steps, mean)."""
         kept = self._kept()
         if "scales" not in kept:
             largest = self.all_largest()
@@ -347,7 +347,7 @@ class _Blocks(_Lines):
         return np.concatenate([_blocks_of(flat[start:start + _CHUNK])[1] for start in range(0, flat.size, _CHUNK)])
 
     def _values(self, lines: slice, blocks: slice) -> np.ndarray:
-        """Flat, of whole blocks but for the end of the matrix."""
+        """Return the values of these blocks, flat; the last block of the matrix may be shorter."""
         first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.matrix.size)
         if self.num_lines > 1 or self.matrix.shape[0] == 1:
             return self.matrix[lines, slice(first, last)].reshape(-1)
@@ -357,13 +357,13 @@ class _Blocks(_Lines):
 
 
 class _Rows(_Lines):
-    """8-bit codes, which have a scale for each row."""
+    """A matrix's 8-bit codes, with one scale per row."""
 
     def __init__(self, matrix: LazyArray, *shared: Any):
         super().__init__(matrix, matrix.shape[0], 1, *shared)
 
     def codes(self, part: Part) -> np.ndarray:
-        """Of these rows and columns."""
+        """Return the codes of these rows and columns."""
         rows, columns = part
         values = self._values(rows)
         absmax = np.abs(values).max(axis=1)
@@ -373,7 +373,7 @@ class _Rows(_Lines):
         return np.where(absmax[:, None] > 0, codes, 0).astype(np.int8)
 
     def scales(self) -> np.ndarray:
-        """Of all rows."""
+        """Return the scales of all rows."""
         kept = self._kept()
         if "scales" not in kept:
             kept["scales"] = self.all_largest()
@@ -387,22 +387,22 @@ class _Rows(_Lines):
 
 
 def piece_of(key: str) -> tuple[str, str]:
-    """Name of the weight that a tensor in a saved folder belongs to, and which piece of it the tensor is.
+    """Return the weight that a saved tensor belongs to, and the name of the tensor among its pieces.
 
-    What is not a companion of a quantised weight is the piece `weight` of itself.
+    A tensor that does not accompany a quantised weight is the piece `weight` of itself.
     """
     found = _PIECE.match(key)
     return (f"{found[1]}.weight", found[2]) if found else (key, "weight")
 
 
 def from_bitsandbytes(pieces: dict[str, np.ndarray | LazyArray], transposed: bool = False) -> Quantized:
-    """A matrix as bitsandbytes saved it; its arrays are lazy.
+    """Return a matrix saved by bitsandbytes, with lazy arrays.
 
     Args:
-        pieces: By their names: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
+        pieces: Tensors by name: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
 
     Raises:
-        UserError: One is missing, or blocks are of another size than 64 (nested: 256).
+        UserError: A piece is missing, or the block size is not 64 (nested: 256).
     """
     states = [json.loads(bytes(np.asarray(piece))) for name, piece in pieces.items() if name.startswith(_STATE)]
     wanted = {"weight"} if "SCB" in pieces else {"weight", "weight.absmax"}
@@ -425,14 +425,14 @@ def from_bitsandbytes(pieces: dict[str, np.ndarray | LazyArray], transposed: boo
     steps = (pieces["weight.nested_absmax"], lazy_array.of(np.asarray(state["nested_offset"], np.float32))
              ) if nested else None
     packed = pieces["weight"]
-    if packed.dtype != np.uint8:  # bytes in a wider type
+    if packed.dtype != np.uint8:  # bytes stored as a wider dtype
         packed = lazy_array.of(np.asarray(packed).view(np.uint8))
     return FourBit(_in_lines(packed, (lines, absmax.size * BLOCK // 2 // lines)),
                    _in_lines(absmax, (lines, absmax.size // lines)), steps, state["quant_type"], matrix, transposed)
 
 
 def _in_lines(flat: LazyArray, shape: tuple[int, int]) -> LazyArray:
-    """What a file has one after the other, [n] or [n, 1], in lines; zeros behind the end."""
+    """Reshape a file's flat array, [n] or [n, 1], to lines, lazily; zeros after its end."""
     def read(part: Part) -> np.ndarray:
         lines, columns = part
         if shape[0] == 1:
@@ -445,7 +445,7 @@ def _in_lines(flat: LazyArray, shape: tuple[int, int]) -> LazyArray:
 
 
 def _blocks_of(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values in blocks, float32 [N, 64] with zeros behind the end; the largest of each, and what divides them."""
+    """Return float32 blocks [N, 64], zero-padded; the largest absolute value of each; and the divisor of each."""
     rest = flat.size % BLOCK
     blocks = np.pad(flat.astype(np.float32), (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
     largest = np.abs(blocks).max(axis=1)
@@ -456,7 +456,7 @@ def _blocks_of(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes, one a byte and padded to whole blocks, and the absmax of each block."""
+    """Return the codes, one per byte and padded to whole blocks, and the absmax of each block."""
     order = np.argsort(CODEBOOKS[kind], kind="stable").astype(np.uint8)
     bounds = CODEBOOKS[kind][order]
     bounds = (bounds[:-1] + bounds[1:]) / 2
@@ -478,7 +478,7 @@ def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Scales as 8-bit codes around their mean (double quantisation), found on a grid as in bitsandbytes on CPUs."""
+    """Return scales as 8-bit codes around their mean (double quantisation), on the grid of bitsandbytes' CPU code."""
     mean = absmax.mean(dtype=np.float64).astype(np.float32)
     blocks = np.pad(absmax - mean, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     steps = np.abs(blocks).max(axis=1)

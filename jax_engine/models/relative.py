@@ -1,4 +1,4 @@
-"""Disentangled attention (DeBERTa, He et al. 2021): content scored against tables of relative positions."""
+"""Disentangled attention (DeBERTa, He et al. 2021): scores between content and relative positions."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,16 +11,15 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Relative:
-    """A table of 2 x span rows, one for each bucket of distances from query to key, shared by all layers.
+    """Relative-position table of 2 x span rows, one per bucket of query-key distances, shared by all layers.
 
-    Its rows are projected as keys, to be scored by the queries (content to position), and as queries (position to
-    content).
+    Rows are projected to keys, scored by the queries (content to position), and to queries (position to content).
 
     Args:
-        longest: Distances from half the span up to this share buckets, the wider the longer; None: one each.
-        scores: Which of the two are added to those of content to content.
-        normed: Whether the table has a norm.
-        shared: Whether the matrices of these projections are those of the content.
+        longest: Distances from half the span up to this share logarithmic buckets; None: one bucket per distance.
+        scores: The scores to add to the content-to-content scores.
+        normed: True if the table is normed.
+        shared: True if rows are projected by the content's query and key matrices.
     """
 
     span: int
@@ -30,7 +29,7 @@ class Relative:
     shared: bool
 
     def buckets(self, length: int) -> np.ndarray:
-        """Row of the table for each query and key of rows of this length: [length, length]."""
+        """Return the table row for each query and key of rows of this length, [length, length]."""
         return _buckets(self.span, self.longest, length)
 
 
@@ -47,18 +46,18 @@ def _buckets(span: int, longest: int | None, length: int) -> np.ndarray:
 
 
 class Table(NamedTuple):
-    """What a layer needs of relative positions: the table [2 x span, D], and its rows [T, T] by query and key."""
+    """The relative-position table [2 x span, D], and the row index [T, T] by query and key."""
 
     rows: Array
     buckets: Array
 
 
 def content_to_position(queries: Array, keys: Array, buckets: Array) -> Array:
-    """Scores [B, heads, T, T] of queries [B, T, heads, head_dim] and the table's keys [rows, heads, head_dim]."""
+    """Score queries [B, T, heads, head_dim] against the table's keys [rows, heads, head_dim]: [B, heads, T, T]."""
     by_row = jnp.einsum("bthd,rhd->bhtr", queries, keys, preferred_element_type=jnp.float32)
     return jnp.take_along_axis(by_row, buckets[None, None], axis=-1)
 
 
 def position_to_content(queries: Array, keys: Array, buckets: Array) -> Array:
-    """Scores [B, heads, T, T] of the table's queries [rows, heads, head_dim] and keys [B, T, heads, head_dim]."""
+    """Score the table's queries [rows, heads, head_dim] against keys [B, T, heads, head_dim]: [B, heads, T, T]."""
     return content_to_position(keys, queries, buckets.T).swapaxes(-1, -2)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021): their kinds, and how queries and keys are turned."""
+"""Rotary position embeddings (RoPE, Su et al. 2021) and their scaled variants."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,20 +12,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lmmods.core.errors import UserError, one_line
 
-Angles = tuple[Array, Array]  # cosines and sines, each [B, T, 1, features that turn], float32
+Angles = tuple[Array, Array]  # cosines and sines, each float32 [B, T, 1, rotated features]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """How the first features of each head turn with the position; the others stay.
+    """A rotary embedding of the first features of each head; the others are not rotated.
 
     Args:
-        inverse_frequencies: Of each pair of features, radians a position. Zeros: nothing turns.
-        factor: On cosines and sines, which scales the scores (YaRN, Peng et al. 2023).
-        interleaved: A pair is two neighbours instead of the features i and i + n / 2.
-        length: Texts of more tokens than this have other frequencies:
-        long: These (LongRoPE, Ding et al. 2024),
-        growth: or lower ones the longer they are, by this factor (dynamic NTK).
+        inverse_frequencies: Radians per position of each pair of features; 0 does not rotate.
+        factor: Factor on cosines and sines, which scales the scores (YaRN, Peng et al. 2023).
+        interleaved: Pair adjacent features instead of features i and i + n / 2.
+        length: Number of tokens above which a text has other frequencies, from `long` or `growth`.
+        long: Frequencies of longer texts (LongRoPE, Ding et al. 2024).
+        growth: Factor by which frequencies fall with the length of longer texts (dynamic NTK).
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -37,18 +37,18 @@ class Rope:
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of the text."""
+        """True if the frequencies depend on the length of the text."""
         return self.long is not None or self.growth is not None
 
     def still(self) -> "Rope":
-        """One of the same form that turns nothing, for layers without positions (NoPE, Kazemnejad et al. 2023)."""
+        """Return a rope of the same form that does not rotate, for NoPE layers (Kazemnejad et al. 2023)."""
         return Rope((0.0,) * len(self.inverse_frequencies), interleaved=self.interleaved)
 
     def angles(self, position_ids: Array, lengths: Array | None) -> Angles:
-        """Cosines and sines at positions [B, T].
+        """Return cosines and sines at positions [B, T].
 
         Args:
-            lengths: Number of tokens of the text that each belongs to, [B, T] or [B, 1]; None unless `by_length`.
+            lengths: Length of the text each position belongs to, [B, T] or [B, 1]; may be None unless `by_length`.
         """
         frequencies = jnp.array(self.inverse_frequencies, jnp.float32)
         if self.long is not None:
@@ -64,14 +64,14 @@ class Rope:
 
 def rope_of(config: PreTrainedConfig, layer_type: str | None = None, *, partial: bool = False,
             interleaved: bool = False) -> Rope:
-    """The rotary embedding of a configuration's `rope_parameters`, by transformers' own formulas where they scale.
+    """Return the rotary embedding of a configuration's `rope_parameters`; scaled ones use transformers' formulas.
 
     Args:
-        layer_type: Whose parameters to take, where they differ between layers.
-        partial: The family knows heads of which only a part turns.
+        layer_type: Type of the layers, if parameters differ between layers.
+        partial: The family supports partial rotation of heads.
 
     Raises:
-        UserError: A kind that transformers does not know, or with parameters missing.
+        UserError: The type is unknown to transformers, or parameters are missing.
     """
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
@@ -112,10 +112,10 @@ def _unsupported(parameters: dict[str, Any], why: str) -> UserError:
 
 
 def text_lengths(position_ids: Array, real: Array | None) -> Array:
-    """Number of tokens of the text that each position [B, T] belongs to: texts begin where positions start again.
+    """Return the length of the text that each position [B, T] belongs to; a text begins where positions restart.
 
     Args:
-        real: [B, T] booleans; padding is no part of a text. None: all are.
+        real: [B, T] bool, False for padding, which belongs to no text. None: no padding.
     """
     steps_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
     if real is not None:
@@ -127,7 +127,7 @@ def text_lengths(position_ids: Array, real: Array | None) -> Array:
 
 
 def rotate(x: Array, angles: Angles, interleaved: bool) -> Array:
-    """Turn the pairs of the first features of x [B, T, heads, head_dim] by their angles, in float32."""
+    """Rotate the first features of x [B, T, heads, head_dim] by their angles, in float32."""
     cos, sin = angles
     wide, still = jnp.split(x.astype(jnp.float32), [cos.shape[-1]], axis=-1)
     if interleaved:

@@ -1,4 +1,4 @@
-"""What every task on JAX shares: how a network is made, and what the compiled steps call."""
+"""Base class of JAX tasks: building the network, the functions that compiled steps call, evaluation and export."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from lmmods.core.task_fields import TaskFields
 from lmmods.core.text_metrics import perplexity
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parameters of a network on the devices.
+# Parameters of a network on the devices.
 
 class Weights:
     """Trainable and frozen parameters, trees of kind state."""
@@ -38,11 +38,11 @@ class Weights:
 
     @cached_property
     def replica(self) -> Tree:
-        """All of them as one network's parameters, for programs outside the steps. All processes must call this."""
+        """All parameters in one tree, for programs outside the compiled steps. All processes must call this."""
         return self._parallel.replica(merge(self.trainable, self.frozen))
 
 
-# Fields of which this engine takes some values only, and what to do about the others.
+# Fields with restricted values in this engine: the supported values, and the advice for all others.
 SUPPORTED = {
     "trust_remote_code": ((False,), "Use engine: torch."),
     "piece_tokens": ((None, 0), "Use engine: torch."),
@@ -52,7 +52,7 @@ SUPPORTED = {
 
 
 def check_supported(fields: TaskFields) -> None:
-    """Raise UserError for a field that this engine does not take as it is."""
+    """Raise UserError for a field value that this engine does not support."""
     for name, (supported, instead) in SUPPORTED.items():
         if (value := getattr(fields, name)) not in supported:
             raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
@@ -60,11 +60,11 @@ def check_supported(fields: TaskFields) -> None:
 
 
 class Task(TaskFields, ABC):
-    """A network in training on JAX.
+    """A network and its training objective on JAX.
 
     Attributes:
-        metric_names: Of what `batch_loss` measures beside the loss.
-        statistic_names: Of what `survey` gives.
+        metric_names: Names of the metrics that `batch_loss` returns beside the loss.
+        statistic_names: Names of the statistics that `survey` returns.
     """
 
     head: Head
@@ -81,10 +81,10 @@ class Task(TaskFields, ABC):
     # The network -----------------------------------------------------------------------------------------------------
 
     def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
-        """Make the network and its first parameters, on the host: those that train, and the others.
+        """Build the network; return its initial trainable and frozen parameters, on the host.
 
         Args:
-            abstract: Give the shapes and dtypes of parameters instead; reads no weights.
+            abstract: Return shapes and dtypes instead of parameters, and read no weights.
         """
         self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
                                                 abstract=abstract)
@@ -94,29 +94,29 @@ class Task(TaskFields, ABC):
 
     @abstractmethod
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
-        """Summed loss and weight of rows [N, T]; compiled."""
+        """Return the summed loss and weight of rows [N, T]; compiled."""
 
-    # Where `batch_loss` depends on all rows of a step: (parameters, rows) -> statistics, which it then gets; compiled.
+    # (parameters, rows) -> statistics that `batch_loss` then receives, if it depends on all rows of a step; compiled.
     survey: Survey | None = None
 
-    # Of each row, where a task needs it: (parameters, rows) -> a tree of arrays [N, ...]; compiled.
+    # (parameters, rows) -> a tree of per-row arrays [N, ...], for tasks that need it; compiled.
     predict: Callable[[Tree, dict[str, Array]], Any] | None = None
 
     def begin(self, run: Any) -> None:
-        """Called with a `Run` whose weights are the first ones, before it trains or evaluates, by all processes."""
+        """Hook before training or evaluation, called by all processes with a `Run` that has its initial weights."""
 
     def passes(self) -> tuple[float, float]:
-        """What a step computes of its rows: the share of their tokens that is trained on, and forward passes beside."""
+        """Return the fraction of a step's tokens trained on, and the number of additional forward passes."""
         return 1.0, 0.0
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
-        """Take up a global batch of evaluation; nothing waits for the device."""
+        """Add a global batch to the evaluation, without waiting for the device."""
         self._sums.append(steps.eval_step(weights.trainable, weights.frozen, batch.arrays))
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics of the evaluation (`val` or `test`) that ends, and JSON files it leaves; the sums start anew."""
+        """Return the metrics of the evaluation (`val` or `test`) and its JSON files to write; reset the sums."""
         sums, self._sums = jax.device_get(self._sums), []
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
         loss = total / weight if weight else math.nan
@@ -124,7 +124,7 @@ class Task(TaskFields, ABC):
 
     @abstractmethod
     def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
-        """Outputs of predict for a global batch, by the index of their rows."""
+        """Return the outputs of predict for a global batch, by row index."""
 
     # Export ----------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Task(TaskFields, ABC):
         """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
 
         Args:
-            trainable: What trains, on the host; all there is without an adapter.
+            trainable: Trainable parameters, on the host; without an adapter, all parameters.
         """
         if not self.trains_adapter:
             return hub.save(self.network, trainable, folder, self.save_dtype)
@@ -141,14 +141,14 @@ class Task(TaskFields, ABC):
         adapters.save_adapter(self.network, trainable, folder, self.pretrained)
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
-        """Parameters and dtypes in a line."""
+        """Return a one-line summary of parameter counts and dtypes."""
         by_type: dict[str, int] = {}
         for leaf in [*flatten(trainable).values(), *flatten(frozen).values()]:
             by_type[str(leaf.dtype)] = by_type.get(str(leaf.dtype), 0) + leaf.size
         return describe_sizes(sum(by_type.values()), _size(trainable), by_type)
 
     def memory_estimate(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any) -> int:
-        """Rough bytes of a training step on a device that holds all parameters."""
+        """Estimate the bytes of a training step on a device that holds all parameters."""
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
         return step_bytes(
             widths_of(self.network.config), weights, _size(trainable), self.optimizer.name,
@@ -156,7 +156,7 @@ class Task(TaskFields, ABC):
             4 if precision == "32-true" else 2)
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
-        """Arithmetic of one training token."""
+        """Return the FLOPs per training token."""
         is_head_too = self.head != "qa" and self.network.config.tie_word_embeddings
         looked_up = None if is_head_too else ("embed", "tokens", "weight")
         mixture = mixture_of(self.network.config)

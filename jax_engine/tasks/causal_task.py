@@ -1,4 +1,4 @@
-"""Causal LMs on JAX: what the tasks on them share."""
+"""Base class of the causal LM tasks on JAX."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ from lmmods.core.task_fields import CausalFields
 
 
 class CausalTask(CausalFields, Task):
-    """A causal LM: next-token loss on labelled tokens, generation in predict. Abstract: a task names itself."""
+    """Abstract causal LM task: next-token loss on labelled tokens, and generation in predict."""
 
     head = "causal"
     auto_class = "AutoModelForCausalLM"
@@ -28,7 +28,7 @@ class CausalTask(CausalFields, Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_supported(self.generation)
-        self.choice_ids = np.zeros(0, np.int64)  # tokens among which `predict` compares
+        self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
     def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
         built = super().build(precision, datamodule, seed, abstract)
@@ -55,13 +55,14 @@ class CausalTask(CausalFields, Task):
         return with_load(sums, load, counted.sum(1), self.balance_loss)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
-        """Logits [N, K] in float32 of `choice_ids` behind the last token of each row, padded on the right."""
+        """Return float32 logits [N, K] of `choice_ids` after the last token of each right-padded row."""
         last = rows["attention_mask"].sum(axis=1) - 1
         hidden = jnp.take_along_axis(self.network.hidden(params, rows), last[:, None, None], axis=1)[:, 0]
         return self.network.logits(params, hidden)[:, self.choice_ids]
 
     def choice_logits(self, steps: Steps, weights: Weights, batches: Iterable[GlobalBatch]) -> dict[int, np.ndarray]:
-        """Logits [K] of `choice_ids` by the index of this process's rows; the device waits for nothing in between."""
+        """Return logits [K] of `choice_ids` by index of this process's rows, dispatching all batches before fetching.
+        """
         asked = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
                  for batch in batches]
         found = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in asked)
@@ -84,18 +85,18 @@ class CausalTask(CausalFields, Task):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a task with experts adds to its sums in training: the balance loss and the load.
+# Mixture of experts: the balance loss and the load metrics in training.
 
 def with_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float) -> LossSums:
-    """The sums with the balance loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
+    """Add the balance loss of each row (DeepSeek-V3's sequence-wise form) and `core.experts.METRICS` to the sums.
 
-    Within a row and layer that is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
-    mean probability; its mean over layers counts as often as the row has scored tokens.
+    For a row and layer the loss is E sum_e f_e P_e, with f_e the number of times a token chooses expert e, averaged
+    over tokens, and P_e its mean probability. The mean over layers is weighted by the row's scored tokens.
 
     Args:
-        load: Of each layer, [L, B, ...].
-        row_weights: [B] the part of `sums.weight` that is each row's.
-        coefficient: Of the balance loss.
+        load: Expert load of each layer, [L, B, ...].
+        row_weights: [B] each row's part of `sums.weight`.
+        coefficient: Coefficient of the balance loss.
     """
     num_experts = load.counts.shape[-1]
     num_tokens = jnp.maximum(load.num_tokens, 1)[..., None]

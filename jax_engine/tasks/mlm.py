@@ -1,4 +1,4 @@
-"""Masked language modelling on JAX: from scratch, full or with adapters."""
+"""Masked language modelling on JAX: from scratch, full fine-tuning or adapters."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from lmmods.core.task_fields import MLMFields
 
 
 class MLM(MLMFields, Task):
-    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions."""
+    """Train an encoder to predict masked tokens; the data module masks. Loss and accuracy are over masked positions."""
 
     head = "masked"
     auto_class = "AutoModelForMaskedLM"
@@ -26,7 +26,7 @@ class MLM(MLMFields, Task):
                           self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
-        """Candidates [N, T, K], the likeliest first, and their probabilities, for every position."""
+        """Return the top-k tokens [N, T, K] of every position, likeliest first, and their probabilities."""
         logits = self.network.logits(params, self.network.hidden(params, rows))
         probabilities, tokens = jax.lax.top_k(jax.nn.softmax(logits, -1), min(self.top_k, logits.shape[-1]))
         return tokens, probabilities

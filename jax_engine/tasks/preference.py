@@ -1,4 +1,4 @@
-"""Preference optimisation on JAX: pairs of answers, or answers judged one by one; full or with adapters."""
+"""Preference optimisation on JAX from answer pairs or individually judged answers: full or with adapters."""
 
 import dataclasses
 import math
@@ -27,15 +27,18 @@ from lmmods.data.store.references import COMPUTING
 from lmmods.runs.model_card import first_weights
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities of all answers under the network as it stands before the first step, computed once and kept.
+# Reference log-probabilities of all answers, computed with the initial network once, and cached.
 
 def cache_references(run: Any) -> None:
-    """Give the batches of a preference task their `reference_logps`, computed where the cache lacks them.
+    """Add `reference_logps` to the batches of a preference task, computing those that the cache lacks.
 
-    All processes must call this. Raises UserError: the data are a stream.
+    All processes must call this.
 
     Args:
-        run: A `Run` whose weights are the first ones.
+        run: A `Run` with its initial weights.
+
+    Raises:
+        UserError: The data are a stream.
     """
     data, trainer = run.data, run.data.trainer
     network = first_weights(run.task, trainer.precision, data.run_seed)
@@ -51,7 +54,7 @@ def cache_references(run: Any) -> None:
 
 
 def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
-    """Log-probabilities [rows, answers] of a set."""
+    """Compute the log-probabilities [rows, answers] of a split."""
     data, steps = run.data, run.steps
     batch_size = data.eval_batch_size
     found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays)["logps"])
@@ -65,21 +68,20 @@ def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The reference of preference optimisation: the network as it was before training, beside the one in training.
+# The reference model of preference optimisation: the initial network, alongside the one in training.
 #
-# What does not train is shared. What does is either left out (adapters switched off) or kept as a copy, which lies in
-# the
-# tree of frozen parameters under a name of its own.
+# Frozen parameters are shared. Trainable parameters are either left out (adapters switched off) or copied into the tree
+# of frozen parameters under a key of their own.
 
-COPIES = "reference"  # of the leaves under it, in the tree of frozen parameters
+COPIES = "reference"  # key of the copies in the tree of frozen parameters
 
 
 class Reference:
-    """A network that does not train beside one that does.
+    """The reference model, a fixed network.
 
     Args:
-        network: The one that trains.
-        kind: `base` is this network with its adapter switched off; `copy` is as it was when training started.
+        network: The network in training.
+        kind: `base` is this network with its adapter switched off; `copy` is the network at the start of training.
     """
 
     def __init__(self, network: Network, kind: Literal["base", "copy"]):
@@ -91,23 +93,23 @@ class Reference:
         self._paths = flatten(self.network.shapes).keys()
 
     def copies(self, trainable: Tree, base: Tree) -> Tree:
-        """What to add to the frozen parameters, on the host; empty where everything is shared.
+        """Return the tree to add to the frozen parameters, on the host; empty if everything is shared.
 
         Args:
-            trainable: First values of what trains.
-            base: The base's values of what an adapter trains in full.
+            trainable: Initial trainable parameters.
+            base: Base weights of the modules that are trained in full beside an adapter.
         """
-        # arrays of their own, as the first step takes the memory of those that train
+        # Copy, because the first step is donated the buffers of the trainable parameters.
         kept = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
                             base if self.kind == "base" else trainable)
         return {COPIES: kept} if kept else {}
 
     def hidden(self, params: Tree, rows: dict[str, Array]) -> Array:
-        """As `Network.hidden`, without dropout and without a gradient; `params` are those of the one in training."""
+        """`Network.hidden` without dropout or gradient; `params` are those of the network in training."""
         return jax.lax.stop_gradient(self.network.hidden(self._own(params), rows))
 
     def logits(self, params: Tree, hidden: Array) -> Array:
-        """As `Network.logits`."""
+        """`Network.logits`; `params` are those of the network in training."""
         return self.network.logits(self._own(params), hidden)
 
     def _own(self, params: Tree) -> Tree:
@@ -127,7 +129,7 @@ _HOST = SimpleNamespace(log_sigmoid=lambda x: -np.logaddexp(0, -x), sigmoid=lamb
 class Preference(PreferenceFields, CausalTask):
     """Train a causal LM to prefer the better answers; predict answers prompts.
 
-    Rows are [N, answers, T]. Where answers are judged one by one, the second is another prompt's, for the baseline.
+    Rows are [N, answers, T]. For individually judged answers the second is another prompt's, for the KL baseline.
     """
 
     def __post_init__(self) -> None:
@@ -137,7 +139,7 @@ class Preference(PreferenceFields, CausalTask):
         if self._loss.method.has_baseline:
             self.survey, self.statistic_names = self._divergence, (BASELINE,)
         self._reference: Reference | None = None
-        # Of the evaluation under way, for each global batch: how to fetch, what is known on the host, what is computed.
+        # Global batches of the current evaluation: the steps to fetch with, host-side facts, and device-side results.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
     def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
@@ -147,7 +149,8 @@ class Preference(PreferenceFields, CausalTask):
                                         abstract=abstract))
 
     def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
-        """Train this network, with a reference made of it; arguments and result as of `build_network` and `build`."""
+        """Adopt a network and create its reference model; arguments as `build_network` returns, result as of `build`.
+        """
         self.network = network
         trainable, frozen = split(params, network.trainable(params))
         if self.reference_kind in ("base", "copy"):
@@ -163,7 +166,7 @@ class Preference(PreferenceFields, CausalTask):
 
     def batch_loss(self, params: Tree, rows: Rows, training: bool, count_correct: bool,
                    statistics: dict[str, Array] | None = None) -> LossSums:
-        """Summed loss of N pairs or answers; their weight is how many they are, each counted by its own weight."""
+        """Return the summed loss and weight of N pairs or answers, each with its own weight."""
         _check(rows, 3)
         if not self._loss.method.is_paired:
             rows = _answers(rows, slice(0, 1))
@@ -177,15 +180,15 @@ class Preference(PreferenceFields, CausalTask):
             for name, (value, count) in metrics.items()})
 
     def _divergence(self, params: Tree, rows: Rows) -> dict[str, Array]:
-        """Of the answers to other prompts: how much likelier they are than under the reference, and their number."""
+        """Return the KL statistics: summed log-ratio to the reference of other prompts' answers, and their weight."""
         weights, rows = self._facts(rows)["weights"], _answers(rows, slice(1, 2))
         gains = self._log_probs(self.network, params, rows) - self._reference_log_probs(params, rows)
         return {BASELINE: jnp.stack([(gains[:, 0] * weights).sum(), weights.sum()])}
 
     def _facts(self, rows: Rows) -> Rows:
-        """What is known of rows [..., N, answers, T] before a network sees them.
+        """Return the facts of rows [..., N, answers, T] that need no network.
 
-        `lengths` [..., N, answers]; `weights` [..., N] float32, 0 for rows that only even out a batch; `desirable`.
+        `lengths` [..., N, answers]; `weights` [..., N] float32, 0 for padding rows; `desirable` [..., N] if judged.
         """
         lengths = (rows["labels"][..., 1:] != IGNORED).sum(-1)
         scored = (lengths > 0).all(-1) if self._loss.method.is_paired else lengths[..., 0] > 0
@@ -195,13 +198,13 @@ class Preference(PreferenceFields, CausalTask):
 
     def _measure(self, ops: Any, facts: Rows, logps: Array, reference: Array | None, baseline: Any
                  ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-        """Loss [N] of each row, and metrics as `PreferenceLoss` gives them."""
+        """Return the loss [N] of each row, and metrics as `PreferenceLoss` does."""
         if self._loss.method.is_paired:
             return self._loss.of_pairs(ops, logps, facts["lengths"], reference)
         return self._loss.of_answers(ops, logps[:, 0], facts["desirable"], reference[:, 0], baseline)
 
     def _log_probs(self, network: Network | Reference, params: Tree, rows: Rows, **options: bool) -> Array:
-        """Summed log-probability [N, answers] of each answer's tokens."""
+        """Return the summed log-probability [N, answers] of each answer's tokens."""
         flat = {name: rows[name].reshape(-1, rows[name].shape[-1])
                 for name in ("input_ids", "attention_mask", "labels", "token_seeds") if name in rows}
         hidden = network.hidden(params, flat, **options)
@@ -215,7 +218,7 @@ class Preference(PreferenceFields, CausalTask):
         return None if self._reference is None else self._log_probs(self._reference, params, rows)
 
     def predict(self, params: Tree, rows: Rows) -> Any:
-        """Of rows of answers: log-probabilities [N, answers], also under the reference; of rows [N, T] as any LM."""
+        """Return log-probabilities [N, answers] under model and reference; for rows [N, T], as any causal LM."""
         if rows["input_ids"].ndim == 2:
             return super().predict(params, rows)
         found = {"logps": self._log_probs(self.network, params, rows),
@@ -226,7 +229,9 @@ class Preference(PreferenceFields, CausalTask):
         reference = self._reference is not None
         if not self._loss.method.has_baseline:
             return 1.0, reference
-        return 0.5, (reference + 1 + reference) / 2  # answers of a row's own, and to another prompt
+        # Half of the tokens are other prompts' answers, which are not trained on but take forward passes of the model
+        # and the reference; own answers take one of the reference.
+        return 0.5, (reference + 1 + reference) / 2
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +241,7 @@ class Preference(PreferenceFields, CausalTask):
         self._evaluated.append((steps, self._facts(batch.host), found))
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Loss and metrics over all processes; the baseline is the whole set's, so no cut of it changes anything."""
+        """Return loss and metrics over all processes. The baseline is over the whole set, whatever the batches."""
         evaluated, self._evaluated = self._evaluated, []
         parts = {}
         for number, (steps, facts, found) in enumerate(evaluated):
@@ -248,7 +253,11 @@ class Preference(PreferenceFields, CausalTask):
         return self._results(rows), {}
 
     def _results(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Means over rows, in float64 on the host: their facts, `logps` and, with a reference, `reference`."""
+        """Return means over rows, in float64 on the host.
+
+        Args:
+            rows: Facts (see `_facts`), `logps` and, with a reference, `reference`.
+        """
         rows = {name: values.astype(np.float64) if values.dtype == np.float32 else values
                 for name, values in rows.items()}
         weights, reference, baseline = rows["weights"], rows.get("reference"), 0.0
@@ -260,7 +269,7 @@ class Preference(PreferenceFields, CausalTask):
                 for name, (value, count) in {"loss": (losses, 1.0), **metrics}.items()}
         return {name: (total / weight).item() for name, (total, weight) in sums.items() if weight}
 
-    # Sizes: a copy that the reference keeps counts as no parameter of the model ---------------------------------------
+    # Sizes: the reference's copies do not count as parameters of the model -------------------------------------------
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
         return super().describe(trainable, _without_copies(frozen))
@@ -276,12 +285,12 @@ def _check(rows: Rows, num_dimensions: int) -> None:
 
 
 def _answers(rows: Rows, places: slice) -> Rows:
-    """The rows with some of their answers only."""
+    """Return the rows with only these answers."""
     return {name: values[:, places] if values.ndim > 1 else values for name, values in rows.items()}
 
 
 def _baseline(numpy: Any, total: Any, weight: Any) -> Any:
-    """Mean divergence from the reference, where it is above zero."""
+    """Return the mean divergence from the reference, clipped at zero."""
     return numpy.maximum(total / numpy.where(weight > 0, weight, 1.0), 0.0)
 
 

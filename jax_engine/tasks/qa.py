@@ -18,14 +18,14 @@ from lmmods.core.task_fields import QAFields
 
 
 class QA(QAFields, Task):
-    """Find the span of a context that answers a question; the loss of a window is the mean over start and end."""
+    """Find the span of a context that answers a question; a window's loss is the mean of start and end losses."""
 
     head = "qa"
     auto_class = "AutoModelForQuestionAnswering"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Of the evaluation under way, by window and of this process's ranks: start and end logits; losses.
+        # Results of the current evaluation for this process's ranks, by window: start and end logits; losses.
         self._logits: dict[int, tuple] = {}
         self._losses: dict[int, float] = {}
 
@@ -33,11 +33,11 @@ class QA(QAFields, Task):
         return span_loss(self._spans(params, rows, training), rows)
 
     def _spans(self, params: Tree, rows: dict[str, Array], training: bool = False) -> Array:
-        """[N, T, 2] logits of start and end."""
+        """Return start and end logits [N, T, 2]."""
         return self.network.logits(params, self.network.hidden(params, rows, training))
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> dict[str, Array]:
-        """Logits [N, T, 2], and the loss [N] of each window where the rows have positions."""
+        """Return logits [N, T, 2] and, if the rows have answer positions, the loss [N] of each window."""
         logits = self._spans(params, rows)
         if "start_positions" not in rows:
             return {"logits": logits}
@@ -53,7 +53,7 @@ class QA(QAFields, Task):
         self._logits |= _by_window(batch, found["logits"])
 
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Loss, exact match and F1 over all processes, and the answers' files."""
+        """Return loss, exact match and F1 over all processes, and the answers' files."""
         losses, logits = gather(self._losses), gather(self._logits)
         self._losses, self._logits = {}, {}
         loss = math.fsum(losses.values()) / len(losses) if losses else math.nan
@@ -66,7 +66,7 @@ class QA(QAFields, Task):
 
 
 def _by_window(batch: GlobalBatch, logits: Any) -> dict[int, tuple]:
-    """Start and end logits [T] of each window of a global batch, by its index; T ends with the window's last token."""
+    """Return start and end logits [T] by window index, for this process's part of a global batch, without padding."""
     found = {}
     for rank, indices in enumerate(batch.host["index"].tolist()):
         for row, index in enumerate(indices):

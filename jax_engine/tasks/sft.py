@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on JAX: full or LoRA."""
+"""Supervised fine-tuning on JAX: full or with adapters."""
 
 from jax_engine.tasks.causal_task import CausalTask
 from lmmods.core.task_fields import SFTFields

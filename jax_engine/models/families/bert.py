@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019), and what its descendants share with it."""
+"""BERT (Devlin et al. 2019), and helpers for its descendants."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ DROPOUTS = {
 
 
 def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Architecture of a network built like BERT, changed by `choices`."""
+    """Return the architecture of a BERT-like network; `choices` override fields."""
     refuse(config, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True,
            position_embedding_type="absolute")
     head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)

@@ -1,4 +1,4 @@
-"""Command R7B and A (Cohere 2024): attention and MLP side by side; layers without windows know no positions."""
+"""Command R7B and A (Cohere 2024): parallel attention and MLP; layers without windows have no positions (NoPE)."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""DeBERTa 2 and 3 (He et al. 2021): BERT whose attention scores tables of relative positions too."""
+"""DeBERTa 2 and 3 (He et al. 2021): BERT with disentangled attention to relative positions."""
 
 from transformers import PreTrainedConfig
 
@@ -21,7 +21,7 @@ def _convolution(config: PreTrainedConfig) -> Convolution | None:
     width = getattr(config, "conv_kernel_size", 0)
     if width <= 0:
         return None
-    if width % 2 == 0:  # with which the network in transformers does not run
+    if width % 2 == 0:  # transformers' network fails with an even width
         refuse(config, conv_kernel_size=width - 1)
     return Convolution(width, getattr(config, "conv_groups", 1),
                        known_activation(getattr(config, "conv_act", "tanh")))
@@ -30,7 +30,7 @@ def _convolution(config: PreTrainedConfig) -> Convolution | None:
 def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | None:
     if not config.relative_attention:
         return None
-    # Fields that configurations need not have, and what transformers takes then.
+    # Optional fields of the configuration, with transformers' defaults.
     buckets, norms = getattr(config, "position_buckets", -1), getattr(config, "norm_rel_ebd", "none")
     longest = config.max_relative_positions
     longest = longest if longest > 0 else config.max_position_embeddings

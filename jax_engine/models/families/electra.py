@@ -1,6 +1,6 @@
 """ELECTRA (Clark et al. 2020): BERT with an embedding that may be narrower than the network.
 
-The masked head is that of its generator; the discriminator, which tells replaced tokens, is what one fine-tunes.
+The masked head is the generator's; the discriminator, which detects replaced tokens, is the model to fine-tune.
 """
 
 from transformers import PreTrainedConfig

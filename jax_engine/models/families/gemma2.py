@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024): Gemma with capped scores and logits, four norms a layer, and windows in every other."""
+"""Gemma 2 (Gemma Team 2024): Gemma with soft-capped scores and logits, four norms per layer, alternating windows."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ SANDWICHED = {ours: theirs for ours, theirs in MODULES.items() if ours not in NO
 
 
 def gemma2_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Architecture of a network built like Gemma 2, changed by `choices`."""
+    """Return the architecture of a Gemma 2-like network; `choices` override fields."""
     refuse(config, use_bidirectional_attention=False)
     return llama_like(
         config, activation=config.hidden_activation, qkv_bias=config.attention_bias,

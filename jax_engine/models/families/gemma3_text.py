@@ -1,4 +1,4 @@
-"""Gemma 3 without its eyes (Gemma Team 2025): Gemma 2 with norms on queries and keys, and ropes by kind of layer."""
+"""Gemma 3, text only (Gemma Team 2025): Gemma 2 with norms on queries and keys, and a rope per layer type."""
 
 from transformers import PreTrainedConfig
 
@@ -8,7 +8,7 @@ from jax_engine.models.families.llama import layer_ropes, llama_family
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
-    refuse(config, attn_logit_softcapping=None)  # transformers has the field, but its attention does not read it
+    refuse(config, attn_logit_softcapping=None)  # transformers' attention ignores this field
     return gemma2_like(config, qk_norm="head", ropes=layer_ropes(config))
 
 

@@ -1,4 +1,4 @@
-"""GLM-4 (GLM Team 2024): norms before and after each sublayer, and neighbours that turn together."""
+"""GLM-4 (GLM Team 2024): norms before and after each sublayer, and interleaved rotary embeddings."""
 
 from transformers import PreTrainedConfig
 

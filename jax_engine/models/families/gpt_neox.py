@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia (Black et al. 2022): attention and MLP side by side, and heads that turn in part."""
+"""GPT-NeoX and Pythia (Black et al. 2022): parallel attention and MLP, and partial rotary embeddings."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): experts with biases and cut-off gates, sinks in the attention, alternating windows."""
+"""gpt-oss (OpenAI 2025): experts with biases and clipped gates, attention sinks, alternating windows."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023), and what its descendants share with it."""
+"""Llama (Touvron et al. 2023), and helpers for its descendants."""
 
 from typing import Any
 
@@ -26,10 +26,11 @@ MODULES = {
 
 
 def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Architecture of a network built like Llama, changed by `choices`.
+    """Return the architecture of a Llama-like network.
 
     Args:
-        choices: Fields of Architecture; `rope`, the one of all layers; `norm_eps` is that of the final norm too.
+        choices: Fields of Architecture to override; `rope` sets that of all layers, and `norm_eps` also applies to the
+            final norm.
     """
     rope = choices.pop("rope", None) or (None if "ropes" in choices else rope_of(config))
     eps = choices.pop("norm_eps", None) or config.rms_norm_eps
@@ -49,7 +50,7 @@ def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
 
 def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer",
                  modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None, **fields: Any) -> Family:
-    """Family with Llama's key table or `modules`, and the places of dropout that it has beside the attention weights.
+    """Return a family with Llama's key table or `modules`, and its dropout sites beside the attention weights.
 
     Its classes are `{name}ForCausalLM` and, given its base, `{name}ForQuestionAnswering`. `fields` are Family's own.
     """
@@ -64,19 +65,19 @@ def llama_family(architecture: Any, name: str, qa_base: str | None = "transforme
 
 
 def with_modules(before: str, after: str, own: dict[str, str]) -> dict[str, str]:
-    """Llama's key table with modules of a family's own, in their order, in place of those between these two."""
+    """Return Llama's key table with those between two modules replaced by a family's own, in order."""
     names = list(MODULES)
     first, last = names.index(before) + 1, names.index(after)
     return {name: MODULES[name] for name in names[:first]} | own | {name: MODULES[name] for name in names[last:]}
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """How far back each layer attends, from `layer_types`."""
+    """Return the sliding window of each layer, from `layer_types`."""
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def layer_ropes(config: PreTrainedConfig) -> tuple[Rope, ...]:
-    """How the queries and keys of each layer turn, from `layer_types`."""
+    """Return the rotary embedding of each layer, from `layer_types`."""
     kinds = {kind: rope_of(config, kind) for kind in set(config.layer_types)}
     return tuple(kinds[kind] for kind in config.layer_types)
 

@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al. 2024): rotary positions, windows in most layers, norms in front, no biases.
+"""ModernBERT (Warner et al. 2024): rotary positions, windows in most layers, pre-norm, no biases.
 
 The embedding is normed, so the first layer's attention has no norm of its own.
 """
@@ -16,7 +16,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(config, tie_word_embeddings=True)
     head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
     residual_std = std / math.sqrt(2 * config.num_hidden_layers)
-    # transformers' sliding_window is how far a token sees to each side, itself not counted
+    # transformers' sliding_window counts the tokens to each side, without the query itself
     windows = tuple(config.sliding_window + 1 if kind == "sliding_attention" else None for kind in config.layer_types)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,

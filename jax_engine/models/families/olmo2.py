@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo Team 2024): Llama with norms on what sublayers put out, and on all queries and all keys at once."""
+"""OLMo 2 (OLMo Team 2024): Llama with norms on the outputs of sublayers, and on whole query and key projections."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ OUT_NORMS = {"layers.attn_out_norm": "layers.{}.post_attention_layernorm",
 
 
 def olmo2_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Architecture of a network built like OLMo 2, changed by `choices`."""
+    """Return the architecture of an OLMo 2-like network; `choices` override fields."""
     return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, norm="rms_wide",
                       norms=("output",), qk_norm="projection", **choices)
 

@@ -1,4 +1,4 @@
-"""OLMo 3 (OLMo Team 2025): OLMo 2 with windows in most layers, and scaled positions in the others."""
+"""OLMo 3 (OLMo Team 2025): OLMo 2 with windows in most layers, and scaled rotary embeddings in the others."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024): Llama with experts, and norms over all queries and all keys."""
+"""OLMoE (Muennighoff et al. 2024): Llama with experts, and norms on whole query and key projections."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""GPT (Radford et al. 2018): norms after the sums, no norm at the end."""
+"""GPT (Radford et al. 2018): post-norm, without a final norm."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""Phi-3, and Phi-4 of the same type (Microsoft 2024): Llama with joined matrices and heads that turn in part."""
+"""Phi-3, and Phi-4 of the same type (Microsoft 2024): Llama with fused matrices and partial rotary embeddings."""
 
 from transformers import PreTrainedConfig
 

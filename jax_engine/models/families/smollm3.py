@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama with some layers that know no positions."""
+"""SmolLM3 (Hugging Face 2025): Llama with some layers without positions (NoPE)."""
 
 from transformers import PreTrainedConfig
 

@@ -1,4 +1,4 @@
-"""StarCoder 2 (Lozhkov et al. 2024): Llama's attention with biases, LayerNorm and an MLP without a gate."""
+"""StarCoder 2 (Lozhkov et al. 2024): Llama's attention with biases, LayerNorm and an ungated MLP."""
 
 from transformers import PreTrainedConfig
 

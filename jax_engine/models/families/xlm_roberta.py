@@ -1,10 +1,10 @@
-"""XLM-R (Conneau et al. 2020): RoBERTa of a hundred languages."""
+"""XLM-R (Conneau et al. 2020): multilingual RoBERTa."""
 
 from dataclasses import replace
 
 from jax_engine.models.families import roberta
 
-# Its classes make the head before the network, so torch knows the tied table by the head's name.
+# Its classes create the head before the network, so torch registers the tied table under the head's name.
 FAMILY = replace(
     roberta.FAMILY, classes={"masked": "XLMRobertaForMaskedLM", "qa": "XLMRobertaForQuestionAnswering"},
     first=("masked", "qa"),
