@@ -1,5 +1,6 @@
 """The JAX trainer: fit, validate, test, predict and inspect, with Lightning's keys and this project's run folder."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,8 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
-from jax_engine.evaluation import Evaluation
-from jax_engine.export import Exporter
 from jax_engine.models.experts import check_shared
+from jax_engine.models.generate import generate
 from jax_engine.optim import build
 from jax_engine.parity import measure
 from jax_engine.run import Run, Training
@@ -49,11 +49,13 @@ from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
+from lmmods.runs.manifest import end_manifest
+from lmmods.runs.model_card import complete_model
 from lmmods.runs.progress import Cut
 from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import RunEnd, RunStart, RunSummary, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
-from lmmods.runs.wandb import log_predictions
+from lmmods.runs.wandb import log_checkpoint, log_predictions
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -341,6 +343,110 @@ class Trainer(JaxTrainerFields):
         """Return the summary that is printed before the first step."""
         return RunSummary(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
                           at_hand().memory)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation on JAX, during and after training: validation and test sets, multiple-choice questions, samples.
+
+class Evaluation:
+    """Evaluate without dropout or side effects on training. All processes must call each method."""
+
+    def __init__(self, run: Run, samples: SampleWriter, mmlu: MMLUEvaluator):
+        self._run, self.samples, self.mmlu = run, samples, mmlu
+
+    def evaluate(self, role: str, limit: int | None = None, keep: bool = True) -> dict[str, float]:
+        """Return the metrics over a split; empty if there is no such split.
+
+        Args:
+            role: `val` or `test`.
+            limit: Maximum number of global batches; None or -1 takes all.
+            keep: Write the task's result files.
+        """
+        run, data = self._run, self._run.data
+        loader = data.val_dataloader() if role == "val" else data.test_dataloader()
+        if not loader:
+            return {}
+        num_batches = run.num_batches(loader, role)
+        num_batches = num_batches if limit in (None, -1) else min(num_batches, limit)
+        if not num_batches:
+            return {}
+        for batch in run.batches(loader, data.eval_batch_size, num_batches):
+            run.task.evaluate(run.steps, run.weights, batch)
+        found, files = run.task.eval_results(role, data)
+        if keep and run.is_first:
+            run.folder.write_files(files)
+        return {f"{role}/{name}": value for name, value in found.items()}
+
+    def ask(self) -> dict[str, float]:
+        """Return the metrics of the multiple-choice questions."""
+        run, data = self._run, self._run.data
+        with run.stopwatch.paused():
+            batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
+            global_batches = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
+            logits = machines.gather(run.task.choice_logits(run.steps, run.weights, global_batches))
+        return self.mmlu.score(run.progress.step, logits)
+
+    def sample(self) -> None:
+        """Generate from the fixed prompts."""
+        run, tokenizer, step = self._run, self._run.data.tokenizer, self._run.progress.step
+        with run.stopwatch.paused():
+            # A new Weights object, so that its cached replica is freed afterwards.
+            weights = Weights(run.parallel, run.weights.trainable, run.weights.frozen)
+            tokens = generate(run.task.network, weights.replica, self.samples.prompt_ids, self.samples.generation,
+                              run.data.stop_token_ids, tokenizer.pad_token_id)
+            if run.is_first:
+                self.samples.write(step, tokenizer.batch_decode(tokens, skip_special_tokens=True), run.loggers)
+        self.samples.latest_step = step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results of a JAX run: the model folder with its card, the plot of the loss, and uploads.
+
+class Exporter:
+    """Writes and uploads the model. All processes must call each method."""
+
+    def __init__(self, run: Training, publish: Publisher):
+        self._run, self._publish = run, publish
+
+    def upload(self) -> None:
+        """Upload the current model in the background, unless the previous upload is still in progress."""
+        run, publish, step = self._run, self._publish, self._run.progress.step
+        if machines.any_of(publish.is_busy):
+            return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
+        with run.stopwatch.paused():
+            trainable = run.parallel.fetch_state(run.state["trainable"])
+            if run.is_first:
+                folder = run.folder.room_for_upload()
+                self._write(trainable, folder)
+                publish.upload_aside(folder, step)
+
+    def finish(self) -> None:
+        """Write model/ and loss.png and mark the run completed."""
+        run, folder, step = self._run, self._run.folder, self._run.progress.step
+        trainable = run.parallel.fetch_state(run.state["trainable"])
+        if run.is_first:
+            folder.merge_metrics(run.metrics.final(step))
+            exported = folder.room_for_model()
+            self._write(trainable, exported)
+            folder.put_model(exported)
+            log_checkpoint(run.loggers, folder.find("last"), ends=True)
+            end_manifest(folder, step)
+            folder.complete()
+            say(f"Wrote {folder.model}.")
+        for logger in run.loggers[1:]:
+            logger.finalize("success")
+        machines.barrier("export")
+
+    def publish(self) -> None:
+        """Upload model/."""
+        if self._run.is_first:
+            self._publish.finish(self._run.folder.model, self._run.progress.step)
+        machines.barrier("publish")
+
+    def _write(self, trainable: Tree, path: Path) -> None:
+        run, task = self._run, self._run.task
+        task.export(trainable, path)
+        complete_model(path, run.folder, task, task.auto_class, run.data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,8 +46,7 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
         return wrapper
 
     if call in ("train_batch", "evaluate"):
-        from jax_engine.evaluation import Evaluation
-        from jax_engine.trainer import Loop
+        from jax_engine.trainer import Evaluation, Loop
         from lmmods.torch_engine.callbacks.run_events import StartReport
         from lmmods.torch_engine.tasks.base import TaskModule
 

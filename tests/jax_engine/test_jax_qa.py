@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForQuestionAnswering, AutoTokenizer
 
-from jax_engine.evaluation import Evaluation
 from jax_engine.tasks.qa import QA
+from jax_engine.trainer import Evaluation
 from lmmods.cli import main
 from lmmods.core.hf_config import tells_token_types
 from lmmods.runs.folder import RunFolder
