@@ -1,4 +1,4 @@
-"""LoRA adapters on both engines: which modules carry one, which train in full beside it, and what a folder holds."""
+"""LoRA adapters on both engines: which modules get one, which train in full besides, and the files of an adapter."""
 
 import json
 import os
@@ -18,19 +18,21 @@ from lmmods.core.settings import LoRA
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-KEY = "model.adapter"  # which leads to an adapter, where no command has an option for it
-# Names of the layer that gives the logits of answer spans; it is new to a model and trains in full beside an adapter.
+KEY = "model.adapter"  # the key that names an adapter, unless a command has an option for it
+# Names of the output layer for answer spans; it is newly initialised, so it trains in full besides an adapter.
 ANSWER_HEADS = ("qa_outputs", "classifier")
-# Layers of a type of model that PEFT (0.21) takes for its experts, which have had these names.
+# Layers by model type that PEFT (0.21) mistakes for experts, which used to have these names.
 _TAKEN_FOR_EXPERTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 
 
 def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False, model_type: str = "") -> set[str]:
-    """Names of the layers that carry an adapter; a target names the modules whose name ends in it, as in PEFT.
+    """Names of the layers that get an adapter. A target matches the modules whose name ends in it, as in PEFT.
 
     Args:
-        linear: Names of all layers that can: linear ones, quantised or not, without the output head.
-        has_experts: Whether the model has experts, which are none of them: all of a layer are one parameter.
+        lora: Settings of the adapter.
+        linear: Names of all candidates: linear layers, quantised or not, without the output head.
+        has_experts: True if the model has experts, which are no candidates: all of a layer are one parameter.
+        model_type: `model_type` of the configuration.
 
     Raises:
         UserError: A target matches none of them.
@@ -49,10 +51,11 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False,
 
 
 def adapted_parameters(lora: LoRA, stacked: Iterable[str], in_full: Collection[str]) -> set[str]:
-    """Names of the parameters with an adapter for each expert.
+    """Names of the parameters with an adapter per expert.
 
     Args:
-        stacked: Names of all that can have some: matrices of experts, [E, ...].
+        lora: Settings of the adapter.
+        stacked: Names of all candidates: matrices of experts, [E, ...].
         in_full: Names of the modules that train in full.
 
     Raises:
@@ -74,11 +77,11 @@ def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -
 
 
 def tokens_to_train(data: Any, num_rows: int) -> list[int]:
-    """Ids of the tokens that a model must learn beside an adapter: new ones, and those that it has no row for.
+    """Ids of the tokens that a model must learn besides an adapter: new ones, and those without a row in its embedding.
 
     Args:
-        data: The data module. A token that only pads is never learnt.
-        num_rows: Of the model's own embedding.
+        data: The data module. A token used only for padding is never learned.
+        num_rows: Rows of the model's own embedding.
     """
     tokenizer = data.tokenizer
     padding = {tokenizer.pad_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
@@ -87,21 +90,21 @@ def tokens_to_train(data: Any, num_rows: int) -> list[int]:
 
 def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full: Collection[str], *, tied: bool,
                  has_bias: bool) -> dict[str, list[int]]:
-    """The rows of new tokens that train beside an adapter, by module.
+    """The rows of new tokens that train besides an adapter, by module.
 
-    An output layer that is not tied needs rows too: all logits' mean, which the mean of all rows gives, is never the
-    largest logit, so that the token would never be chosen.
+    An untied output layer needs rows too: a row that is the mean of all rows gives the mean of all logits, which is
+    never the largest, so the token would never be chosen.
 
     Args:
         tokens: Ids of the tokens that are new to the model.
         embedding: Name of the embedding.
-        output: Name of the layer that gives the logits of the vocabulary, if there is one.
-        in_full: Names of the modules that train in full, these rows among the others.
-        tied: Whether embedding and output layer are one matrix.
-        has_bias: Whether the output layer has a bias.
+        output: Name of the output layer of the vocabulary, if there is one.
+        in_full: Names of the modules that train in full, including these rows.
+        tied: True if embedding and output layer share one matrix.
+        has_bias: True if the output layer has a bias.
 
     Raises:
-        UserError: PEFT has no such adapter.
+        UserError: PEFT does not support such an adapter.
     """
     frozen = [name for name in (embedding, output) if name is not None and name not in in_full]
     if not tokens or not frozen:
@@ -117,12 +120,12 @@ def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full:
 
 
 def token_indices(rows: dict[str, list[int]], embedding: str) -> dict[str, list[int]] | list[int] | None:
-    """`trained_rows` as PEFT's `trainable_token_indices`: a list if they are of the embedding alone."""
+    """`trained_rows` in the form of PEFT's `trainable_token_indices`: a list if only the embedding has some."""
     return rows.get(embedding) if rows.keys() <= {embedding} else rows
 
 
 def check_rows(folder: str | Path, num_rows: int) -> None:
-    """UserError where an adapter has rows of tokens that the base model's embedding of `num_rows` rows lacks."""
+    """Raise UserError if an adapter has rows of tokens beyond the `num_rows` rows of the base model's embedding."""
     found = adapter_config(folder).get("trainable_token_indices") or []
     largest = max((max(ids) for ids in (found.values() if isinstance(found, dict) else [found]) if ids), default=0)
     if largest >= num_rows:
@@ -131,22 +134,22 @@ def check_rows(folder: str | Path, num_rows: int) -> None:
 
 
 def quantised_in_full(module: str, kind: str) -> str:
-    """What to say where `modules_to_save` names a module whose weight is quantised."""
+    """Message for a module in `modules_to_save` whose weight is quantised."""
     instead = "its matrices in lora.target_parameters" if module.endswith("experts") else "it in lora.targets"
     return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name {instead} "
             "instead, or set model.quantize to null.")
 
 
 def saved_name(name: str) -> str:
-    """PEFT's name of a parameter in its file, from that in the model, where the adapter has a name of its own."""
+    """PEFT's name of a parameter in its file, from its name in the model, which contains the adapter's name."""
     name = name.replace(".modules_to_save.default.", ".").replace(".lora_magnitude_vector.default.weight",
                                                                   ".lora_magnitude_vector")
     return re.sub(r"\.(lora_\w+|trainable_tokens_delta)\.default\b", r".\1", name)
 
 
-# Reading a PEFT folder, which may be anybody's --------------------------------------------------------------------
+# Reading a PEFT folder, which is not trusted ----------------------------------------------------------------------
 
-MAX_RANK, MAX_NUMBER, MAX_SETTINGS = 2**16, 1e30, 2**24  # the last in bytes
+MAX_RANK, MAX_NUMBER, MAX_SETTINGS = 2**16, 1e30, 2**24  # MAX_SETTINGS in bytes
 
 
 def _is_rank(value: Any) -> bool:
@@ -177,7 +180,7 @@ _NAMES = ("a list of names or null", lambda value: value is None or _is_list(val
 _TEXT = ("a text or null", lambda value: value is None or _is_text(value))
 _PATTERN = ("a pattern, a list of names or null", lambda value: _TEXT[1](value) or _NAMES[1](value))
 _FLAG = ("true or false", _is_bool)
-# Settings of LoRA that are used here or by PEFT as what they should be, unchecked.
+# LoRA settings whose types are relied on, here or by PEFT, without further checks.
 _LORA = {
     "r": (f"a whole number from 1 to {MAX_RANK}", _is_rank),
     "lora_alpha": ("a number", _is_number),
@@ -199,13 +202,13 @@ _ANY_KIND = {"peft_type": ("a text", _is_text), "base_model_name_or_path": _TEXT
 
 
 def adapter_config(folder: str | Path, key: str = KEY) -> dict[str, Any]:
-    """Settings in a PEFT folder, of the types that PEFT gives them.
+    """Settings in a PEFT folder, checked for the types that PEFT gives them.
 
     Args:
-        key: Key or option that has led to the folder.
+        key: Recipe key or option that names the folder.
 
     Raises:
-        UserError: There are none, they cannot be read, or one has a value that it cannot have.
+        UserError: There are none, they cannot be read, or one has an invalid value.
     """
     path = Path(folder) / SETTINGS
     try:
@@ -227,8 +230,7 @@ def adapter_config(folder: str | Path, key: str = KEY) -> dict[str, Any]:
 
 
 def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
-    """The file of an adapter's weights that PEFT reads. Raises UserError: there is none, or it is none at first sight.
-    """
+    """The weights file of an adapter that PEFT reads. Raises UserError: it is missing, or clearly no weights file."""
     for name in (WEIGHTS, "adapter_model.bin"):
         if os.path.lexists(path := Path(folder) / name):
             check_file(key, path)
@@ -237,25 +239,24 @@ def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
 
 
 def does_not_fit(folder: str | Path, reason: object, key: str = KEY) -> UserError:
-    """What to raise for an adapter that no network can be made with."""
+    """Error for an adapter that does not fit its base model."""
     return UserError(f"{key}: the adapter in {folder} does not fit the base model: {reason}")
 
 
 def left_over(missing: Iterable[str], extra: Iterable[str]) -> str:
-    """Why an adapter does not fit: names of weights that its file lacks, and of those that the model has no place for.
-    """
+    """Reason why an adapter does not fit: weights missing from its file, and weights unknown to the model."""
     missing, extra = sorted(missing)[:5], sorted(extra)[:5]
     return f"Missing: {', '.join(missing) or 'nothing'}. Not expected: {', '.join(extra) or 'nothing'}."
 
 
 def no_numbers(name: str) -> str:
-    """Why an adapter is refused where a weight of it is infinite or not a number."""
+    """Reason to refuse an adapter with a weight that is infinite or NaN."""
     return f"{name} holds values that are no numbers."
 
 
 @contextmanager
 def fitting_adapter(folder: str | Path, key: str = KEY) -> Iterator[None]:
-    """While PEFT or safetensors take up an adapter. Raises UserError where they refuse it, in whatever way."""
+    """Wrap loading of an adapter by PEFT or safetensors. Raises UserError for any way in which they refuse it."""
     try:
         yield
     except (*UNREADABLE, ArithmeticError, AssertionError, ImportError, LookupError, re.error) as error:
@@ -315,7 +316,7 @@ def check_weights(pretrained: str) -> None:
 
 
 def check_file(key: str, file: Path) -> None:
-    """`check_weights` of one file that `key` has led to."""
+    """`check_weights` for one file, named by `key`."""
     if not file.is_file():
         raise UserError(f"{key}: {file} is no regular file: fetch it again.")
     with open(file, "rb") as opened:

@@ -1,6 +1,6 @@
-"""What both engines need of libraries that has no public name; the torch engine's own are in torch_engine/compat.
+"""Uses of libraries' private names by both engines; those of the torch engine alone are in torch_engine/compat.
 
-Each use is held by tests/compat/test_core.py.
+Each use is checked by tests/compat/test_core.py.
 """
 
 import os
@@ -14,9 +14,9 @@ from typing import Any
 
 @cache
 def chat_template_environment() -> Any:
-    """The Jinja environment in which transformers renders chat templates: of `_compile_jinja_template`.
+    """The Jinja environment in which transformers renders chat templates: from `_compile_jinja_template`.
 
-    Read in transformers 5.23. The public `render_jinja_template` renders, but hands out neither filters nor tests.
+    As of transformers 5.23. The public `render_jinja_template` renders, but exposes neither filters nor tests.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -25,13 +25,14 @@ def chat_template_environment() -> Any:
 
 @contextmanager
 def rendering_by(compiled: Callable[[str], Any]) -> Iterator[None]:
-    """Within it, `apply_chat_template` renders by `compiled(source).render(messages=…, …)`: `_compile_jinja_template`.
+    """Context in which `apply_chat_template` renders by `compiled(source).render(messages=…, …)`:
+    `_compile_jinja_template`.
 
-    Read in transformers 5.23, where no argument chooses who renders.
+    As of transformers 5.23, where no argument sets the renderer.
     """
     from transformers.utils import chat_template_utils
 
-    chat_template_environment()  # which is theirs, also for `compiled`
+    chat_template_environment()  # cache it before the patch: `compiled` needs the original
     theirs = chat_template_utils._compile_jinja_template
     chat_template_utils._compile_jinja_template = compiled
     try:
@@ -41,42 +42,42 @@ def rendering_by(compiled: Callable[[str], Any]) -> Iterator[None]:
 
 
 def namespace_values(namespace: Any) -> dict[str, Any]:
-    """What a template has put into a `namespace()`: its private dictionary, which no template can name.
+    """Values that a template has set in a `namespace()`: its private dictionary, which no template can access.
 
-    Read in jinja2 3.1, whose Namespace gives out single values only.
+    As of jinja2 3.1, whose Namespace returns single values only.
     """
     return namespace._Namespace__attrs
 
 
 def rows_fingerprint(rows: Any) -> str | None:
-    """What tells the contents of a data set of the hub apart from others: `Dataset._fingerprint`.
+    """Fingerprint of the contents of a hub data set: `Dataset._fingerprint`.
 
-    Read in datasets 5.2. None for one that streams. It is part of the identity of runs, so nothing else can replace it.
+    As of datasets 5.2. None for a streaming one. It is part of the identity of runs, so nothing else can replace it.
     """
     return getattr(rows, "_fingerprint", None)
 
 
 def logged_checkpoints(logger: Any) -> bool | str:
-    """The argument `log_model` of Lightning's WandbLogger, which it keeps in `_log_model` alone; False for others.
+    """The argument `log_model` of Lightning's WandbLogger, which is stored in `_log_model` only; False for others.
 
-    Read in lightning 2.6.
+    As of lightning 2.6.
     """
     return getattr(logger, "_log_model", False)
 
 
 def without_anonymous(logger: Any) -> None:
-    """Take the option `anonymous` out of what Lightning's WandbLogger hands to wandb.init: `_wandb_init`.
+    """Remove the option `anonymous` from the arguments of Lightning's WandbLogger to wandb.init: `_wandb_init`.
 
-    Read in lightning 2.6, which always hands it over, and wandb 0.28, which warns of it and ignores it.
+    As of lightning 2.6, which always passes it, and wandb 0.28, which ignores it with a warning.
     """
     getattr(logger, "_wandb_init", {}).pop("anonymous", None)
 
 
 def work_offline() -> None:
-    """Let the hub's library, and datasets, take what is cached and ask nobody, as their HF_HUB_OFFLINE does.
+    """Make the hub's library, and datasets, use only their caches, as if HF_HUB_OFFLINE were set.
 
-    Read in huggingface_hub 2.4, whose `is_offline_mode` reads its constant, and datasets 5.2, which copies it when it
-    is imported. Processes that are started later read the environment.
+    As of huggingface_hub 2.4, whose `is_offline_mode` reads its constant, and datasets 5.2, which copies it on import.
+    Processes that are started later read the environment.
     """
     from huggingface_hub import constants
 
@@ -87,9 +88,9 @@ def work_offline() -> None:
 
 
 def cached_as(name: str) -> tuple[Path, str]:
-    """The cache in which datasets looks for a data set of the hub while it is offline, and the set's folder there.
+    """The cache in which datasets looks for a hub data set while offline, and the folder of the data set there.
 
-    Read in datasets 5.2: CachedDatasetModuleFactory.
+    As of datasets 5.2: CachedDatasetModuleFactory.
     """
     from datasets import config
     from datasets.naming import camelcase_to_snakecase

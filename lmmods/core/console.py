@@ -24,26 +24,26 @@ def tell(text: str) -> None:
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
-    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")  # numbers the processes once it is imported
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")  # knows the rank once it is imported
     if lightning is None or lightning.rank_zero_only.rank == 0:
         print(printable(redact(text)), file=file, flush=True)
 
 
 def printable(text: str) -> str:
-    """Text without the characters by which data or models could command the terminal."""
+    """Replace characters by which data or models could control the terminal."""
     return text.translate({0x1B: "␛", 0x9B: "␛"})
 
 
 def quiet_libraries() -> None:
-    """Silence notes of libraries that users can do nothing about; warnings about their recipe stay.
+    """Silence notes of libraries that users can do nothing about; warnings about their recipe are kept.
 
-    Call it again when Lightning has been imported, which sets the level of its loggers then.
+    Call it again after importing Lightning, which sets the level of its loggers on import.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # devices, seeds, tips, "restored all states"
-    # Asks for a package that would fetch kernels from a hub; bitsandbytes' own CPU code is used instead.
+    # It suggests a package that would download kernels from a hub; bitsandbytes' own CPU code is used instead.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # raised inside its own calls
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what is logged is the same on every process
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # logged values are the same on every process
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # our loaders need few

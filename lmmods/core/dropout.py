@@ -1,11 +1,11 @@
 """Dropout masks as a function of (seed, epoch, row, position, site), the same bits on both engines.
 
 A token's seed is MurmurHash3 (Austin Appleby, SMHasher, `MurmurHash3_x86_32`) of its epoch, row and position. All else
-is that hash's finaliser, which lets each bit of 32 reach each other one: of a token's seed and a site's gives the word
-of the token there, of that and a feature's (in attention: a key's) gives 32 bits, which decide about two features.
+is that hash's finaliser, in which each of 32 bits affects all others: the token's seed and a site's give the token's
+word at that site; that word and a feature's seed (in attention: a key's) give 32 bits, which decide about two features.
 
-So a mask knows nothing of batches, padding, devices, or what else was drawn. This is the reference, in numpy; the
-engines compute the same in torch and in JAX. Arrays of 32 bits are uint32 here, token seeds travel as int32.
+So a mask does not depend on batches, padding, devices, or other draws. This is the reference, in numpy; the engines
+compute the same in torch and in JAX. Arrays of 32 bits are uint32 here; token seeds are passed as int32.
 """
 
 import zlib
@@ -15,9 +15,9 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 
-GOLDEN = 0x9E3779B9  # 2^32 by the golden ratio: spreads small numbers over 32 bits
+GOLDEN = 0x9E3779B9  # 2^32 divided by the golden ratio: spreads small numbers over 32 bits
 FINAL_1, FINAL_2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser's factors
-BLOCK_1, BLOCK_2 = 0xCC9E2D51, 0x1B873593  # those of a block
+BLOCK_1, BLOCK_2 = 0xCC9E2D51, 0x1B873593  # factors of a block
 STEPS = 2**16  # a rate is a multiple of 1 / STEPS
 
 
@@ -42,14 +42,15 @@ def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def token_seeds(seed: int, epoch: int | np.ndarray, row: int | np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Seeds of tokens, int32, of any shapes that broadcast.
+    """Seeds of tokens, int32; arguments may have any shapes that broadcast.
 
-    Two tokens of a run have the same with a probability of 2^-32, which only means that they share their masks.
+    Two tokens of a run have the same seed with a probability of 2^-32, and then merely share their masks.
 
     Args:
-        epoch: Which time round.
-        row: Number of the row in the epoch's data, whatever its place in a batch.
-        position: Counted from 0 at the row's first token.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        row: Number of the row in the epoch's data, independent of its place in a batch.
+        position: Position in the row, from 0.
     """
     wide = [part for number in (epoch, row) for part in _halves(np.asarray(number, np.int64))]
     return murmur3(seed, [*wide, np.asarray(position).astype(np.uint32)]).view(np.int32)
@@ -62,17 +63,17 @@ def _halves(number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(2**14)
 def site_seed(site: str, call: int = 0) -> int:
-    """Seed of a place in the network where dropout happens, below 2^32.
+    """Seed of a place in the network that applies dropout, below 2^32.
 
     Args:
-        site: The torch module's name without PEFT's wrapping, for instance `transformer.h.0.mlp.dropout`.
-        call: How often the module was called before in the same forward pass (layers that share weights).
+        site: Name of the torch module without PEFT's wrapping, for example `transformer.h.0.mlp.dropout`.
+        call: Number of earlier calls of the module in the same forward pass (layers that share weights).
     """
     return int(finalise(np.array([(zlib.crc32(site.encode()) + GOLDEN * call) % 2**32], np.uint32))[0])
 
 
 def feature_seeds(num: int) -> np.ndarray:
-    """[num] uint32, one for two features."""
+    """[num] uint32, one per two features."""
     return finalise(np.arange(1, num + 1, dtype=np.uint32) * np.uint32(GOLDEN))
 
 
@@ -85,20 +86,20 @@ def dropped_steps(rate: float) -> int:
 
 
 def keep_scale(rate: float) -> float:
-    """What kept features are multiplied by: 1 / the share that is kept."""
+    """Factor of kept features: 1 / the share that is kept."""
     return STEPS / (STEPS - dropped_steps(rate))
 
 
 def least_kept(rate: float) -> int:
-    """The least 32 bits, as int32, whose upper half keeps a feature."""
+    """The smallest int32 whose upper half keeps a feature."""
     return (dropped_steps(rate) - STEPS // 2) * STEPS
 
 
 def feature_mask(seeds: np.ndarray, site: int, num: int, rate: float) -> np.ndarray:
-    """What is kept of the features of tokens.
+    """Mask of kept features of tokens.
 
     Args:
-        seeds: [...] int32, of tokens.
+        seeds: [...] int32, seeds of tokens.
         site: From `site_seed`.
 
     Returns:
@@ -109,10 +110,10 @@ def feature_mask(seeds: np.ndarray, site: int, num: int, rate: float) -> np.ndar
 
 
 def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) -> np.ndarray:
-    """What is kept of attention weights: [B, num_heads, T, T] bool, query by key; heads share bits as features do.
+    """Mask of kept attention weights: [B, num_heads, T, T] bool, query by key; heads share bits as features do.
 
     Args:
-        seeds: [B, T] int32, of tokens. A weight's mask depends on its two tokens alone.
+        seeds: [B, T] int32, seeds of tokens. The mask of a weight depends on its two tokens alone.
     """
     queries = finalise(seeds.view(np.uint32) ^ np.uint32(site))
     pairs = feature_seeds(-(-num_heads // 2))
@@ -121,7 +122,7 @@ def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) ->
 
 
 def _split(mixed: np.ndarray, rate: float, axis: int) -> np.ndarray:
-    """Two decisions of each word, those of the upper halves first."""
+    """Two decisions from each word, those of the upper halves first."""
     bits = finalise(mixed)
     halves = np.concatenate([bits, bits << np.uint32(16)], axis)
     return halves.view(np.int32) >= np.int32(least_kept(rate))

@@ -1,4 +1,4 @@
-"""Names of the engines, which of them a command line asks for, and import of all their classes."""
+"""Names of the engines, the choice of one by a command line, and import of all their classes."""
 
 import importlib
 import pkgutil
@@ -10,13 +10,13 @@ ENGINES = ("torch", "jax")
 
 
 def import_all(package: str) -> None:
-    """Import every module of a package: recipes may name only imported classes by their short names."""
+    """Import every module of a package: recipes can name only imported classes by their short names."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")
 
 
 def peek_engine(arguments: list[str]) -> str:
-    """The engine named by `--engine`, or else by the last `--config` that names one.
+    """Return the engine named by `--engine`, or else by the last `--config` that names one.
 
     It decides which classes the parser knows, so it is read before the parser is built. Raises UserError: a recipe file
     cannot be read, or no engine has this name.

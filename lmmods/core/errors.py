@@ -24,7 +24,7 @@ _gathered: ContextVar[list[str] | None] = ContextVar("gathered", default=None)
 
 @contextlib.contextmanager
 def gathering() -> Iterator[list[str]]:
-    """Within it, what is told of values that are wrong by themselves is kept in a list, so that all of it is told."""
+    """Context that collects messages about single wrong values in a list, so that all of them can be reported."""
     found: list[str] = []
     token = _gathered.set(found)
     try:
@@ -34,7 +34,7 @@ def gathering() -> Iterator[list[str]]:
 
 
 def refuse_value(message: str) -> None:
-    """Raise a UserError about one value, or keep its message where all are `gathering`."""
+    """Raise a UserError about one value, or record its message within `gathering`."""
     found = _gathered.get()
     if found is None:
         raise UserError(message)
@@ -42,12 +42,12 @@ def refuse_value(message: str) -> None:
 
 
 def readable(message: str) -> str:
-    """A message with very long words shortened, such as a number of 5000 digits."""
+    """Shorten very long words of a message, such as a number of 5000 digits."""
     return re.sub(r"(\S{200})\S{400,}", r"\1…", message)
 
 
 def user_error_in(error: BaseException) -> UserError | None:
-    """The UserError in the chain of causes of an exception, if any: parsers wrap what constructors raise."""
+    """Return the UserError in the chain of causes of an exception, if any: parsers wrap what constructors raise."""
     while error is not None:
         if isinstance(error, UserError):
             return error
@@ -66,23 +66,23 @@ def one_line(error: BaseException) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Out of memory, on a device or the host: recognised, and answered with what to lower.
+# Out of memory, on a device or the host: detection, and advice on what to lower.
 
 WORDS = ("out of memory", "can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
 KINDS = ("OutOfMemoryError", "XlaRuntimeError", "JaxRuntimeError", "RuntimeError", "AcceleratorError")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch (which has no exception type for it on CPUs), XLA, numpy or Python itself ran out of memory."""
+    """True if torch (which has no exception type for it on CPUs), XLA, numpy or Python itself ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    if isinstance(error, ValueError):  # of XLA where a compiled program is called again
+    if isinstance(error, ValueError):  # from XLA when a compiled program is called again
         return str(error).startswith("RESOURCE_EXHAUSTED")
     return type(error).__name__ in KINDS and any(word in str(error) for word in WORDS)
 
 
 def what_to_lower(error: BaseException, checkpoint: str | None) -> UserError:
-    """The message of a command that ran out of memory; `checkpoint` names the last one, if there is any."""
+    """Error of a command that ran out of memory; `checkpoint` names the last one, if there is any."""
     reason = next(iter(str(error).strip().splitlines()), "")[:300] or type(error).__name__
     goes_on = f" The last checkpoint is {checkpoint}: go on from it with --ckpt_path last." if checkpoint else ""
     return UserError(

@@ -1,4 +1,4 @@
-"""Files that may come from anybody, in an unpacked run or a downloaded model: read only where that ends."""
+"""Bounded reads of untrusted files, such as those of an unpacked run or a downloaded model."""
 
 import errno
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lmmods.core.errors import UserError
 
-MAX_BYTES = 256 * 2**20  # of what is parsed as a whole, such as JSON
-MAX_TABLE_BYTES = 2**31  # of what has a line for each step
+MAX_BYTES = 256 * 2**20  # of files that are parsed as a whole, such as JSON
+MAX_TABLE_BYTES = 2**31  # of files with a line per step
 
 
 class NotRegular(OSError):
@@ -16,17 +16,17 @@ class NotRegular(OSError):
 
 
 class TooLarge(OSError):
-    """More bytes than a file of this kind can have."""
+    """The file has more bytes than one of its kind can have."""
 
 
 def read_bytes(path: str | os.PathLike, most: int = MAX_BYTES) -> bytes:
-    """Content of a regular file, or of one that a link leads to.
+    """Return the content of a regular file, or of the target of a link.
 
     Raises:
-        NotRegular, TooLarge: It is none, or has more than `most` bytes.
-        OSError: There is none, or it cannot be read.
+        NotRegular, TooLarge: It is no regular file, or has more than `most` bytes.
+        OSError: It does not exist or cannot be read.
     """
-    # A pipe that nobody writes to would keep `open` waiting; regular files ignore the flag.
+    # Without O_NONBLOCK, opening a pipe without a writer would block; regular files ignore the flag.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         found = os.fstat(descriptor)
@@ -42,11 +42,11 @@ def read_bytes(path: str | os.PathLike, most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = MAX_BYTES, errors: str = "strict") -> str:
-    """As `read_bytes`, in UTF-8 with any kind of line end. Raises UnicodeDecodeError where it is not."""
+    """Like `read_bytes`, decoded from UTF-8, with any kind of line end. Raises UnicodeDecodeError."""
     return read_bytes(path, most).decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
-# What the system says of a path that a user has given wrongly; anything else about a file may be a bug of ours.
+# System errors caused by a wrong path from the user; any other one may be a bug of ours.
 _WRONG_PATHS = {
     errno.ENAMETOOLONG: "is too long: a part of a path has at most 255 bytes, the whole 4095",
     errno.ENOTDIR: "leads through a file, where a folder must be",
@@ -59,7 +59,7 @@ _WRONG_PATHS = {
 
 
 def wrong_path_in(error: BaseException | None) -> UserError | None:
-    """What to tell where a path that nobody can use is behind an exception; None where another thing is."""
+    """Return the error to report if an unusable path caused an exception; None for other causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _WRONG_PATHS and error.filename is not None:
             place = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
@@ -72,11 +72,11 @@ def wrong_path_in(error: BaseException | None) -> UserError | None:
 
 
 def check_place(option: str, path: Path) -> None:
-    """Raise UserError where no file can be written under this path, before work is done for it."""
+    """Raise UserError if no file can be written at this path, before work is done for it."""
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"{option} {path}: there is no such folder, or the name is a folder's. Name a file to write.")
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a text that was read from a file is the name of something in a folder, and leads nowhere else."""
+    """True if a text read from a file is a plain name in a folder, which leads nowhere else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)

@@ -1,4 +1,4 @@
-"""Fingerprints: hashes of file contents, the same wherever a file is stored."""
+"""Fingerprints: hashes of file contents, independent of the file's location."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ BLOCKS, BLOCK_BYTES = 256, 2**14
 
 
 def joined(parts: Iterable[str]) -> str:
-    """One fingerprint (32 hex digits) of several parts, in their order."""
+    """One fingerprint (32 hex digits) of several parts, in order."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -29,7 +29,7 @@ def of_array(array: "np.ndarray") -> str:
 
 
 def whole_file(path: str | os.PathLike) -> str:
-    """Hash of all bytes. Raises UserError where they cannot be read."""
+    """Hash of all bytes. Raises UserError if they cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -38,7 +38,7 @@ def whole_file(path: str | os.PathLike) -> str:
 
 
 def sampled_file(path: str | os.PathLike) -> str:
-    """Hash of the size and of 256 evenly spaced blocks, as weights and streams are too large to read twice.
+    """Hash of the size and of 256 evenly spaced blocks, because weights and streams are too large to read twice.
 
     Files of up to 16 MiB are hashed whole. Raises UserError: it cannot be read.
     """
@@ -56,16 +56,16 @@ def sampled_file(path: str | os.PathLike) -> str:
         raise UserError(f"{path}: cannot be read ({error})") from error
 
 
-# What a manifest says of a file: its size, and a hash with the name of how it was made ------------------------------
+# Entries of a manifest: size of a file, and a hash with the name of its method -------------------------------------
 
 
 def described(path: str | os.PathLike, digest: str | None = None, sampled: bool = True) -> dict[str, Any]:
     """`bytes` and `hash` of an input: `blake2b:…` of all bytes, `blocks:…` of 256 blocks, or `sha256:…` of the hub.
 
-    Files in the hub's cache are called by their SHA-256, so that of weights is known without reading them.
+    Large files in the hub's cache are named by their SHA-256, so the hash of weights is known without reading them.
 
     Args:
-        digest: What `whole_file`, or `sampled_file` if it is `sampled`, gave; None looks.
+        digest: Result of `whole_file`, or of `sampled_file` if `sampled`; None computes it.
 
     Raises:
         UserError: The file cannot be read.
@@ -80,7 +80,7 @@ def described(path: str | os.PathLike, digest: str | None = None, sampled: bool 
 
 
 def sha256(path: str | os.PathLike) -> dict[str, Any]:
-    """`bytes` and `hash` of a file that a run has written, as `sha256sum` and the hub show it. Raises UserError."""
+    """`bytes` and `hash` of a file that a run has written, as shown by `sha256sum` and the hub. Raises UserError."""
     try:
         with open(path, "rb") as file:
             return {"bytes": os.path.getsize(path), "hash": f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"}
@@ -89,7 +89,7 @@ def sha256(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def is_as_described(path: str | os.PathLike, described: dict[str, Any]) -> bool:
-    """Whether a file has this `bytes` and `hash`; of another size it is not read. Raises UserError."""
+    """True if a file has this `bytes` and `hash`; a file of another size is not read. Raises UserError."""
     kind = described["hash"].partition(":")[0]
     if os.path.getsize(path) != described["bytes"]:
         return False
@@ -99,7 +99,7 @@ def is_as_described(path: str | os.PathLike, described: dict[str, Any]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Size and CRC-32 of files: checkpoints and the data cache are verified by them before they are used.
+# Size and CRC-32 of files, by which checkpoints and the data cache are verified before use.
 
 BLOCK = 2**24  # bytes
 
@@ -119,7 +119,7 @@ def stamps(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def first_damaged(folder: Path, manifest: Any, contents: bool = True) -> str | None:
-    """Name of the first file of a folder that is missing, truncated or altered.
+    """Name of the first file of a folder that is missing, truncated or altered; None if all are intact.
 
     Args:
         manifest: Stamps by file name, as read from disk, so not to be trusted.

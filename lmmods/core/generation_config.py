@@ -1,6 +1,6 @@
-"""generation_config.json of an exported causal model: how transformers' `generate` goes on and stops by itself.
+"""generation_config.json of an exported causal model: defaults of transformers' `generate`.
 
-Written here and not by transformers' GenerationConfig, which needs torch.
+Written here instead of by transformers' GenerationConfig, which needs torch.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from lmmods.core.settings import Generation
 
 GENERATION_CONFIG = "generation_config.json"
 SILENT = {field.name: field.default for field in fields(Generation)}
-# transformers 5 has these methods no more: it would fetch them from the hub, as code.
+# transformers 5 no longer has these methods: it would download them from the hub, as code.
 GONE = ("penalty_alpha", "num_beam_groups", "diversity_penalty")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAMS = ("early_stopping", "length_penalty")
@@ -22,21 +22,21 @@ BOOKKEEPING = ("_from_model_config", "transformers_version")
 
 def exported_generation(settings: Generation, base: dict[str, Any], stop_token_ids: list[int], bos: int | None,
                         pad: int | None) -> dict[str, Any]:
-    """Content of generation_config.json.
+    """Return the content of generation_config.json.
 
-    What differs from the defaults of `settings` goes before what the base says. Options that the way of searching does
-    not use are left out, as transformers warns of them.
+    Values that differ from the defaults of `settings` override those of the base. Options that the decoding method does
+    not use are left out, since transformers warns of them.
 
     Args:
-        base: What the file of the model that the run started from says.
-        stop_token_ids: Tokens that end an answer; those of the base stay beside them.
-        bos: Id of the token that begins a text, if there is one.
-        pad: Id of the token that pads.
+        base: Content of the file of the model that the run started from.
+        stop_token_ids: Tokens that end an answer; those of the base are kept, too.
+        bos: Id of the begin token, if there is one.
+        pad: Id of the padding token.
     """
     ends = base.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     chosen = {name: value for name, default in SILENT.items() if (value := getattr(settings, name)) != default}
-    if {"num_beams", "penalty_alpha"} & chosen.keys():  # such a search does not sample, whatever the base does
+    if {"num_beams", "penalty_alpha"} & chosen.keys():  # these methods do not sample, whatever the base does
         chosen = {"do_sample": False, **chosen}
     if not {"max_new_tokens", "max_length"} & base.keys():
         chosen["max_new_tokens"] = settings.max_new_tokens  # transformers' own default is 20 tokens with the prompt
@@ -49,18 +49,18 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The chance in sampled text: a number for each seed, row and token, so that both engines draw the same text.
+# Random numbers of sampled text: one per seed, row and token, so that both engines draw the same text.
 
 UNIT = 2**-30  # of probability; sums stay below 2^31 for any vocabulary
 
 
 def draws(seed: int, rows: Iterable[int], count: int) -> np.ndarray:
-    """Uniform numbers in [0, 1), [rows, count] float32: those of a row do not depend on the rows beside it.
+    """Uniform numbers in [0, 1), [rows, count] float32; those of a row do not depend on other rows.
 
-    Each row has its own stream of Philox4x64 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). A
-    token is drawn as the first at which the probabilities, added up in the order of the vocabulary, exceed its number.
-    They are added as whole numbers of `UNIT`: a sum of floats, added in parallel, moves at tokens of probability zero
-    too, which would then be drawn now and then.
+    Each row has its own stream of Philox4x64 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). The
+    drawn token is the first at which the cumulative probability, in the order of the vocabulary, exceeds the row's
+    number. Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens of
+    probability zero, which would then be drawn occasionally.
 
     Args:
         rows: Numbers of rows, -1 (padding) or more.

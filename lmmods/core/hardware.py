@@ -1,7 +1,7 @@
-"""What is trained on: a table of devices with their vendors' figures, and a target, here or described by its name.
+"""Hardware of a run: a table of devices with their vendors' figures, and a target, present or described by its name.
 
-    8xH100  64xA100-80GB  L4        so many GPUs of a kind
-    v5e-16  v5p-64                  a TPU slice by its cloud name: v4 and v5p count cores, of which a chip has two
+    8xH100  64xA100-80GB  L4        a number of GPUs of a kind
+    v5e-16  v5p-64                  a TPU slice by its cloud name: v4 and v5p count cores, two per chip
     cpu  4xcpu                      this machine's processor, as one device or as several simulated ones
 """
 
@@ -26,19 +26,19 @@ GIGA, TERA = 10**9, 10**12
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A device as its data sheet has it.
+    """A device with the figures of its data sheet.
 
     Args:
         name: As in a target's name.
-        driver: Part of the name that its driver gives.
+        driver: Part of the name that its driver reports.
         memory: Bytes.
-        peak: Dense FLOP/s by dtype: `bfloat16`, `float16`, `float32` (of TF32, or of one pass of bfloat16 on a TPU,
-            where the device multiplies so by default).
+        peak: Dense FLOP/s by dtype: `bfloat16`, `float16`, `float32` (TF32, or one pass of bfloat16 on a TPU, if that
+            is the device's default for products).
         bandwidth: Bytes/s of its memory.
-        link: Bytes/s that it can send, and at the same time receive, to devices of its node; of a TPU, of its slice.
-        network: Bytes/s of its share of the node's network, as the vendor's own servers have it.
-        per_node: Devices that are linked.
-        cores: That the name of a TPU slice counts for each chip.
+        link: Bytes/s in each direction to devices of its node; for a TPU, of its slice.
+        network: Bytes/s of its share of the node's network, as in the vendor's own servers.
+        per_node: Number of linked devices.
+        cores: Cores per chip that the name of a TPU slice counts.
     """
 
     name: str
@@ -60,7 +60,7 @@ class DeviceKind:
 
 def _gpu(name: str, driver: str, gigabytes: float, tera: float, tera32: float, bandwidth: float, link: float,
          network: float, per_node: int = 8, bfloat16: bool = True) -> DeviceKind:
-    """Memory in GB, arithmetic in TFLOP/s, the rest in GB/s."""
+    """Arguments: memory in GB, arithmetic in TFLOP/s, the rest in GB/s."""
     narrow = {"float16": tera * TERA} | ({"bfloat16": tera * TERA} if bfloat16 else {})
     return DeviceKind(name, "gpu", driver, gigabytes * GIGA, narrow | {"float32": tera32 * TERA}, bandwidth * GIGA,
                       link * GIGA, network * GIGA, per_node)
@@ -68,13 +68,13 @@ def _gpu(name: str, driver: str, gigabytes: float, tera: float, tera32: float, b
 
 def _tpu(name: str, driver: str, gibibytes: int, tera: float, bandwidth: float, link: float, cores: int = 1
          ) -> DeviceKind:
-    """As `_gpu`; memory in GiB."""
+    """Like `_gpu`; memory in GiB."""
     return DeviceKind(name, "tpu", driver, gibibytes * 2**30, dict.fromkeys(("bfloat16", "float32"), tera * TERA),
                       bandwidth * GIGA, link * GIGA, 3.125 * GIGA, 10**6, cores=cores)
 
 
-# Vendors' data sheets: without sparsity, 16 bits with float32 sums; NVLink and PCIe per direction. The more special
-# driver names come first.
+# From vendors' data sheets: without sparsity, 16 bits with float32 accumulation; NVLink and PCIe per direction. More
+# specific driver names come first, because the first match counts.
 KINDS = (
     _gpu("B200", "B200", 180, 2250, 1125, 8000, 900, 50),
     _gpu("H200", "H200", 141, 989.4, 494.7, 4800, 450, 50),
@@ -101,14 +101,14 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Target:
-    """The devices of a run, whether they are here or only described.
+    """The devices of a run, present or only described.
 
     Args:
-        device: The name of one, by its driver.
-        memory: Bytes of one; on CPUs of all together.
-        kind: What the table knows of it; None of a processor and of what it lacks.
-        is_here: Whether programs can run on it, so that kernels can be tried before they are used.
-        is_simulated: Whether its programs are compiled for CPU devices in its place, which lack its kernels.
+        device: Name of a device, as its driver reports it.
+        memory: Bytes of one device; on CPUs of all together.
+        kind: Its entry in the table; None for processors and unknown devices.
+        is_here: True if programs can run on it, so that kernels can be tried before use.
+        is_simulated: True if its programs are compiled for CPU devices instead, which lack its kernels.
     """
 
     platform: Platform
@@ -120,27 +120,27 @@ class Target:
     is_simulated: bool = False
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of one device in this dtype; None where nobody says."""
+        """FLOP/s of one device in this dtype; None if unknown."""
         return None if self.kind is None else self.kind.peak.get(dtype)
 
     def link(self, num_devices: int) -> float | None:
-        """Bytes/s at which one of so many devices exchanges with the others: of the slowest link among them."""
+        """Bytes/s between one of `num_devices` devices and the others, over the slowest link among them."""
         if self.kind is None:
             return None
         return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
 
     def room(self, share: float) -> float:
-        """Bytes of one device that a run can have.
+        """Bytes of one device that are available to a run.
 
         Args:
-            share: Of a GPU's memory.
+            share: Share of a GPU's memory.
         """
         if self.platform == "cpu":
             return self.memory / self.num_devices
         return self.memory * share if self.platform == "gpu" else self.memory
 
     def streams(self, num_bytes: float) -> float | None:
-        """Seconds in which one device reads or writes so many bytes of its memory; None where nobody says."""
+        """Seconds in which one device reads or writes so many bytes of its memory; None if unknown."""
         return None if self.kind is None else num_bytes / self.kind.bandwidth
 
     def __str__(self) -> str:
@@ -148,10 +148,10 @@ class Target:
 
 
 def no_device(accelerator: str, engine: str, reason: str = "") -> UserError:
-    """What to say where an engine finds no device of the kind that `trainer.accelerator` names.
+    """Error for an engine that finds no device of the kind in `trainer.accelerator`.
 
     Args:
-        reason: What its library says of that.
+        reason: Message of its library.
     """
     told = f" ({reason.rstrip('.')})" if reason else ""
     return UserError(f"trainer.accelerator is {accelerator}, but {engine} finds none on this machine{told}. Set it "
@@ -159,18 +159,18 @@ def no_device(accelerator: str, engine: str, reason: str = "") -> UserError:
 
 
 def kind_of(device: str) -> DeviceKind | None:
-    """What the table knows of a device, by the name that its driver gives; None: it is not in it."""
+    """Look up a device in the table by the name that its driver reports; None if it is unknown."""
     return next((kind for kind in KINDS if re.search(rf"(?<![A-Za-z0-9]){kind.driver}(?![0-9])", device)), None)
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak FLOP/s of a known device in 16 bits, by the name that its driver gives."""
+    """Peak FLOP/s of a known device in 16 bits, by the name that its driver reports."""
     kind = kind_of(device)
     return None if kind is None else kind.flops
 
 
 def target_named(name: str) -> Target:
-    """The target that a name like 8xH100, v5e-16 or cpu describes.
+    """Return the target described by a name like 8xH100, v5e-16 or cpu.
 
     Raises:
         UserError: It describes none.
@@ -191,16 +191,16 @@ def target_named(name: str) -> Target:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is known of this machine without any library: processor, memory, caches, variables that change numbers.
+# Facts about this machine that need no library: processor, memory, caches, variables that change numbers.
 
-# Variables that choose devices, threads, kernels or precision; not those that only say where files lie.
+# Variables that choose devices, threads, kernels or precision; not those that only locate files.
 _CHANGES_NUMBERS = re.compile(
     r"(?:CUDA_(?:VISIBLE_DEVICES|LAUNCH_BLOCKING|DEVICE_ORDER)|ROCR_VISIBLE_DEVICES|CUBLAS\w*|CUDNN\w*"
     r"|NVIDIA_TF32_OVERRIDE|TORCH_(?:ALLOW_TF32|BLAS|DETERMINISTIC)\w*|TORCHINDUCTOR\w*"
     r"|(?:OMP|MKL|KMP|GOMP|OPENBLAS|DNNL|ATEN|BLIS)_\w+|ONEDNN_(?!PRIMITIVE_CACHE)\w+"
     r"|XLA_\w+|LIBTPU_\w+|NCCL_(?:ALGO|PROTO)|BNB_CUDA_VERSION|JAX_(?!COMPILATION_CACHE|PERSISTENT_CACHE)\w+|PYTHONHASHSEED)")
-COMPILED = "xla"  # in the cache folder: programs that XLA has compiled
-REFERENCE = "reference"  # there, with a key: log-probabilities under the reference of preference optimisation
+COMPILED = "xla"  # subfolder of the cache: programs compiled by XLA
+REFERENCE = "reference"  # prefix of folders there: log-probabilities of preference data under the reference model
 _NO_NUMBERS = re.compile(r"\w+_(?:DIR|PATH|HOME|CACHE|LOG|LOGS|VERBOSE|DUMP_TO)")
 
 
@@ -219,13 +219,13 @@ def num_cores() -> int:
 
 
 def variables() -> dict[str, str]:
-    """Variables of the environment that change numbers, without secrets."""
+    """Environment variables that change numbers, redacted."""
     return redacted({name: value for name, value in sorted(os.environ.items())
                      if _CHANGES_NUMBERS.fullmatch(name) and not _NO_NUMBERS.fullmatch(name)})
 
 
 def memory_limit() -> int | None:
-    """Bytes that a container leaves to its processes (cgroups 1 and 2); None where nothing limits them."""
+    """Memory limit of a container in bytes (cgroups 1 and 2); None if there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -237,16 +237,16 @@ def memory_limit() -> int | None:
 
 
 def cache_folder(named: str | None = None) -> Path:
-    """Where tokenised data and compiled programs are kept: as named, else $LMMODS_CACHE, else lmmods in ~/.cache.
+    """Folder of tokenised data and compiled programs: `named`, else $LMMODS_CACHE, else lmmods in ~/.cache.
 
     Raises:
-        UserError: No path can be called so.
+        UserError: It cannot be a path.
     """
     named = named or os.environ.get("LMMODS_CACHE")
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lmmods"
     try:
         path = Path(named or default).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError):  # it is made, or refused, when something is written
+        with suppress(FileNotFoundError, NotADirectoryError):  # created, or refused, at the first write
             path.stat()
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{named!r} cannot be a folder for the cache ({error}); set data.cache_dir or LMMODS_CACHE "

@@ -1,4 +1,4 @@
-"""transformers' configurations, for both engines: loading, changing and reading them."""
+"""transformers' configurations, for both engines: loading, overriding and reading them."""
 
 import copy
 from pathlib import Path
@@ -7,25 +7,26 @@ from typing import Any
 from lmmods.core import hub
 from lmmods.core.errors import UserError, first_line, one_line
 
-# Fields of a configuration that the data modules read, by the functions below.
+# Fields of a configuration that the data modules need, see the functions below.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
-# In RoBERTa and its kin the first token's position is the one after the padding token's id.
+# In RoBERTa and its relatives positions start at the padding token's id + 1.
 COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
 
 
 def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None,
                 trust_remote_code: bool = False, defaults: dict[str, Any] | None = None) -> Any:
-    """The configuration of a model, with fields changed.
+    """Load the configuration of a model and override fields.
 
     Args:
         source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
-        defaults: Fields that a mapping may leave out (`vocabulary_fields`).
+        overrides: Fields to override.
+        defaults: Fields that a mapping may omit (`vocabulary_fields`).
 
     Raises:
         UserError: Nothing is there, the type or a field is unknown, or the type rejects a value.
     """
     if isinstance(source, dict):
-        # a copy, as transformers fills in what a mapping inside leaves out
+        # a copy, because transformers fills defaults into nested mappings
         return _new_config(copy.deepcopy({**(defaults or {}), **source, **(overrides or {})}))
     config = _read_config(source, revision, trust_remote_code)
     _check_fields(config, overrides or {})
@@ -44,7 +45,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
 
 
 def dropout_rates(config: Any) -> list[str]:
-    """Names of the configuration's rates of dropout above 0."""
+    """Names of the configuration's dropout rates above 0."""
     return [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
 
 
@@ -66,7 +67,7 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
 
 
 def no_model(name: str, error: Exception) -> UserError:
-    """What to raise for a model that is neither a folder nor found on the hub."""
+    """Error for a model that is neither a folder nor found on the hub."""
     return UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
                      f"{first_line(error)}")
 
@@ -96,7 +97,7 @@ def _check_fields(config: Any, fields: dict[str, Any]) -> None:
 
 
 def known_fields(config: Any) -> dict[str, Any]:
-    """Those of `FIELDS` that a configuration has, with their values."""
+    """The fields of `FIELDS` that a configuration has, with their values."""
     text = config.get_text_config()
     return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
 
@@ -110,7 +111,7 @@ def position_limit(fields: dict[str, Any]) -> int | None:
 
 
 def tells_token_types(fields: dict[str, Any]) -> bool:
-    """Whether a network of this configuration uses `token_type_ids`, for example to tell question from context.
+    """True if a network of this configuration uses `token_type_ids`, for example to tell question from context.
 
     DistilBERT and decoders do not, whatever their tokenizer returns; RoBERTa has a single type.
 
@@ -127,7 +128,7 @@ def tells_token_types(fields: dict[str, Any]) -> bool:
 
 
 def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
-    """A configuration's ids of the tokens that begin, end and pad a text.
+    """Ids of the begin, end and padding tokens for a configuration.
 
     If a causal model pads with a token that has another role too, `pad_token_id` is None: torch would never train the
     embedding of the padding token, and that other role needs it.
@@ -139,45 +140,45 @@ def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
 
 
 def set_special_ids(config: Any, tokenizer: Any, is_causal: bool) -> None:
-    """Let a configuration name a tokenizer's tokens that begin, end and pad a text."""
+    """Set the ids of a tokenizer's begin, end and padding tokens in a configuration."""
     for name, token in special_ids(tokenizer, is_causal).items():
         if token is not None:
             setattr(config, name, token)
 
 
 def new_rows_message(num_tokens: int, num_rows: int) -> str:
-    """What to say when an embedding of `num_rows` rows grows to the tokens of a tokenizer."""
+    """Message for an embedding of `num_rows` rows that grows to the tokens of a tokenizer."""
     return (f"The tokenizer has {num_tokens} tokens, the model {num_rows}: {num_tokens - num_rows} rows are added, "
             "each the mean of the old ones.")
 
 
 def some(names: list[str], limit: int = 8) -> str:
-    """The first few of many names."""
+    """The first few of many names, as text."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def loading_notes(pretrained: str, missing: list[str], unneeded: list[str]) -> list[str]:
-    """What to say of weights that a network and the files it is loaded from do not share.
+    """Messages about weights that only the network or only its files have.
 
     Args:
-        missing: Names of those of a head that the files lack.
-        unneeded: Names of those of the files that the network has no place for.
+        missing: Names of weights of a head that the files lack.
+        unneeded: Names of weights in the files that the network lacks.
     """
     return [*([f"Not needed from {pretrained}: {some(sorted(unneeded))}."] if unneeded else []),
             *([f"Not in {pretrained}, so these start at random: {some(sorted(missing))}."] if missing else [])]
 
 
 def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
-    """A configuration's fields that follow from the tokenizer."""
+    """Fields of a configuration that follow from the tokenizer."""
     return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
 
 
-# Files of this kind are read into plain weights, which may train.
+# Files of this kind are dequantised on loading, so their weights may train.
 MXFP4 = "mxfp4"
 
 
 def saved_quantization(config: Any) -> str | None:
-    """How a folder stores its weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None."""
+    """Storage format of a folder's weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None."""
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return None
@@ -187,13 +188,13 @@ def saved_quantization(config: Any) -> str | None:
 
 
 def is_double_quantized(config: Any) -> bool:
-    """Whether the scales of a folder's 4-bit codes are quantised too."""
+    """True if the scales of a folder's 4-bit codes are quantised too."""
     return bool((getattr(config, "quantization_config", None) or {}).get("bnb_4bit_use_double_quant"))
 
 
 def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
-    """UserError unless a folder that is quantised already keeps its quantisation and trains only an adapter."""
-    if kind in (None, MXFP4):  # which is read into plain weights, and quantised where that is asked for
+    """Raise UserError unless a quantised folder keeps its quantisation and trains only an adapter."""
+    if kind in (None, MXFP4):  # MXFP4 is dequantised on loading, then quantised if requested
         return
     if quantize not in (None, kind):
         raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "
@@ -204,18 +205,18 @@ def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rotary positions in transformers' configurations: `rope_parameters`, and the older fields that end up there.
+# Rotary positions in transformers' configurations: `rope_parameters`, and the older fields merged into it.
 
-OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # of transformers 4, which configurations still take
+OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # of transformers 4, still accepted by configurations
 ROPE_FIELDS = ("rope_parameters", *OLDER)
-KEPT = ("rope_theta", "partial_rotary_factor")  # what a model was trained with, whatever its positions are scaled by
+KEPT = ("rope_theta", "partial_rotary_factor")  # belong to the trained model, not to a scaling method
 
 
 def rope_with(config: Any, field: str, value: Any) -> dict[str, Any]:
-    """The `rope_parameters` of a configuration with one of `ROPE_FIELDS` set.
+    """Return the `rope_parameters` of a configuration with one of `ROPE_FIELDS` set.
 
-    Where layers of several types have their own, as in Gemma 3, a field without types is that of `full_attention`,
-    as transformers reads `rope_scaling` there. `KEPT` stay the model's unless they are given.
+    If layers of several types have their own, as in Gemma 3, a field without types is that of `full_attention`, as
+    transformers reads `rope_scaling` there. `KEPT` keep the model's values unless given.
     """
     before = config.rope_parameters or {}
     if not any(isinstance(part, dict) for part in before.values()):
@@ -235,7 +236,7 @@ def _merged(before: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
 
 
 def check_rope(config: Any) -> None:
-    """UserError unless transformers can compute the rotary positions of a configuration, if it has any."""
+    """Raise UserError unless transformers can compute the rotary positions of a configuration, if it has any."""
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return

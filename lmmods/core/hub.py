@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what its names look like, whether it answers, and what is said where it gives nothing."""
+"""The Hugging Face hub: form of its names, reachability, and messages if it cannot provide something."""
 
 import functools
 import os
@@ -17,24 +17,24 @@ from lmmods.core.redaction import redact
 Kind = Literal["model", "dataset"]
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*|[\w-][\w.-]*")  # owner/name, and old names without an owner
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-SECONDS = 5.0  # within which the hub answers, or counts as out of reach; $HF_HUB_ETAG_TIMEOUT takes its place
-NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")  # packages whose errors are of the network
+SECONDS = 5.0  # timeout after which the hub counts as unreachable; $HF_HUB_ETAG_TIMEOUT overrides it
+NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")  # packages whose errors are network errors
 
 
 @contextmanager
 def loading(key: str, name: str, kind: Kind = "model", revision: str | None = None,
             missing: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Within it a library loads `name`: a folder or file of this machine, or else from the hub or its cache.
+    """Context in which a library loads `name`: a local folder or file, or else from the hub or its cache.
 
-    Whether the hub answers is found out first, once a process. Where it does not, libraries work offline from then on:
-    they take what is cached at once, and do not try six times for each file.
+    Once per process it checks first whether the hub answers. If not, libraries work offline from then on: they use the
+    cache at once, instead of six attempts for each file.
 
     Args:
-        key: Of the recipe, or the option, that holds the name.
-        missing: What the library raises where a file is not there.
+        key: Recipe key or option that holds the name.
+        missing: Exceptions of the library for a missing file.
 
     Raises:
-        UserError: The hub has no such name, or does not answer while its cache lacks what is needed.
+        UserError: The hub has no such name, or does not answer and its cache lacks what is needed.
     """
     if os.path.exists(name):
         try:
@@ -42,7 +42,7 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
         except ValueError as error:
             from huggingface_hub.errors import HFValidationError
 
-            if not isinstance(error, HFValidationError):  # of a library that takes what is no folder for an id
+            if not isinstance(error, HFValidationError):  # raised by libraries that take a file's path for an id
                 raise
             raise UserError(f"{key}: {name} is a file. Name the folder that it is in, or an id of the hub.") from error
         return
@@ -64,7 +64,7 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
 
 
 def check_answers(name: str) -> None:
-    """Raise UserError where the hub does not answer and `name`, an address on it (hf://), is never cached."""
+    """Raise UserError if the hub does not answer: `name`, an address on it (hf://), is never cached."""
     from huggingface_hub import constants
 
     if quiet := silence():
@@ -73,19 +73,19 @@ def check_answers(name: str) -> None:
 
 
 def offline_by() -> str | None:
-    """The variable by which the user has libraries leave the hub unasked."""
+    """The environment variable by which the user has disabled access to the hub."""
     return next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
 def unreachable(seconds: float) -> str:
-    """Why the hub does not answer, asked as its own library asks; empty where it does."""
+    """Reason why the hub does not answer, tested with its own library; empty if it does."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     def ask() -> str:
         try:
             status = get_session().head(constants.ENDPOINT, timeout=seconds).status_code
-        except Exception as error:  # of the library that it uses for HTTP, which its releases have changed
+        except Exception as error:  # of its HTTP library, which differs between releases
             return _innermost(error)
         return f"it answers with status {status}" if status >= 500 else ""
 
@@ -93,7 +93,7 @@ def unreachable(seconds: float) -> str:
 
 
 def without_answer(ask: Callable[[], str], seconds: float) -> str:
-    """What `ask` says is wrong, or that it takes too long, as looking a name up may; empty where all is well."""
+    """Run `ask` in a thread, since resolving a name can hang; return the problem it reports, or a timeout, or ""."""
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
     thread.start()
@@ -103,7 +103,7 @@ def without_answer(ask: Callable[[], str], seconds: float) -> str:
 
 @functools.cache
 def silence() -> str:
-    """What the hub does instead of answering; empty where it answers."""
+    """State of the hub in words if it does not answer; empty if it does."""
     if named := offline_by():
         return f"is not asked, as {named} is set"
     wrong = unreachable(float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
@@ -121,7 +121,7 @@ def _broken(why: str) -> str:
 def _tell_once(quiet: str) -> None:
     from huggingface_hub import constants
 
-    if not quiet.startswith("is not asked"):  # which the user knows
+    if not quiet.startswith("is not asked"):  # the user has set that
         warn(f"The hub ({redact(constants.ENDPOINT)}) {quiet}: what its cache holds is used.")
 
 
@@ -142,7 +142,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _innermost(error: BaseException) -> str:
-    """The reason below all others, which says most, without the number that the system gives it."""
+    """Text of the innermost cause, which is most specific, without the system's error number."""
     *_, last = _chain(error)
     return re.sub(r"^\[Errno -?\d+\] ", "", first_line(last)) or type(last).__name__
 
@@ -153,7 +153,7 @@ def _is_of_network(error: BaseException) -> bool:
 
 
 def _refusal(error: BaseException, name: str, kind: Kind, revision: str | None) -> str:
-    """What the hub has against a name, in words; empty where it has nothing."""
+    """Reason for which the hub refuses a name; empty if it does not."""
     from huggingface_hub import constants, errors
 
     page = redact(f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}")
@@ -165,7 +165,7 @@ def _refusal(error: BaseException, name: str, kind: Kind, revision: str | None) 
 
 def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: str, error: Exception
                   ) -> UserError:
-    """What to raise for a name that neither the hub nor its cache gives."""
+    """Error for a name that neither the hub nor its cache provides."""
     from huggingface_hub import constants
 
     root, cached = _cached(name, kind, revision)
@@ -181,7 +181,7 @@ def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: 
 
 
 def _cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
-    """The cache that a library looks into, and what of a repository is there, in words."""
+    """The cache that a library looks into, and a description of a repository's files there."""
     from huggingface_hub import constants
 
     if kind == "dataset":

@@ -1,9 +1,9 @@
-"""How parameters start that no file holds: the same values on both engines.
+"""Initial values of parameters that no file holds: the same on both engines.
 
-Each parameter has a Philox generator of its own (Salmon et al. 2011), whose key is made of the run's seed and the
-parameter's name in the Hugging Face folder (an adapter's: in PEFT's folder). Its values are drawn in row-major order,
+Each parameter has its own Philox generator (Salmon et al. 2011), whose key is derived from the run's seed and the
+parameter's name in the Hugging Face folder (for an adapter: in PEFT's folder). Its values are drawn in row-major order,
 in blocks with counters of their own: they depend neither on the engine, the device, the number of threads or processes,
-nor on the order in which parameters are made.
+nor on the order in which parameters are created.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BLOCK = 1 << 16  # values with a counter of their own; another number gives other values
-PART = 1 << 22  # values that are drawn at once of a parameter of which a process keeps some columns
+BLOCK = 1 << 16  # values per counter; changing it changes the values
+PART = 1 << 22  # values drawn at once if a process keeps only some columns of a parameter
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Normal:
     """A normal distribution, float32.
 
     Args:
-        cut: Numbers further from the mean than so many standard deviations are drawn anew.
+        cut: Values further from the mean than this many standard deviations are redrawn.
     """
 
     std: float
@@ -41,7 +41,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """An even distribution from `low` to `high`, float32."""
+    """A uniform distribution from `low` to `high`, float32."""
 
     low: float
     high: float
@@ -58,21 +58,21 @@ def stream_key(seed: int, name: str) -> int:
 
 
 def lora_a(num_inputs: int) -> Uniform:
-    """The distribution of PEFT's first A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as torch computes it."""
+    """Distribution of PEFT's initial A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as torch computes it."""
     gain = math.sqrt(2 / (1 + math.sqrt(5) ** 2))
     bound = math.sqrt(3) * (gain / math.sqrt(num_inputs))
     return Uniform(-bound, bound)
 
 
 def draw(seed: int, name: str, distribution: Normal | Uniform, shape: tuple[int, ...]) -> np.ndarray:
-    """First values of a parameter, float32 of this shape."""
+    """Initial values of a parameter, float32 of this shape."""
     values = np.empty(shape, np.float32)
     fill(seed, name, distribution, values)
     return values
 
 
 def fill(seed: int, name: str, distribution: Normal | Uniform, out: np.ndarray) -> None:
-    """`draw` into an array that is there, float32 and contiguous."""
+    """`draw` into an existing array, float32 and contiguous."""
     if not out.flags.c_contiguous:
         raise ValueError(f"the array for {name} is not contiguous")
     _fill_blocks(seed, name, distribution, 0, out.reshape(-1))
@@ -80,7 +80,7 @@ def fill(seed: int, name: str, distribution: Normal | Uniform, out: np.ndarray) 
 
 def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple[int, ...],
               part: tuple[slice, ...]) -> np.ndarray:
-    """`draw(...)[part]`, where only the blocks that the part's rows lie in are drawn.
+    """`draw(...)[part]`, but drawing only the blocks that contain the part's rows.
 
     Args:
         part: A slice for each dimension, without steps.
@@ -99,16 +99,16 @@ def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple
 
 
 def draw_range(seed: int, name: str, distribution: Normal | Uniform, size: int, start: int, stop: int) -> np.ndarray:
-    """The values from `start` to `stop` of a parameter of `size`, in row-major order: float32 [stop - start]."""
+    """Values `start` to `stop` of a parameter of `size` values, in row-major order: float32 [stop - start]."""
     first = start // BLOCK * BLOCK
-    last = min(math.ceil(stop / BLOCK) * BLOCK, size)  # what a block holds depends on its length
+    last = min(math.ceil(stop / BLOCK) * BLOCK, size)  # the values of a block depend on its length
     values = np.empty(last - first, np.float32)
     _fill_blocks(seed, name, distribution, first, values)
     return values[start - first:stop - first]
 
 
 def _fill_blocks(seed: int, name: str, distribution: Normal | Uniform, first: int, flat: np.ndarray) -> None:
-    """Fill with the values from number `first` on, where a block begins."""
+    """Fill `flat` with the values from number `first` on, which must be the start of a block."""
     key = stream_key(seed, name)
 
     def fill_block(start: int) -> None:
@@ -119,17 +119,17 @@ def _fill_blocks(seed: int, name: str, distribution: Normal | Uniform, first: in
     if len(starts) == 1:
         fill_block(0)
     else:
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy lets others run while it draws
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy releases the GIL while it draws
             list(threads.map(fill_block, starts))
 
 
 def mean_row(table: np.ndarray) -> np.ndarray:
-    """The row [1, ...] with which tokens new to a model start, float32: the mean of its table's rows."""
+    """Initial row [1, ...] of tokens new to a model, float32: the mean of the table's rows."""
     return table.mean(0, keepdims=True, dtype=np.float64).astype(np.float32)
 
 
 def row_norms(matrix: np.ndarray, conv1d: bool) -> np.ndarray:
-    """Euclidean norm of each output's weights, float32 [out], with which DoRA's magnitude starts.
+    """Euclidean norm of each output's weights, float32 [out]: the initial magnitude of DoRA.
 
     Args:
         matrix: [out, in]; with `conv1d`, [in, out].
@@ -138,18 +138,18 @@ def row_norms(matrix: np.ndarray, conv1d: bool) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Standard normal numbers in float32 by the ziggurat (Marsaglia and Tsang 2000), on whole arrays.
+# Standard normal numbers in float32 by the ziggurat method (Marsaglia and Tsang 2000), vectorised.
 #
-# Almost twice as fast as numpy's own, which draws one number after the other. All but one in seventy take one
+# Almost twice as fast as numpy's own, which draws one number after the other. All but one in seventy need a single
 # comparison.
 
-TAIL, AREA = 3.6541528853610088, 0.00492867323399  # where the tail begins, and the area of each of 256 layers
-BITS = 23  # of the place within a layer; eight more choose the layer, one is the sign
+TAIL, AREA = 3.6541528853610088, 0.00492867323399  # start of the tail, and area of each of 256 layers
+BITS = 23  # bits of the place within a layer; eight more select the layer, one is the sign
 
 
 def _edges() -> np.ndarray:
     """Right edges of the layers, the widest first, then 0: [257]."""
-    edges = [AREA / math.exp(-TAIL**2 / 2), TAIL]  # the first is that of a box as large as the base with its tail
+    edges = [AREA / math.exp(-TAIL**2 / 2), TAIL]  # the first: a box as large as the base layer with its tail
     while len(edges) < 256:
         height = AREA / edges[-1] + math.exp(-edges[-1]**2 / 2)
         edges.append(math.sqrt(-2 * math.log(height)))
@@ -178,11 +178,11 @@ def standard_normal(generator: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _outside(generator: np.random.Generator, layers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The absolute numbers [N] for places that may lie above the curve."""
+    """Absolute values [N] for places that may lie above the curve."""
     low, high = HEIGHTS[layers], HEIGHTS[layers + 1]
     above = low + generator.random(len(layers)) * (high - low) >= np.exp(-values.astype(np.float64)**2 / 2)
     above &= layers > 0
-    values[above] = np.abs(generator.standard_normal(np.count_nonzero(above)))  # another try
+    values[above] = np.abs(generator.standard_normal(np.count_nonzero(above)))  # rejected: redrawn
     values[layers == 0] = _tail(generator, np.count_nonzero(layers == 0))
     return values
 

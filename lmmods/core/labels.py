@@ -1,3 +1,3 @@
-"""Labels of a batch, as data modules write and losses read them."""
+"""Labels of a batch, as written by data modules and read by losses."""
 
-IGNORED = -100  # label of a position that no loss looks at
+IGNORED = -100  # label of a position that no loss counts

@@ -1,4 +1,4 @@
-"""Arrays of which only shape and dtype are there: values come, part by part, when somebody asks for them."""
+"""Lazy arrays: shape and dtype are known, values are read part by part on demand."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-Part = tuple[slice, ...]  # for each dimension where a part begins and ends, without steps
+Part = tuple[slice, ...]  # a slice for each dimension, without steps
 
 
 class LazyArray:
-    """An array that is read by parts, anew each time.
+    """An array that is read in parts, anew each time.
 
     Args:
-        read: Gives a part; its slices have both bounds.
-        empty: Makes an array of a shape and `dtype` of the library that the values are of: `np.empty`, `torch.empty`.
+        read: Returns a part; its slices have both bounds.
+        empty: Allocates an array of a shape and `dtype` in the library of the values: `np.empty`, `torch.empty`.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, read: Callable[[Part], Any], empty: Callable = np.empty):
@@ -26,7 +26,7 @@ class LazyArray:
         self.nbytes = self.size * self.dtype.itemsize
 
     def __getitem__(self, part: Part) -> np.ndarray:
-        """A part, of a slice for each dimension."""
+        """Read a part, given by a slice for each dimension."""
         part = tuple(slice(*cut.indices(length)[:2]) for cut, length in zip(part, self.shape, strict=True))
         sizes = size_of(part)
         return self._read(part) if all(sizes) else self.empty(sizes, dtype=self.dtype)
@@ -39,15 +39,15 @@ class LazyArray:
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
     def scaled(self, factor: np.generic | float) -> "LazyArray":
-        """Each value times a number, of the same dtype or Python's own, in arrays of torch."""
+        """Each value times a factor of the same dtype, or a Python number for arrays of torch."""
         return LazyArray(self.shape, self.dtype, lambda part: self[part] * factor, self.empty)
 
     def transposed(self) -> "LazyArray":
-        """Of a matrix, its columns as rows."""
+        """The transpose of a matrix."""
         return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T, self.empty)
 
     def below_each_other(self) -> "LazyArray":
-        """Of several matrices [N, rows, columns], their rows as those of one."""
+        """Matrices [N, rows, columns] stacked to one matrix [N * rows, columns]."""
         num, length, columns = self.shape
 
         def read(part: Part) -> np.ndarray:
@@ -59,23 +59,23 @@ class LazyArray:
         return LazyArray((num * length, columns), self.dtype, read, self.empty)
 
     def over_first(self, first: slice) -> np.ndarray:
-        """All of what has these places in the first dimension."""
+        """Read a slice of the first dimension."""
         return self[(first, *[slice(None)] * (self.ndim - 1))]
 
 
 def of(array: Any, empty: Callable = np.empty) -> LazyArray:
-    """An array that may be in memory already."""
+    """Wrap an array that may be in memory already."""
     if isinstance(array, LazyArray):
         return array
     return LazyArray(array.shape, array.dtype, lambda part: array[part], empty)
 
 
 def of_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) -> dict[str, LazyArray]:
-    """Arrays of a safetensors file by name. It stays open as long as one of them is there.
+    """Return the arrays of a safetensors file by name. The file stays open as long as one of them exists.
 
     Args:
-        framework: What safetensors calls the library that the arrays are to be of.
-        empty: As of `LazyArray`.
+        framework: safetensors' name of the library for the arrays.
+        empty: See `LazyArray`.
     """
     opened = safe_open(file, framework)
 
@@ -90,12 +90,12 @@ def of_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) ->
 
 
 def zeros(shape: Sequence[int], dtype: Any = np.float32) -> LazyArray:
-    """Zeros."""
+    """Lazy zeros."""
     return LazyArray(shape, dtype, lambda part: np.zeros(size_of(part), dtype))
 
 
 def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
-    """An array of pieces, each with the place in it where it begins."""
+    """Assemble an array from shards, each with its offset."""
     first = pieces[0][1]
 
     def read(part: Part) -> np.ndarray:
@@ -112,7 +112,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray
 
 
 def stack(layers: Sequence[LazyArray]) -> LazyArray:
-    """Arrays of one shape and dtype along a new first dimension; read one after the other."""
+    """Stack arrays of one shape and dtype along a new first dimension; they are read one after the other."""
     def read(part: Part) -> np.ndarray:
         chosen = layers[part[0]]
         whole = np.empty([len(chosen), *size_of(part[1:])], layers[0].dtype)

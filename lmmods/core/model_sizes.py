@@ -1,4 +1,4 @@
-"""The size of a network in words, and the arithmetic of training it, counted alike on both engines."""
+"""Size of a network in words, and the arithmetic of training it, computed alike on both engines."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from lmmods.core.experts import mixture_of
 # Bytes of optimiser state per trained parameter.
 STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
                "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
-# Bytes of a 4-bit weight: half a byte, a scale of 8 bits for 64 weights, one of 32 bits for 256 scales.
+# Bytes of a 4-bit weight: half a byte, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
 class Widths:
-    """What activations are as large as.
+    """Dimensions that determine the size of activations.
 
     Args:
         num_layers: Blocks.
         hidden: Width of the residual stream.
-        wide: Width inside of the MLP.
+        wide: Width within the MLP.
     """
 
     num_layers: int
@@ -29,7 +29,7 @@ class Widths:
 
 
 def widths_of(config: Any) -> Widths:
-    """Those of a network by its configuration in transformers."""
+    """Return the dimensions of a network from its transformers configuration."""
     text, mixture = config.get_text_config(), mixture_of(config)
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
@@ -39,12 +39,13 @@ def widths_of(config: Any) -> Widths:
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """How large a network is before anything is quantised or adapted.
+    """Size of a network before anything is quantised or adapted.
 
     Args:
         num_params: All parameters, tied ones once.
-        num_linear: Those in linear layers other than the output head, and in experts: what is quantised.
-        lora_per_rank: Parameters that adapters on these layers have for each rank.
+        num_linear: Those in linear layers other than the output head, and in experts: the ones that get quantised.
+        lora_per_rank: Parameters of adapters on these layers per rank.
+        widths: Dimensions of its activations.
     """
 
     num_params: int
@@ -60,51 +61,52 @@ class NetworkShape:
 
 def step_bytes(widths: Widths, weight_bytes: float, num_trainable: int, optimizer: str, num_tokens: int,
                checkpointing: bool, compute_bytes: int) -> int:
-    """Rough peak memory of a training step, within some tens of percent.
+    """Rough peak memory of a training step, accurate to some tens of percent.
 
     Args:
         weight_bytes: Memory of all weights, adapters included.
         num_tokens: Tokens of a micro-batch, padding included.
-        checkpointing: Whether only the blocks' inputs are kept.
+        checkpointing: True if only the blocks' inputs are kept.
         compute_bytes: Bytes of an activation.
     """
-    # A block keeps about its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
+    # A block keeps roughly its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
     per_layer = widths.hidden if checkpointing else 8 * widths.hidden + 3 * widths.wide
     activations = num_tokens * (per_layer * widths.num_layers + 4 * widths.hidden) * compute_bytes
     return int(weight_bytes + num_trainable * (4 + STATE_BYTES[optimizer]) + activations)
 
 
 def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int]) -> str:
-    """Parameters and the types they are stored in, in a line."""
+    """Number of parameters and the types they are stored in, in one line."""
     share = ", ".join(f"{name} {count / num_params:.1%}" for name, count in by_type.items())
     return (f"Parameters: {num_params:,}, of which {num_trainable:,} train ({num_trainable / num_params:.2%}). "
             f"Stored as: {share}.")
 
 
 def flops_per_token(num_params: int, num_trainable: int) -> int:
-    """Arithmetic of one training token: 2 per weight forward, 2 backward, 2 more per weight that trains.
+    """FLOP of one training token: 2 per weight forward, 2 backward, 2 more per trained weight.
 
-    Attention scores are left out, as is usual (Kaplan et al. 2020).
+    Attention scores are not counted, as is usual (Kaplan et al. 2020).
 
     Args:
-        num_params: Without an embedding that is only looked up, and without experts that a token does not take, in the
-            share that it does not; so too those that train.
+        num_params: Without an embedding that is only looked up, and with experts counted by the share that a token
+            uses.
+        num_trainable: The trained ones of these.
     """
     return 4 * num_params + 2 * num_trainable
 
 
 def score_flops(length: int, windows: Iterable[int | None], features: int, causal: bool) -> int:
-    """Arithmetic of attention's scores, and of the values that they weight, in one forward pass of a row.
+    """FLOP of attention scores, and of the values that they weight, in one forward pass of a row.
 
     Args:
         length: Tokens of the row.
-        windows: For each layer, how many tokens back one attends, itself included (not causal: to each side); None:
-            to all.
-        features: Heads times features of one.
+        windows: For each layer, the tokens back that one attends to, itself included (not causal: to each side); None:
+            all.
+        features: Heads times features per head.
     """
     def pairs(window: int | None) -> int:
         reach = length if window is None else min(window, length)
-        back = reach * (reach + 1) // 2 + (length - reach) * reach  # of all tokens together, each itself included
+        back = reach * (reach + 1) // 2 + (length - reach) * reach  # sum over all tokens, each itself included
         return back if causal else 2 * back - length
 
     return sum(4 * features * pairs(window) for window in windows)

@@ -1,6 +1,6 @@
-"""Whether both engines compute the same with a model: what each of them measures on the same rows, and the comparison.
+"""Comparison of both engines: each measures the same rows with the same model, then the results are compared.
 
-Each engine writes what it finds into a folder, so that one of them at a time is in memory.
+Each engine writes its results into a folder, so that only one of them is in memory at a time.
 """
 
 import json
@@ -16,22 +16,22 @@ from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, draw
 
 Row = dict[str, np.ndarray]
-# Relative differences that rounding in float32 does not reach, nor a model that differs in anything stay below.
+# Relative differences above those of rounding in float32, and below those of a model that really differs.
 TOLERANCES = {"logits": 1e-4, "loss": 1e-4, "gradient": 1e-3}
-SMALL = 1e-3  # of the largest gradient: what is smaller is measured against this, as it may be rounding alone
-POSITIONS = 256  # whose logits are compared, over all rows
+SMALL = 1e-3  # of the largest gradient: smaller ones are measured relative to this, as they may be rounding errors
+POSITIONS = 256  # number of compared positions, over all rows
 LOSS, LOGITS, GRADIENTS = "loss.json", "logits.safetensors", "gradients.safetensors"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of what both engines measured.
+    """The largest difference between the results of both engines.
 
     Args:
-        what: Of `TOLERANCES`.
-        absolute: Of the numbers themselves.
-        relative: To the largest of them; of a gradient, to the largest of its parameter.
-        name: Of the parameter whose gradient differs most, relatively.
+        what: A key of `TOLERANCES`.
+        absolute: Absolute difference.
+        relative: Relative to the largest value; for a gradient, to the largest of its parameter.
+        name: Parameter whose gradient has the largest relative difference.
     """
 
     what: str
@@ -41,8 +41,8 @@ class Difference:
 
     @property
     def passes(self) -> bool:
-        """Whether it is rounding."""
-        return self.relative <= TOLERANCES[self.what]  # a NaN is not
+        """True if the difference is within rounding."""
+        return self.relative <= TOLERANCES[self.what]  # False for NaN
 
     def __str__(self) -> str:
         of = f" ({self.name})" if self.name else ""
@@ -52,7 +52,7 @@ class Difference:
 
 
 def first_rows(datamodule: Any, num_rows: int) -> list[Row]:
-    """The first rows that a run would train on, each as a batch [1, ...] of the same length.
+    """The first rows that a run would train on, each as a batch [1, ...], padded to the same length.
 
     Args:
         datamodule: Connected to its model; nothing is prepared yet. Its batch size changes.
@@ -69,35 +69,35 @@ def first_rows(datamodule: Any, num_rows: int) -> list[Row]:
 
 
 def sequences(row: Row) -> Row:
-    """What a network reads of a row: [A, T] for each of its columns, where a row of preferences has A answers."""
+    """Inputs of a network for a row: [A, T] for each column, where a row of preferences has A answers."""
     names = ("input_ids", "attention_mask", "position_ids", "segment_ids", "token_type_ids")
     return {name: row[name].reshape(-1, row[name].shape[-1]) for name in names if name in row}
 
 
 def compared_positions(row: Row, num_rows: int) -> np.ndarray:
-    """Places [P] among the A × T tokens of a row whose logits are compared: real ones, spread evenly."""
+    """Positions [P] among the A × T tokens of a row whose logits are compared: real tokens, evenly spaced."""
     real = np.flatnonzero(row["attention_mask"])
     return real[np.linspace(0, len(real) - 1, max(POSITIONS // num_rows, 1)).round().astype(int)]
 
 
 def moved_adapter(name: str, values: np.ndarray) -> np.ndarray:
-    """Values of an adapter's B in a comparison: at its zeros A would have no gradient, and the base alone would count.
+    """Replace an adapter's B for a comparison: with zeros A would have no gradient, and only the base would count.
 
     Args:
-        name: As torch has it.
-        values: Kept where they are not zero, as in an adapter that was trained.
+        name: Name of the parameter in torch.
+        values: Kept if not zero, as in a trained adapter.
     """
     return values if values.any() else draw(0, f"parity {name}", Normal(0.02), values.shape)
 
 
 def write(folder: Path, loss: float, weight: float, logits: np.ndarray, gradients: Mapping[str, np.ndarray]) -> None:
-    """Write what an engine has measured.
+    """Write the results of an engine.
 
     Args:
-        loss: Mean over what is scored.
-        weight: How much is.
+        loss: Mean over scored positions.
+        weight: Weight of the scored positions.
         logits: [P, V] float32, of all rows.
-        gradients: Of the loss, by torch's names of the parameters.
+        gradients: Gradients of the loss, by torch's names of the parameters.
     """
     from safetensors.numpy import save_file
 
@@ -109,7 +109,7 @@ def write(folder: Path, loss: float, weight: float, logits: np.ndarray, gradient
 
 
 def compare(expected: Path, found: Path) -> list[Difference]:
-    """The largest differences between what two engines have written, by kind."""
+    """Return the largest differences between the results of two engines, by kind."""
     from safetensors import safe_open
 
     losses = [np.array(json.loads((folder / LOSS).read_text())) for folder in (expected, found)]
@@ -120,7 +120,7 @@ def compare(expected: Path, found: Path) -> list[Difference]:
 
 
 def _worst_gradient(one: Any, other: Any) -> Difference:
-    """The parameter that differs most, one at a time; by infinity where one of the engines lacks it."""
+    """The parameter with the largest difference, read one at a time; infinity if an engine lacks a parameter."""
     names = sorted(one.keys())
     if apart := sorted(set(names).symmetric_difference(other.keys())):
         return Difference("gradient", math.inf, math.inf, apart[0])

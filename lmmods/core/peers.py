@@ -1,10 +1,11 @@
-"""The processes of a run watch each other: where one is lost, the others end with a message instead of waiting for it.
+"""Failure detection among the processes of a run: if one is lost, the others end with a message instead of waiting for
+it.
 
 Collective calls of NCCL, gloo and XLA wait for minutes for a process that is gone, or end in an error that does not
-name it; before the first such call nothing watches at all. Here each process keeps a connection to the first one from
-its start on, which the system closes when a process dies, however it dies; where a machine or its network is gone, the
-system finds out by keep-alive packets. Once all have met, a thread on each end says now and then that it lives, so that
-a process that is stopped is found out, too; one that is busy for long goes on saying it.
+name it; before the first such call nothing detects a loss at all. Here each process keeps a connection to the first one
+from its start on. The system closes it when a process dies, however it dies; if a machine or its network is gone,
+keep-alive packets detect it. Once all have connected, a thread on each end sends heartbeats, so that a stopped process
+is detected, too; a busy one keeps sending them.
 """
 
 import atexit
@@ -29,31 +30,31 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 
-LOST = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75  # the same command may well succeed
+LOST = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75  # temporary: the same command may well succeed
 FAILED = 1  # another process has ended with an error
-# Seconds: in which processes that die are told of together; that a process whose own call has failed waits to hear
-# whether another one is lost; that one has to end by itself when another has failed.
+# Seconds: GATHERING collects deaths for one message; HEARING is how long a process whose own call has failed waits to
+# hear of a lost one; ENDING is how long a process may take to end by itself when another has failed.
 GATHERING, HEARING, ENDING = 0.3, 3.0, 5.0
-ARRIVING = 10.0  # seconds for which one that fails at once stays to tell those that have not reached the first one yet
-RETRYING = 0.1  # seconds between attempts to reach the first process, and between looks at processes started here
-KEEP_ALIVE = 30  # seconds after which the system finds that a connection is cut, until a recipe says otherwise
-BEATS = 8  # signs of life in the time in which there must be one
+ARRIVING = 10.0  # seconds that a process which fails at once stays to tell those that connect late
+RETRYING = 0.1  # seconds between attempts to connect, and between checks of child processes
+KEEP_ALIVE = 30  # seconds until the system detects a cut connection, unless a recipe sets it
+BEATS = 8  # heartbeats per timeout
 ALIVE = "alive"
-# The first process listens on the second port behind MASTER_PORT; JAX's coordinator takes the one between.
+# The first process listens on MASTER_PORT + 2; JAX's coordinator takes MASTER_PORT + 1.
 PORT_DISTANCE = 2
-RESOLVING = 30.0  # seconds that the name of the first machine may take to become known
+RESOLVING = 30.0  # seconds until the name of the first machine must resolve
 LAUNCHER = "LMMODS_LAUNCHER"  # environment variable: PID of the process that starts others for Lightning
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the processes of a run find the first one before any library has connected them.
+    """Address of the first process, before any library has connected the processes of a run.
 
     Args:
-        rank, size: Of this process, and how many there are.
-        host, port: Of the first process.
-        token: What processes of this run say to each other, so that those of another one are told apart.
-        launcher: PID of the process that has started this one and must outlive it, if that is known.
+        rank, size: Rank of this process, and their number.
+        host, port: Address of the first process.
+        token: Secret shared by the processes of this run, which identifies them among those of others.
+        launcher: PID of the process that started this one and must outlive it, if known.
     """
 
     rank: int
@@ -65,9 +66,9 @@ class MeetingPoint:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "MeetingPoint | None":
-        """Read what torchrun, srun, Lightning or a user by hand has set for each process; None for a single one.
+        """Read the variables set by torchrun, srun, Lightning or the user for each process; None for a single process.
 
-        Processes that other launchers start, such as MPI's, meet when their library has connected them.
+        Processes of other launchers, such as MPI's, connect after their library has connected them.
         """
         def value(*names: str) -> str | None:
             return next((environment[name] for name in names if environment.get(name)), None)
@@ -91,29 +92,29 @@ class MeetingPoint:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of SLURM's list of machines: `node[03-05,07],other` gives `node03`."""
+    """Return the first host of SLURM's node list: `node[03-05,07],other` gives `node03`."""
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
 class Connection:
-    """A connection of the first process and another one, which say words, each on a line.
+    """A connection between the first process and another one; messages are words, one per line.
 
     Args:
         connection: The socket.
-        timeout: Seconds after which the system finds that the other machine is gone.
+        timeout: Seconds after which the system detects that the other machine is gone.
     """
 
     def __init__(self, connection: socket.socket, timeout: int):
         self.socket, self._received = connection, b""
-        self.name = ""  # of the process at the other end, when it has said who it is
-        self.is_alive = False  # whether it has begun to give signs of life
-        self.num_silent = 0  # beats since the last one; those during which this process was stopped do not count
+        self.name = ""  # of the process at the other end, once it has introduced itself
+        self.is_alive = False  # True once it sends heartbeats
+        self.num_silent = 0  # own beats since its last one, so that times when this process was stopped do not count
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.set_timeout(timeout)
 
     def set_timeout(self, timeout: int) -> None:
-        """Half the time silence, then four packets in the other half; not all systems have all of these options."""
+        """Set keep-alive: silence for half the time, then four probes. Not all systems have all of these options."""
         for option, value in (("TCP_KEEPIDLE", timeout // 2), ("TCP_KEEPINTVL", timeout // 8), ("TCP_KEEPCNT", 4),
                               ("TCP_USER_TIMEOUT", 1000 * timeout)):
             if hasattr(socket, option):
@@ -125,9 +126,10 @@ class Connection:
             self.socket.sendall(f"{word}\n".encode())
 
     def end(self, deadline: float) -> None:
-        """Say no more, and read until the other end has heard all and ends, too, or until then (`time.monotonic`).
+        """Stop sending, and read until the other end has received everything and closes, or until `deadline`
+        (`time.monotonic`).
 
-        A connection that is closed while words are unread is reset, and what it has not passed on yet is lost.
+        Closing a connection with unread data resets it, and data not delivered yet would be lost.
         """
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
@@ -137,7 +139,7 @@ class Connection:
                     break
 
     def receive(self) -> list[str] | None:
-        """Words said since the last call, which waits for some; None at the end of the connection."""
+        """Wait for words and return them; None at the end of the connection."""
         try:
             received = self.socket.recv(4096)
         except OSError:  # reset, or silent for too long
@@ -148,18 +150,18 @@ class Connection:
 
 
 class Peers:
-    """The other processes of a run, watched by a thread. Use the one of `Peers.current`."""
+    """The other processes of a run, watched by a thread. Use `Peers.current`."""
 
     _current: "Peers | None" = None
 
     def __init__(self) -> None:
         self._rank, self._token = 0, secrets.token_hex(16)
-        self._timeout: int | None = None  # seconds without a sign of life, once the processes have met
+        self._timeout: int | None = None  # seconds without a heartbeat, once all have connected
         self._listener: socket.socket | None = None  # of the first process
-        self._places: list[tuple[str, int]] = []  # where another process may find the first one
+        self._places: list[tuple[str, int]] = []  # possible addresses of the first process
         self._connections: list[Connection] = []
-        self._known: set[str] = set()  # names of processes that have said who they are
-        self._started: dict[int, Popen] = {}  # by rank, processes that this one has started
+        self._known: set[str] = set()  # names of processes that have introduced themselves
+        self._started: dict[int, Popen] = {}  # child processes by rank
         self._launched_by: int | None = None
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
@@ -167,24 +169,24 @@ class Peers:
         self._has_left = self._has_failed = self._others_take_leave = False
         self._fails = threading.Event()
         self._is_connected = threading.Event()  # to the first process, or this is the first and knows all others
-        self._num_others = 0  # where the environment tells
-        self._stays_until = -math.inf  # `time.monotonic`, for others to arrive
+        self._num_others = 0  # if the environment tells
+        self._stays_until = -math.inf  # `time.monotonic`, for others to connect
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         if hasattr(os, "register_at_fork"):
             _opened.add(self)
 
     @classmethod
     def current(cls) -> "Peers":
-        """Those of this process, of the command that it runs."""
+        """The peers of the command that this process runs."""
         if cls._current is None or cls._current._has_left:
             cls._current = cls()
         return cls._current
 
     def begin(self) -> None:
-        """Begin to watch, where the environment says how the processes of this run find each other.
+        """Start watching, if the environment tells how the processes of this run find each other.
 
         Raises:
-            UserError: What the environment says of them cannot be.
+            UserError: The environment is inconsistent.
         """
         check_environment()
         point = MeetingPoint.of_environment()
@@ -198,26 +200,25 @@ class Peers:
         else:
             self._places = [(point.host, point.port)]
         self._thread.start()
-        if point.launcher is None:  # one that has started this process sees how it ends
+        if point.launcher is None:  # a launcher sees how this process ends
             atexit.register(self._tell_late_ones)
 
     def watch_started(self, processes: dict[int, Popen]) -> None:
-        """Watch processes by rank that this one has just started, until they have connected: one that dies in its first
-        moments is missed, too."""
+        """Watch child processes by rank until they have connected: one may die in its first moments, too."""
         self._started = processes
         if not self._thread.is_alive():
             self._thread.start()
 
     def meet(self, rank: int, size: int, share: Callable[[Any], Any], timeout: int | None) -> None:
-        """Connect the processes that have not found each other yet, and expect signs of life from now on.
+        """Connect the processes that have not found each other yet, and expect heartbeats from now on.
 
         All of them must call this at the same place.
 
         Args:
-            rank: Of this process, of `size`.
-            share: Gives all processes what the first one passes to it.
-            timeout: Seconds without a sign of life after which a process is lost; None watches nobody. Processes that
-                die on machines that live are missed at once.
+            rank: Rank of this process, of `size`.
+            share: Broadcasts the argument of the first process to all.
+            timeout: Seconds without a heartbeat after which a process is lost; None disables watching. The death of a
+                process is detected at once if its machine is alive.
         """
         if size == 1 or timeout is None:
             self._leave("done")
@@ -244,26 +245,28 @@ class Peers:
 
     @contextmanager
     def end_together(self) -> Iterator[None]:
-        """Around a command: the others hear how this process ends. Where a call fails because another process is lost,
-        this one ends as the others do."""
+        """Wrap a command: tell the others how this process ends.
+
+        If a call fails because another process is lost, this one ends as the others do.
+        """
         try:
             yield
         except BaseException as error:
             if self._is_watching and isinstance(error, Exception) and not isinstance(error, UserError):
-                for number in (signal.SIGINT, signal.SIGTERM):  # of a launcher that has missed the process first
+                for number in (signal.SIGINT, signal.SIGTERM):  # from a launcher that has noticed the loss first
                     signal.signal(number, signal.SIG_IGN)
                 self._fails.set()
-                time.sleep(HEARING)  # if another process is lost or has failed, `_watch` ends this one meanwhile
+                time.sleep(HEARING)  # `_watch` ends this process meanwhile if another one is lost or has failed
             self._leave("done" if isinstance(error, SystemExit) and not error.code else "failed")
             raise
         self._leave("done")
 
     @classmethod
     def end_alone(cls) -> bool:
-        """At the end of the program: whether it has failed, so that the others do not take leave together with it.
+        """At the end of the program: True if it has failed, so that the others do not shut down together with it.
 
-        The first process, on which the libraries of the others depend, waits here until these have ended: they know,
-        and take `ENDING` at most.
+        The first process, on which the libraries of the others depend, waits here until these have ended: they have
+        been told, and take `ENDING` at most.
         """
         peers = cls._current
         if peers is None or not peers._has_failed or peers._others_take_leave:
@@ -285,18 +288,18 @@ class Peers:
             self._has_failed, self._has_left = word == "failed", True
         self._fails.set()
         for connection in list(self._connections):
-            if connection.name or self._rank:  # the first one introduces itself before
+            if connection.name or self._rank:  # the first process must introduce itself before
                 connection.send(word)
 
     def _tell_late_ones(self) -> None:
-        """At the end of the program, when all has been said: where it has failed, wait for others to hear of it."""
+        """At exit after a failure, wait for late processes to connect and hear of it."""
         self._is_connected.wait(max(self._stays_until - time.monotonic(), 0))
 
     # Meeting ---------------------------------------------------------------------------------------------------------
 
     def _listen(self, port: int) -> None:
         both = socket.has_dualstack_ipv6()
-        for choice in dict.fromkeys((port, 0)):  # another program may have that port; then all hear of it as they meet
+        for choice in dict.fromkeys((port, 0)):  # the port may be taken; `meet` then shares another one
             with suppress(OSError, OverflowError):
                 self._listener = socket.create_server(("", choice), family=socket.AF_INET6 if both else socket.AF_INET,
                                                       backlog=1024, dualstack_ipv6=both)
@@ -304,7 +307,7 @@ class Peers:
                 return
 
     def _connect(self) -> None:
-        """Try to reach the first process, which may not be there yet; the next attempt follows."""
+        """Try to connect to the first process, which may not be there yet; called again later."""
         for place in self._places:
             with suppress(OSError, OverflowError):
                 connection = Connection(socket.create_connection(place, self._timeout or KEEP_ALIVE),
@@ -358,7 +361,7 @@ class Peers:
         return time.monotonic() < self._stays_until and not self._is_connected.is_set()
 
     def _patience(self, next_beat: float) -> float:
-        """Seconds to wait for words of others."""
+        """Seconds to wait for messages."""
         if self._lost:
             return GATHERING
         looks = self._timeout is None or self._started or self._launched_by is not None or not self._connections
@@ -370,14 +373,14 @@ class Peers:
             status, name = process.poll(), f"{rank} on {socket.gethostname()} (PID {process.pid})"
             if status is None and name not in self._known:
                 continue
-            del self._started[rank]  # its connection tells the rest
+            del self._started[rank]  # its connection reports from now on
             if name not in self._known and status < 0:
                 self._lost.append(name)
             elif name not in self._known and status:
                 self._end(FAILED, UserError(f"Process {name} has ended with an error, so this one ends, too."))
 
     def _beat(self) -> None:
-        """Say that this process lives, and count how long others have not."""
+        """Send a heartbeat, and count those that others have missed."""
         known = [connection for connection in self._connections if connection.name]
         for connection in known:
             connection.send(ALIVE)
@@ -428,7 +431,7 @@ class Peers:
             connection.send(ALIVE)
 
     def _wait_to_fail(self) -> None:
-        """Another process has failed, maybe of a mistake that all find: let this one say it in its own words."""
+        """Wait a little for this process to fail itself: a mistake that all find is best reported in its own words."""
         timeout = self._timeout or KEEP_ALIVE
         for _ in range(math.ceil(ENDING * BEATS / timeout)):
             if self._fails.wait(min(timeout / BEATS, ENDING)):
@@ -436,7 +439,7 @@ class Peers:
             self._beat()
 
     def _end(self, status: int, error: UserError | None = None) -> None:
-        """End this process where it stands, unless it is about to; `error` says why, if the first has not yet."""
+        """End this process at once, unless it is about to end; `error` is printed."""
         with self._ending:
             if self._has_left:
                 return
@@ -449,6 +452,7 @@ class Peers:
             deadline = time.monotonic() + GATHERING
             for connection in self._connections:
                 connection.end(deadline)
+            # Not sys.exit: this is a thread, and the main thread may hang in a collective call.
             os._exit(status)
 
     def _close_copies(self) -> None:
@@ -465,7 +469,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError: a variable by which the processes of a run find each other is no number, or too large a one."""
+    """Raise UserError if a variable by which the processes of a run find each other is no number, or too large."""
     for name in ("MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"):
         value = environment.get(name) or "0"
         if not (value.isdecimal() and value.isascii() and int(value) < 2**16):
@@ -474,7 +478,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_address(host: str, port: int, patience: float = RESOLVING) -> None:
-    """Raises UserError: nothing has this name. Where machines start together, names may take a while to be known.
+    """Raise UserError if the host name does not resolve. On machines that start together, names may take a while.
 
     Args:
         patience: Seconds.
@@ -491,19 +495,19 @@ def check_address(host: str, port: int, patience: float = RESOLVING) -> None:
 
 
 def cannot_meet(host: str | None, port: int | str | None, reason: str) -> UserError:
-    """What to say where the processes of a run do not find each other."""
+    """Error for processes of a run that do not find each other."""
     return UserError(f"The processes of this run cannot meet at {host}, port {port}: {reason.rstrip('.')}. MASTER_ADDR "
                      "must name the machine of process 0 as all of them reach it, and MASTER_PORT a port that is free "
                      "there and the two behind it; each process needs the same of both (docs/cluster.md).")
 
 
 def check_timeout(timeout: int | None) -> None:
-    """Raises UserError: a time in which no process can be sure to have given a sign of life."""
+    """Raise UserError for a timeout that is too short to be sure of a heartbeat."""
     require(timeout is None or timeout >= 2, "trainer.heartbeat_timeout", timeout, "2 or more seconds, or null")
 
 
 def _is_gone(launcher: int) -> bool:
-    """Whether the process that has started this one, or the one between them, is dead."""
+    """True if the process that started this one, or the one between them, is dead."""
     if os.getppid() == launcher:
         return False
     import psutil

@@ -1,4 +1,4 @@
-"""What a training step needs on devices that need not be here, and what follows from it for the whole run."""
+"""Requirements of a training step on devices that need not be present, and estimates for the whole run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -8,22 +8,22 @@ from lmmods.core.hardware import Target
 from lmmods.core.settings import LoRA
 
 GIB = 2**30
-# compiled: the target's own compiler says so. simulated: counted in the program of simulated devices of this machine,
-# or in a step on tensors without values. assumed: arithmetic, or what only the device could show.
+# compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
+# in a step on meta tensors. assumed: calculated, or known only to the device.
 Source = Literal["compiled", "simulated", "assumed"]
-# What of a collective's whole array each of n devices sends, times (n - 1) / n (ring algorithms).
+# Share of a collective's whole array that each of n devices sends, to be multiplied by (n - 1) / n (ring algorithms).
 _SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a plan may change in a recipe.
+    """The settings of a recipe that a plan may change.
 
     Args:
-        rows: Of a micro-batch on each rank.
+        rows: Rows of a micro-batch on each rank.
         accumulated: Micro-batches of a step.
         strategy: `trainer.strategy`.
-        changed: What is unlike the recipe, in its keys.
+        changed: Differences to the recipe, as its keys.
     """
 
     rows: int
@@ -35,7 +35,7 @@ class Variant:
     changed: tuple[str, ...] = ()
 
     def smaller(self) -> Iterator["Variant"]:
-        """Variants with the same rows in a step and fewer in a micro-batch: a half, a quarter, ... one."""
+        """Yield variants with the same rows in a step and fewer in a micro-batch, down to one."""
         rows, accumulated = self.rows, self.accumulated
         while rows > 1:
             factor = next(number for number in range(2, rows + 1) if rows % number == 0)
@@ -45,11 +45,11 @@ class Variant:
 
 
 def remedies(recipe: Variant, num_devices: int, may_quantize: bool, may_shard: bool = True) -> list[Variant]:
-    """Ways to need less memory, the cheapest first; each includes those before it, but for rows.
+    """Ways to save memory, the cheapest first; each includes those before it.
 
     Args:
-        may_quantize: Whether the model starts from weights that can be frozen.
-        may_shard: Whether the rest of the recipe goes with `fsdp`.
+        may_quantize: True if the model starts from weights that can be frozen.
+        may_shard: True if the rest of the recipe supports `fsdp`.
     """
     found, last = [], recipe
     if not recipe.checkpointing:
@@ -71,11 +71,11 @@ class Traffic:
     """The collectives of one kind in a step.
 
     Args:
-        count: How many each device takes part in.
-        num_bytes: Of the whole arrays, added up: what an all-gather results in, what a reduce-scatter or an all-reduce
-            sums.
+        count: Number that each device takes part in.
+        num_bytes: Total size of the whole arrays: the result of an all-gather, the input of a reduce-scatter or an
+            all-reduce.
         group: Devices that take part in one.
-        span: Neighbouring devices among which these are; 0: they are neighbours.
+        span: Number of neighbouring devices that contains the group; 0: the group consists of neighbours.
     """
 
     count: int
@@ -84,7 +84,7 @@ class Traffic:
     span: int = 0
 
     def plus(self, other: "Traffic", times: int = 1) -> "Traffic":
-        """Both, the other several times; of two groups the larger."""
+        """Sum of both, the other `times` times; groups and spans are the larger ones."""
         return Traffic(self.count + times * other.count, self.num_bytes + times * other.num_bytes,
                        max(self.group, other.group), max(self.span, other.span))
 
@@ -95,21 +95,21 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What an optimiser step needs on each device.
+    """Requirements of an optimiser step on each device.
 
     Args:
-        source: Of memory and collectives.
+        source: Source of memory and collectives.
         memory: Bytes by part.
-        parts: Of the temporaries among them, roughly.
-        room: Bytes that a run can have.
-        refusal: What the compiler has against the program; None: it takes it.
+        parts: Rough bytes by part of the temporaries among them.
+        room: Bytes available to a run.
+        refusal: Error of the compiler; None if the program compiles.
         traffic: Collectives by kind; those of fewer devices than others of the kind as `KIND of N`.
-        flops: Arithmetic.
-        dtype: Of the products.
-        num_tokens: Of all devices, padding included.
-        notes: What is assumed beside.
-        counted: How the arithmetic is known.
-        kernels: Fused attention in the programs: how often each kernel stands there.
+        flops: Floating-point operations.
+        dtype: Type of the matrix products.
+        num_tokens: Tokens over all devices, padding included.
+        notes: Further assumptions.
+        counted: Source of `flops`.
+        kernels: Number of calls of each fused attention kernel in the programs.
     """
 
     target: Target
@@ -129,23 +129,23 @@ class StepPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of each device at the worst moment."""
+        """Peak bytes of each device."""
         return sum(self.memory.values())
 
     @property
     def kept(self) -> int:
-        """Those of them that stay from step to step, however few rows are computed."""
+        """Bytes that persist between steps, independent of the rows."""
         return sum(self.memory.get(part, 0) for part in ("parameters", "optimiser state"))
 
     @property
     def fits(self) -> bool:
-        """Whether that is there."""
+        """True if the memory suffices."""
         if self.source == "compiled" and self.target.platform == "tpu":
-            return self.refusal is None  # the compiler knows what it moves out of the way, its figures do not
+            return self.refusal is None  # the compiler may offload memory, which its figures do not show
         return self.refusal is None and self.total <= self.room
 
     def bounds(self) -> dict[str, float]:
-        """Seconds that a step takes at least, by what bounds it; empty where the target's figures are not known."""
+        """Lower bounds of the time of a step in seconds, by resource; empty if the target's figures are unknown."""
         target, sent = self.target, {kind: found.sent(kind) for kind, found in self.traffic.items()}
         peak = target.peak(self.dtype)
         if target.kind is None or peak is None:
@@ -159,7 +159,7 @@ class StepPlan:
         """The plan as text, each line with its source.
 
         Args:
-            num_steps: Of the whole run; None: it has no end.
+            num_steps: Steps of the whole run; None if it has no end.
         """
         verdict = "fits" if self.fits else "does not fit"
         yield _line("memory of each device", self.source, f"{verdict}: {_size(self.total)} of {_size(self.room)}")

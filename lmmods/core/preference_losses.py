@@ -1,8 +1,8 @@
 """Losses of preference optimisation, written once for both engines.
 
-Each is a function of single pairs, or of single answers, so that its sum does not depend on how rows are cut into
-batches. A score is the log-probability of an answer, less that under the reference where the method has one, and
-divided by the number of its tokens where the method is per token.
+Each is a function of single pairs, or of single answers, so that its sum does not depend on the batch split. A score is
+the log-probability of an answer, minus that under the reference model if the method has one, divided by the number of
+its tokens if the method is per token.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 
-Array = Any  # of the engine that calls
+Array = Any  # of the calling engine
 GAMMA = 0.5
-LEAST = 1e-7  # log-probability per token beyond which odds are infinite in float32
-TIE = 2.0**-17  # 64 roundings of float32: how near two scores are, by the size of what they are made of, in a tie
+LEAST = 1e-7  # negative log-probability per token below which odds are infinite in float32
+TIE = 2.0**-17  # 64 roundings of float32: relative difference of two scores in a tie
 
 
 class Operations(Protocol):
-    """What an engine's arrays can do, element by element."""
+    """Element-wise operations of an engine's arrays."""
 
     log_sigmoid: Callable[[Array], Array]
     sigmoid: Callable[[Array], Array]
@@ -38,13 +38,13 @@ class Method:
     """A loss by name.
 
     Args:
-        formula: Loss [B] of the scores [B] of the chosen and of the rejected answer; None where answers are judged one
-            by one.
-        has_reference: Whether scores are relative to a reference.
-        per_token: Whether scores are divided by the number of tokens.
-        sft_weight: Weight of the chosen answer's negative log-likelihood per token, unless a recipe says otherwise.
-        smooths: Whether `label_smoothing` means anything to it.
-        has_baseline: Whether it is relative to an estimate of the divergence from the reference.
+        formula: Loss [B] of the scores [B] of the chosen and of the rejected answer; None if answers are judged one by
+            one.
+        has_reference: True if scores are relative to a reference model.
+        per_token: True if scores are divided by the number of tokens.
+        sft_weight: Weight of the chosen answer's negative log-likelihood per token, unless a recipe sets it.
+        smooths: True if it uses `label_smoothing`.
+        has_baseline: True if it is relative to an estimate of the divergence from the reference.
     """
 
     formula: PairFormula | None
@@ -56,12 +56,12 @@ class Method:
 
     @property
     def is_paired(self) -> bool:
-        """Whether a row is a pair."""
+        """True if a row is a pair."""
         return self.formula is not None
 
 
 def _smoothed(ops: Operations, s: "PreferenceLoss", logits: Array) -> Array:
-    """Cross-entropy where the labels are wrong with probability `label_smoothing`."""
+    """Cross-entropy if the labels are wrong with probability `label_smoothing`."""
     return -(1 - s.label_smoothing) * ops.log_sigmoid(logits) - s.label_smoothing * ops.log_sigmoid(-logits)
 
 
@@ -105,7 +105,7 @@ def _apo_down(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Arr
 
 
 def _exo_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
-    """Divergence of the model's preference from the smoothed label."""
+    """KL divergence of the model's preference from the smoothed label."""
     logits, smoothing = s.beta * (chosen - rejected), s.label_smoothing
     return (ops.sigmoid(logits) * (ops.log_sigmoid(logits) - math.log1p(-smoothing))
             + ops.sigmoid(-logits) * (ops.log_sigmoid(-logits) - math.log(smoothing)))
@@ -129,7 +129,7 @@ METHODS: dict[str, Method] = {
     "sigmoid": Method(_sigmoid, smooths=True),  # DPO, Rafailov et al. 2023; smoothed: cDPO, Mitchell 2023
     "robust": Method(_robust, smooths=True),  # Chowdhury et al. 2024
     "hinge": Method(_hinge),  # SLiC, Zhao et al. 2023
-    "ipo": Method(_ipo, per_token=True),  # Azar et al. 2023; per token, as its authors meant
+    "ipo": Method(_ipo, per_token=True),  # Azar et al. 2023; per token, as its authors intended
     "sigmoid_norm": Method(_sigmoid, per_token=True, smooths=True),  # DPO per token, Lambert et al. 2024 (Tülu 3)
     "nca_pair": Method(_nca_pair),  # Chen et al. 2024
     "bco_pair": Method(_bco_pair),  # Jung et al. 2024, without the running mean of rewards
@@ -156,7 +156,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss with its settings, as `PreferenceFields` has them. Raises UserError where they do not go together."""
+    """A loss with its settings, see `PreferenceFields`. Raises UserError if they are inconsistent."""
 
     loss: str = "sigmoid"
     beta: float = 0.1
@@ -190,21 +190,21 @@ class PreferenceLoss:
 
     @property
     def method(self) -> Method:
-        """What is known of the loss by its name."""
+        """The properties of the loss."""
         return METHODS[self.loss]
 
     def of_pairs(self, ops: Operations, logps: Array, lengths: Array, reference: Array | None
                  ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-        """Loss [B] of each pair, and metrics by name: value [B], and how often [B] a pair counts for it.
+        """Loss [B] of each pair, and metrics by name: value [B], and weight [B] of the pair in it.
 
-        `rewards/accuracy` is 1 where the chosen answer has the higher score, 0 where it has the lower one, and 1/2 in a
-        tie: a margin no larger than `TIE` of the log-probabilities that it is a difference of. Such a margin has the
-        sign of rounding errors, as has each one as long as the policy is the reference.
+        `rewards/accuracy` is 1 if the chosen answer has the higher score, 0 if it has the lower one, and 1/2 in a tie:
+        a margin no larger than `TIE` times the log-probabilities that it is a difference of. The sign of such a margin
+        is that of rounding errors, for example as long as the policy equals the reference.
 
         Args:
             logps: [B, 2] float32, summed log-probability of the tokens of the chosen and of the rejected answer.
             lengths: [B, 2], the number of those tokens.
-            reference: [B, 2], the same as `logps` under the reference; None for a method without.
+            reference: [B, 2], `logps` under the reference model; None for a method without.
         """
         lengths = ops.where(lengths > 0, lengths, 1)
         scores = logps if reference is None else logps - reference
@@ -230,9 +230,9 @@ class PreferenceLoss:
 
         Args:
             logps: [B] float32, summed log-probability of the tokens of the answer.
-            desirable: [B] bool, whether the answer is wanted.
-            reference: [B], the same as `logps` under the reference.
-            baseline: Divergence from the reference, as `baseline` makes it; 0 for a method without.
+            desirable: [B] bool, True if the answer is wanted.
+            reference: [B], `logps` under the reference model.
+            baseline: Estimated divergence from the reference; 0 for a method without.
         """
         scores = logps - reference
         logits = self.beta * (scores - baseline)
@@ -248,7 +248,7 @@ class PreferenceLoss:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics, in their order."""
+        """Names of the metrics, in order."""
         if self.method.is_paired:
             return ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "logps/chosen",
                     "logps/rejected")

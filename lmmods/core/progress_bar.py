@@ -1,4 +1,4 @@
-"""How far a phase is: a bar on the last line of a terminal, plain lines elsewhere; the same in both engines."""
+"""Progress of a phase: a bar on the last line of a terminal, plain lines elsewhere; the same in both engines."""
 
 import os
 import sys
@@ -12,9 +12,9 @@ import psutil
 from lmmods.core.console import say
 from lmmods.core.throughput import Pace
 
-REDRAWN = 0.1  # seconds between two pictures of the bar
+REDRAWN = 0.1  # least seconds between two redraws of the bar
 BAR_WIDTH = 20
-# The expected time is said when so many steps have been measured, or so many seconds.
+# The expected time is printed after this many measured steps, or seconds.
 STEPS_MEASURED, SECONDS_MEASURED = 10, 30.0
 
 
@@ -23,8 +23,8 @@ class Bar:
 
     Args:
         enabled: False shows nothing (`trainer.enable_progress_bar`, or not the first process).
-        device_memory: Peak bytes in use on the accelerator; where there is none, those of the process are shown.
-        clock: Seconds; it may stand while the time left should not count, as while programs are compiled.
+        device_memory: Peak bytes in use on the accelerator; without one, those of the process are shown.
+        clock: Seconds; may stand still while time should not count, for example during compilation.
     """
 
     def __init__(self, enabled: bool = True, device_memory: Callable[[], int | None] = lambda: None,
@@ -37,18 +37,18 @@ class Bar:
         self._drawn = 0.0
         self._pace = Pace(1, clock)
         self._validations: Callable[[int], int] = lambda step: 0
-        self._expected = False  # whether the expected time has been said
+        self._expected = False  # True once the expected time has been printed
 
     def open(self, phase: str, total: int, initial: int = 0, first: str = "",
              validations: Callable[[int], int] = lambda step: 0) -> None:
-        """Begin a phase.
+        """Start a phase.
 
         Args:
-            phase: `train`, whose steps may be printed, or what is done batch by batch.
+            phase: `train`, whose steps may be printed, or another phase, counted in batches.
             total: Steps, or batches.
-            initial: Those done before.
+            initial: Number of those already done.
             first: What happens before the first is done, such as compiling.
-            validations: How many validations are to come after a step.
+            validations: Returns the number of validations after a step.
         """
         self._phase, self._count, self._total, self._text = phase, initial, total, first
         self._pace, self._validations = Pace(total, self._clock), validations
@@ -77,11 +77,11 @@ class Bar:
             self._draw()
 
     def pause(self) -> None:
-        """A validation begins."""
+        """Call when a validation begins."""
         self._pace.pause()
 
     def go_on(self) -> None:
-        """The validation is over."""
+        """Call when the validation is over."""
         self._pace.go_on()
 
     def say(self, text: str) -> None:
@@ -94,7 +94,7 @@ class Bar:
         self._phase = ""
 
     def _say_expected(self) -> None:
-        """Once it is measured, how long the run will take."""
+        """Print the expected time of the run once it can be estimated."""
         steps, seconds = self._pace.measured
         left = self._pace.left(self._count, self._validations(self._count))
         if left is None or not steps or steps < STEPS_MEASURED and seconds < SECONDS_MEASURED:
@@ -127,38 +127,38 @@ def describe(metrics: dict[str, float], prefix: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Format seconds as hours, minutes and seconds."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The last line of a terminal: it stays below everything that is printed, by whom ever, and breaks no line of it.
+# The last line of a terminal: it stays below all other output, whoever prints it, and never breaks a line of it.
 
-ERASE = "\r\033[J"  # from the beginning of the line to the end of the screen: a narrowed window folds the line
+ERASE = "\r\033[J"  # erases to the end of the screen, because a narrowed window folds the line
 
 
 class StatusLine:
-    """A line that is drawn again after each line printed above it.
+    """A line that is redrawn after each line printed above it.
 
-    The cursor rests at its beginning, so that what is printed past `Above`, by a library in C say, covers it from the
-    left rather than going on behind it.
+    The cursor rests at its beginning, so that output that bypasses `Above`, such as that of a C library, overwrites it
+    from the left instead of being appended.
 
     Args:
-        terminal: Where it is drawn.
-        erases: Whether another process draws such a line on the same terminal, which lines of this one replace.
+        terminal: Stream of the terminal.
+        erases: True if another process draws such a line on the same terminal, to be overwritten by output of this one.
     """
 
     def __init__(self, terminal: TextIO, erases: bool = False):
         self._terminal, self._erases = terminal, erases
-        self._lock = threading.RLock()  # a signal may come while its own thread prints
+        self._lock = threading.RLock()  # reentrant: a signal handler may print while its own thread prints
         self._process = os.getpid()
         self._text = ""
-        self._in_line = False  # whether a line above has been begun and not ended
+        self._in_line = False  # True if a line above has no line end yet
 
     def show(self, text: str) -> None:
-        """Draw `text`, cut to the width of the window as it is now; an empty one takes the line away."""
+        """Draw `text`, cut to the current width of the window; an empty text removes the line."""
         with self._lock:
             shown, self._text = self._text, text
             if self._in_line and text and not shown:  # begun before there was a status line
@@ -171,26 +171,26 @@ class StatusLine:
         self._terminal.flush()
 
     def width(self) -> int:
-        """Columns of the terminal; 80 where it does not say."""
+        """Columns of the terminal; 80 if unknown."""
         return os.get_terminal_size(self._terminal.fileno()).columns or 80
 
     def print(self, text: str, stream: TextIO) -> None:
-        """Write `text` on `stream`, which is on the same terminal, above the line."""
+        """Write `text` above the line on `stream`, which is on the same terminal."""
         if os.getpid() != self._process:  # a fork: the line is drawn by its parent
             self._text, self._erases, self._process = "", True, os.getpid()
         with self._lock:
             if text and not self._in_line and (self._text or self._erases):
                 text = ERASE + text
             stream.write(text)
-            stream.flush()  # two streams are on the terminal, each with a buffer
+            stream.flush()  # stdout and stderr share the terminal, each with its own buffer
             if text:
-                self._in_line = not text.endswith(("\n", "\r"))  # with the latter, bars of tqdm take themselves away
+                self._in_line = not text.endswith(("\n", "\r"))  # tqdm's bars remove themselves by "\r"
             if not self._in_line and self._text:
                 self._draw()
 
 
 class Above:
-    """In the place of a stream on the terminal: what is written goes above the status line."""
+    """Replacement of a stream on the terminal that writes above the status line."""
 
     def __init__(self, stream: TextIO, line: StatusLine):
         self._stream, self._line = stream, line
@@ -207,12 +207,12 @@ class Above:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream is on a terminal that knows where its cursor is."""
+    """True if a stream is a terminal with cursor control."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shows_colour(stream: Any) -> bool:
-    """Whether to colour what is printed on a stream; see https://no-color.org."""
+    """True if output on a stream may be coloured; see https://no-color.org."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
@@ -220,8 +220,11 @@ _line: StatusLine | None = None
 
 
 def keep_last_line(erases: bool = False) -> None:
-    """Let this process print above the status line, if its stderr is on a terminal. Call it before libraries that keep
-    the streams, as those that log do; arguments as of `StatusLine`."""
+    """Make this process print above the status line, if its stderr is a terminal.
+
+    Call it before importing libraries that keep references to the streams, such as logging ones. For arguments see
+    `StatusLine`.
+    """
     global _line
     if _line is not None or not is_terminal(sys.stderr):
         return
@@ -232,5 +235,5 @@ def keep_last_line(erases: bool = False) -> None:
 
 
 def status_line() -> StatusLine | None:
-    """The status line of this process; None where there is no terminal for it."""
+    """The status line of this process; None without a terminal."""
     return _line

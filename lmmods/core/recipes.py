@@ -1,7 +1,7 @@
 """Recipe files: read within limits; mistakes are reported with file and line before anything is built from them.
 
 PyYAML's safe loader runs no code, but it expands aliases without limit, recurses until the stack overflows, silently
-takes the second of two equal keys, and fails on some values with exceptions that are not its own. So a text is first
+uses the second of two equal keys, and fails on some values with exceptions that are not its own. So a text is first
 checked event by event, without building anything.
 """
 
@@ -18,7 +18,7 @@ from lmmods.core import files
 from lmmods.core.errors import UserError
 
 MAX_BYTES = 10 * 2**20
-MAX_NODES = 100_000  # values, counted after aliases are put in; the largest recipe shipped has about 100
+MAX_NODES = 100_000  # values after expanding aliases; the largest shipped recipe has about 100
 MAX_DEPTH = 64
 MAX_DIGITS = 400  # no float has more
 TRUST_KEY = "trust_recipe_code"
@@ -28,7 +28,7 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class RecipeLoader(Loader):
-    """YAML's safe loader without dates, which no key takes: `2024-13-45` is a text."""
+    """YAML's safe loader without dates, which no key takes: `2024-13-45` is a string."""
 
     yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in resolvers
                                        if tag != "tag:yaml.org,2002:timestamp"]
@@ -36,10 +36,10 @@ class RecipeLoader(Loader):
 
 
 class Written(str):
-    """The text of a value or key as it stands in a recipe.
+    """A value or key with its original text in a recipe.
 
-    `reads_as` is what YAML makes of it, `line` where it stands. `is_meant` says that the text itself is the value, as
-    in `revision: 1234567`.
+    `reads_as` is its YAML value, `line` its line. `is_meant` is True if the text itself is the value, as in `revision:
+    1234567`.
     """
 
     reads_as: Any
@@ -54,7 +54,7 @@ class Written(str):
 
 
 class WrittenLoader(RecipeLoader):
-    """The same loader, whose keys and values are `Written`; `1e-4` reads as a number, as in YAML 1.2."""
+    """RecipeLoader whose keys and values are `Written`; `1e-4` is a number, as in YAML 1.2."""
 
     yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in resolvers
                                        if tag != "tag:yaml.org,2002:float"]
@@ -68,6 +68,7 @@ def _constructor(kind: str) -> Callable[[Any, yaml.ScalarNode], Written]:
 
 for _kind in ("null", "bool", "int", "float", "str"):
     WrittenLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor(_kind))
+# PyYAML's pattern of floats, except that the dot and the sign of an exponent are optional.
 WrittenLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+][0-9]+)?
     |[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""", re.X),
@@ -75,7 +76,7 @@ WrittenLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
 
 
 class RecipeDumper(yaml.SafeDumper):
-    """YAML's safe dumper, which quotes a text that others take for a number: `1e5`, 12345e67 of an id or a commit."""
+    """YAML's safe dumper, but strings that others read as numbers are quoted: `1e5`, 12345e67 of an id or a commit."""
 
 
 RecipeDumper.add_implicit_resolver(
@@ -83,26 +84,26 @@ RecipeDumper.add_implicit_resolver(
 
 
 class BrokenRecipe(yaml.YAMLError):
-    """Not a valid recipe; the message says where and why."""
+    """Invalid recipe; the message says where and why."""
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The mapping that a recipe file holds.
+    """Return the mapping in a recipe file.
 
     Raises:
-        UserError: No such file, none that can be read, or none that holds a recipe.
+        UserError: The file is missing, unreadable, or not a recipe.
     """
     return _mapping(read_text(path), str(path))
 
 
 def as_yaml(content: Any, **style: Any) -> str:
-    """Plain values as text that reads back as they are, here, in YAML 1.2 and by jsonargparse; `style` of yaml.dump."""
+    """Dump values so that this module, YAML 1.2 and jsonargparse read them back unchanged; `style` as in yaml.dump."""
     return yaml.dump(content, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, **style)
 
 
 def config_argument(value: str) -> dict[str, Any]:
-    """What `--config` is given: the path of a recipe file, or a recipe written out. Raises UserError: neither."""
-    if not value.strip() or value.startswith("--"):  # nothing, or what follows is the next option
+    """Read the argument of `--config`: the path of a recipe file, or an inline recipe. Raises UserError: neither."""
+    if not value.strip() or value.startswith("--"):  # missing, or the next option
         raise UserError("--config has no value. Give it a recipe, as in --config configs/sft_qlora.yaml; "
                         "python train.py recipes lists those that come with the project.")
     if re.search(r"[{\n]|:\s", value) and not _exists(value):
@@ -111,13 +112,13 @@ def config_argument(value: str) -> dict[str, Any]:
 
 
 def read_written(value: str) -> dict[Written, Any]:
-    """As `config_argument`, of `Written` keys and values."""
+    """Like `config_argument`, with `Written` keys and values."""
     is_text = re.search(r"[{\n]|:\s", value) and not _exists(value)
     return _mapping(value if is_text else read_text(value), "--config" if is_text else value, WrittenLoader)
 
 
 def read_value(text: str) -> Any:
-    """What a text is as the value of a key, of `Written`; a text that is no YAML is itself."""
+    """Parse the text of a value to `Written`; a text that is not YAML is a string."""
     try:
         value = guarded(lambda checked: yaml.load(checked, Loader=WrittenLoader))(str(text))
     except yaml.YAMLError:
@@ -126,7 +127,7 @@ def read_value(text: str) -> Any:
 
 
 def plain(written: Any) -> Any:
-    """What a recipe of `Written` keys and values means."""
+    """Convert a recipe of `Written` keys and values to plain values."""
     if isinstance(written, Written):
         return str(written) if written.is_meant else written.reads_as
     if isinstance(written, dict):
@@ -135,7 +136,7 @@ def plain(written: Any) -> Any:
 
 
 def option_values(arguments: list[str], *names: str) -> list[str]:
-    """What a command line gives to an option, which may have several names; "" where the value is missing."""
+    """Values of an option, which may have several names, on a command line; "" if a value is missing."""
     found = []
     for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
@@ -145,7 +146,7 @@ def option_values(arguments: list[str], *names: str) -> list[str]:
 
 
 def with_shipped_recipes(arguments: list[str]) -> list[str]:
-    """The command line with paths in place of the names of shipped recipes, wherever it gives one to `--config`."""
+    """Replace names of shipped recipes in the arguments of `--config` by their paths."""
     found: list[str] = []
     for word in arguments:
         name, equals, value = word.partition("=")
@@ -158,7 +159,10 @@ def with_shipped_recipes(arguments: list[str]) -> list[str]:
 
 
 def may_overwrite(arguments: list[str], folder: str | None) -> bool:
-    """Whether `fit` may start over in a run folder: a command line says so for any, a file for the one it names."""
+    """True if `fit` may start over in a run folder.
+
+    `--overwrite` on the command line applies to any folder, a key in a recipe only to the folder that the recipe names.
+    """
     if typed := option_values(arguments, "--overwrite"):
         return typed[-1].lower() == "true"
     overwrites = False
@@ -172,10 +176,10 @@ def may_overwrite(arguments: list[str], folder: str | None) -> bool:
 
 
 def read_text(path: str | Path) -> str:
-    """Text of a regular file in UTF-8.
+    """Return the text of a regular UTF-8 file.
 
     Raises:
-        UserError: There is none; it is a folder, a pipe or a device; it is too large; or it is not UTF-8.
+        UserError: It is missing; it is a folder, a pipe or a device; it is too large; or it is not UTF-8.
     """
     shown = repr(str(path)) if "\0" in str(path) else shortened(str(path))
     try:
@@ -201,12 +205,12 @@ def read_text(path: str | Path) -> str:
 
 
 def shortened(text: str, limit: int = 100) -> str:
-    """A value as a message shows it."""
+    """Shorten a value for messages."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A YAML loader that checks a text before it reads it."""
+    """Wrap a YAML loader so that a text is checked before it is loaded."""
 
     def load_checked(text: str) -> Any:
         check(text)
@@ -262,14 +266,14 @@ def check(text: str) -> None:
     """Check a YAML text without building anything.
 
     Raises:
-        BrokenRecipe: It is too deep or, with its aliases put in, too large; a mapping has a key twice; a value has a
-            tag, or more digits than any number; or it contains the key that is for the command line only.
+        BrokenRecipe: It is nested too deeply or, with aliases expanded, too large; a mapping has a duplicate key; a
+            value has a tag, or more digits than any number; or it contains the key that is for the command line only.
         yaml.YAMLError: It is not YAML.
     """
     try:
         _check_events(yaml.parse(text, Loader=Loader))
     except yaml.YAMLError:
-        # libyaml may have a limit of nesting of its own, which it meets while it looks ahead for the end of a key.
+        # libyaml may hit its own limit of nesting while it looks ahead for the end of a key.
         if text.count("[") + text.count("{") > MAX_DEPTH:
             _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
         raise
@@ -323,20 +327,20 @@ def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The recipes that come with the project: where they lie, and what the comment at the top of each says.
+# Shipped recipes: their location, and the comment at the top of each.
 
 PACKAGE = Path(__file__).parents[1]
-# What recipes name of the demo's files, which are in a clone only.
+# Paths of the demo's files in recipes; these files exist in a clone only.
 DEMO = re.compile(r"demo/(llama|bert|corpus|squad|instructions|mmlu)\b")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the comment at the top of a recipe says.
+    """The comment at the top of a recipe.
 
     Args:
-        hardware: What it needs.
-        time: How long it takes there.
+        hardware: Hardware that it needs.
+        time: Duration on that hardware.
     """
 
     hardware: str
@@ -344,19 +348,19 @@ class Header:
 
 
 def recipe_folder() -> Path:
-    """`configs`: inside of the installed package, or of a clone."""
+    """The folder `configs`: inside the installed package, or in a clone."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Every recipe by its name, those on the demo's files first."""
+    """All shipped recipes by name; those on the demo's files come first."""
     folder = recipe_folder()
     return {path.stem: path for path in [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("recipes/*.yaml"))]}
 
 
 def header_of(path: Path) -> Header:
-    """The comment at the top of a recipe. Raises UserError where a part of it is missing."""
+    """Parse the comment at the top of a recipe. Raises UserError if a part of it is missing."""
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
     found = {name: re.search(rf"^# {name.capitalize()}: (.+)$", comment, re.M) for name in ("hardware", "time")}
     if missing := [name for name, match in found.items() if match is None]:
@@ -366,8 +370,7 @@ def header_of(path: Path) -> Header:
 
 
 def as_file(value: str) -> str:
-    """What `--config` is given, with the path of a shipped recipe in place of its name. A file of that name goes
-    before it."""
+    """Replace the name of a shipped recipe by its path; an existing file of that name takes precedence."""
     for name, path in shipped_recipes().items():
         if value in (name, str(path.relative_to(recipe_folder().parent))) and not Path(value).exists():
             return str(path)

@@ -1,8 +1,8 @@
 """Redaction of passwords and tokens in all output: files of the run, console, error messages, loggers, the hub.
 
-Recipes name data by URL, and URLs hold secrets: `https://user:password@host/rows.jsonl`, `…?X-Amz-Signature=…`. Only a
-secret becomes `***`, so that the rest still says where the data came from. These are pure functions of text: redacting
-twice, or with another secret, gives the same result, so that redacted recipes of two runs can be compared.
+Recipes name data by URL, and URLs contain secrets: `https://user:password@host/rows.jsonl`, `…?X-Amz-Signature=…`. Only
+the secret becomes `***`, so that the rest still shows where the data came from. These are pure functions of text:
+redacting twice, or with another secret, gives the same result, so that redacted recipes of two runs can be compared.
 """
 
 import re
@@ -11,9 +11,9 @@ from typing import Any
 
 HIDDEN = "***"
 
-# `user:password@`; the second form is for passwords with a slash, which URLs do not allow and people write.
+# `user:password@`; the second form is for passwords with a slash, which URLs do not allow but people write.
 _PASSWORD = re.compile(r"(?<=://)(?:[^/\s?#<>]*:[^/\s?#<>]*@|[^/\s?#@:\[\"']*:(?!:|\d*(?:[/?#\s\"']|$))[^\s\"'<>]*@)")
-# A name alone may be a token (https://TOKEN@host); it is none in abfs://container@account or ssh://user@host.
+# A user name alone may be a token (https://TOKEN@host), but not in abfs://container@account or ssh://user@host.
 _LONE_TOKEN = re.compile(r"((?:https?|wss?|ftps?|git)://)[^/\s?#@:\"'<>]+@", re.IGNORECASE)
 _SECRET_NAME = (r"(?:[\w.%-]{0,40}(?:token|secret|passw|pwd|signature|credential|auth|jwt|session)[\w.%-]{0,40}"
                 r"|[\w.%-]{0,40}key(?:[-_]?id)?|sig|sas|pass|code)")
@@ -26,7 +26,7 @@ _BEGINNINGS = r"(?<![A-Za-z0-9])(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA
 _TOKEN = re.compile(rf"{_BEGINNINGS}[A-Za-z0-9_-]{{16,}}")
 _LEFT_OUT = re.compile(rf"://\*\*\*@|[?&;#]{_SECRET_NAME}=\*\*\*|{_BEGINNINGS}\*\*\*", re.IGNORECASE)
 
-# Keys whose whole value is a secret, in options of loggers and the like. `pad_token` and `max_new_tokens` are none.
+# Keys whose whole value is a secret, such as options of loggers; not `pad_token` or `max_new_tokens`.
 _SECRET_KEY = re.compile(r"(?:.*_)?(?:api_?key|passw(?:or)?d|secret|secret_key|access_key|private_key|credentials?"
                          r"|(?:auth|access|refresh|session|security|hf|hub|api|bearer|use_auth)_token)|token|authorization",
                          re.IGNORECASE)
@@ -34,7 +34,7 @@ _NAMES_OF_DATA = ("columns", "roles")  # mappings whose keys are the user's own 
 
 
 def redact(text: str, *known: str | None) -> str:
-    """A text without the passwords and tokens in it, and without the `known` ones, whatever they look like."""
+    """Replace passwords and tokens in a text, and `known` secrets of any form."""
     for secret in known:
         text = text.replace(secret, HIDDEN) if secret else text
     if "://" in text:
@@ -45,7 +45,7 @@ def redact(text: str, *known: str | None) -> str:
 
 
 def redacted(value: Any, names_of_data: bool = False) -> Any:
-    """A copy of nested mappings and lists, such as a recipe, without the passwords and tokens in it.
+    """Return a copy of nested mappings and lists, such as a recipe, with passwords and tokens redacted.
 
     Args:
         names_of_data: The keys of this mapping are the user's own words and say nothing about the values.
@@ -65,7 +65,7 @@ def _is_secret(key: Any, value: Any) -> bool:
 
 
 def left_out(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys of a recipe whose value lacks a password or token that `redacted` removed."""
+    """Yield dotted keys of a recipe whose value contains a redacted password or token."""
     if isinstance(value, str) and (value == HIDDEN and _SECRET_KEY.fullmatch(key.rsplit(".", 1)[-1])
                                    or _LEFT_OUT.search(value)):
         yield key

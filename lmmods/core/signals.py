@@ -1,7 +1,7 @@
-"""Ctrl+C and SIGTERM: before training they end the program; in training the first saves a checkpoint and ends the run,
-a second one ends it at once; and `--stop_at`.
+"""Ctrl+C, SIGTERM and `--stop_at`.
 
-Nothing of ours is imported here at the top: the program begins with `end_at_signals`.
+Before training, signals end the program; during training the first saves a checkpoint and ends the run, a second one
+ends it at once. Nothing of this project is imported at the top: the program begins with `end_at_signals`.
 """
 
 import os
@@ -12,24 +12,27 @@ from typing import Any, NoReturn
 ASKED = signal.SIGINT, signal.SIGTERM
 STATUS = 130
 BEFORE = "Interrupted before training began; nothing was written."
-# A launcher forwards signals that the process received itself too: within so many seconds they count as one.
+# A launcher forwards signals that the process has received itself, too: within this many seconds they count as one.
 FORWARDING_SECONDS = 2.0
 UNSAVED = "Nothing was saved: trainer.enable_checkpointing is false."
-BLOCKED = 3.0  # seconds that a call into a library may go on after a signal, before training
+BLOCKED = 3.0  # seconds that a library call may continue after a signal, before training
 
 
 def end_at_signals() -> None:
-    """From now on they end the program where it stands, with one line: for its first seconds, in which it has nothing
-    to put in order, and an exception could get lost in a library that is being imported."""
+    """Make signals end the program at once, with one line.
+
+    For its first seconds, in which it has nothing to clean up, and an exception could get lost in the import of a
+    library.
+    """
     for number in ASKED:
         signal.signal(number, _end)
 
 
 def raise_at_signals(message: str) -> None:
-    """From now on they raise `Interrupted`, so that what has begun is put in order.
+    """Make signals raise `Interrupted`, so that the program can clean up.
 
-    Where a call into a library does not come back to Python, as a rendezvous that waits for other machines, the program
-    ends all the same.
+    If a library call does not return to Python, such as a rendezvous that waits for other machines, the program ends
+    all the same.
     """
     def interrupt(number: int, frame: Any) -> None:
         _taken.append(number)
@@ -40,13 +43,13 @@ def raise_at_signals(message: str) -> None:
 
 
 def watch_blocked_calls() -> None:
-    """Let a thread end the program where a signal comes and Python does not get to its handler. Once in a program."""
+    """Start a thread that ends the program if Python does not get to handle a signal. Call once."""
     import threading
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if hasattr(os, "register_at_fork"):  # signals of a child are its own
+    if hasattr(os, "register_at_fork"):  # a child must not write into its parent's pipe
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def watch() -> None:
@@ -61,7 +64,7 @@ def watch_blocked_calls() -> None:
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
-_taken: list[int] = []  # signals that a handler has seen
+_taken: list[int] = []  # signals that a handler has received
 
 
 def _end(*_: Any) -> NoReturn:
@@ -75,14 +78,14 @@ class Interrupted(BaseException):
 
 
 class Stopped(Interrupted):
-    """The run stands where `--stop_at` has said that it stops."""
+    """The run has reached the step of `--stop_at`."""
 
 
 class Interruption:
-    """Whether this process has been asked to stop: by Ctrl+C, SIGTERM, or the SIGUSR1 of a batch system.
+    """State of requests to stop this process: by Ctrl+C, SIGTERM, or a batch system's SIGUSR1.
 
     Args:
-        saves: Whether the run writes a checkpoint before it ends.
+        saves: True if the run writes a checkpoint before it ends.
     """
 
     def __init__(self, saves: bool = True) -> None:
@@ -94,21 +97,21 @@ class Interruption:
 
     def listen(self) -> None:
         """Install the signal handlers."""
-        signal.set_wakeup_fd(-1)  # a step may take long
+        signal.set_wakeup_fd(-1)  # not `watch_blocked_calls`: a step may take long
         for number in (*ASKED, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def note_step(self, step: int) -> None:
-        """Look whether the run, which goes on behind optimiser step `step`, was to stop there."""
+        """Check whether the run must stop after optimiser step `step`."""
         self._is_reached = self.stop_at is not None and step >= self.stop_at
 
     @property
     def is_due(self) -> bool:
-        """Whether this process wants to stop."""
+        """True if this process has been asked to stop."""
         return self.requested or self._is_reached
 
     def stop(self, step: int, checkpoint: Any) -> NoReturn:
-        """End the run at optimiser step `step`, after `checkpoint` was written; None where the run writes none."""
+        """End the run at optimiser step `step`, after `checkpoint` was written; None if the run writes none."""
         saved = f"Saved {checkpoint}; go on with --ckpt_path last." if checkpoint else UNSAVED
         if self._is_reached and not self.requested:
             raise Stopped(f"Stopped at step {step}, as --stop_at says. {saved}")

@@ -1,4 +1,4 @@
-"""Worker processes: they exit with their parent, even if that one is killed, and print above its status line."""
+"""Worker processes: they exit with their parent, even if that is killed, and print above its status line."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from lmmods.core.progress_bar import keep_last_line
 
 
 def begin_worker(*_: object) -> None:
-    """What a worker of multiprocessing calls first, with any start method."""
+    """Set up a worker of multiprocessing, with any start method. Must be called first."""
     keep_last_line(erases=True)
     end_with_parent()
 
@@ -17,8 +17,8 @@ def begin_worker(*_: object) -> None:
 def end_with_parent() -> None:
     """Exit this worker when its parent dies.
 
-    It waits for the parent's end of a pipe to close. The parent's process id or a signal at its death would not do:
-    workers of a forkserver are children of the server, which lives as long as they do.
+    It waits for the parent's end of a pipe to close. The parent's process id or a death signal would not do: workers of
+    a forkserver are children of the server, which lives as long as they do.
     """
     parent = parent_process()
     if parent is not None:

@@ -12,7 +12,7 @@ CHOICE_SCORES = ("accuracy", "mean_subject_accuracy", "loss")
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats; float64 ends near exp(709)."""
+    """Perplexity of a mean loss in nats, capped: float64 overflows near exp(709)."""
     return math.exp(min(loss, 700))
 
 
@@ -23,7 +23,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, gold: str) -> float:
-    """1 if both are the same after normalisation."""
+    """1 if both are equal after normalisation."""
     return float(normalize_answer(prediction) == normalize_answer(gold))
 
 
@@ -39,26 +39,26 @@ def token_f1(prediction: str, gold: str) -> float:
 def best_over_golds(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
     """The best score over several right answers; for a question without any, the right answer is "".
 
-    SQuAD v2.0's evaluation leaves out golds that normalise to nothing, such as "The".
+    SQuAD v2.0's evaluation skips golds that normalise to nothing, such as "The".
     """
     return max(score(prediction, gold) for gold in [g for g in golds if normalize_answer(g)] or [""])
 
 
 def _version_1(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
-    """v1.1's evaluation keeps such golds, and finds no word in common with one, so its F1 is 0."""
+    """v1.1's evaluation keeps such golds, but an empty prediction shares no words with them, so its F1 is 0."""
     if score is token_f1 and not normalize_answer(prediction):
         return 0.0
     return max(score(prediction, gold) for gold in golds)
 
 
 def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], version_2: bool) -> dict[str, float]:
-    """Exact match and F1 in percent, as the evaluation of SQuAD v1.1 or v2.0 defines them.
+    """Exact match and F1 in percent, as defined by the evaluation of SQuAD v1.1 or v2.0.
 
     For v2.0 also `HasAns_*` and `NoAns_*`, over the questions with and without an answer.
 
     Args:
-        predictions: Question id -> text; a missing one counts as the empty answer.
-        golds: Question id -> right answers, none for an unanswerable question (v2.0).
+        predictions: Texts by question id; a missing one counts as the empty answer.
+        golds: Right answers by question id, none for an unanswerable question (v2.0).
     """
     best = best_over_golds if version_2 else _version_1
     scored = {name: {key: best(score, predictions.get(key, ""), texts) for key, texts in golds.items()}
@@ -81,7 +81,7 @@ def best_threshold(predictions: dict[str, str], golds: dict[str, Sequence[str]],
         null_odds: Score of no answer minus that of the best answer; above the threshold the answer is "".
         score: `exact_match` or `token_f1`.
     """
-    current = sum(not texts for texts in golds.values())  # what answering nothing gets right
+    current = sum(not texts for texts in golds.values())  # score of always answering nothing
     best, threshold = float(current), 0.0
     for key in sorted(golds, key=lambda key: null_odds[key]):
         if golds[key]:
@@ -98,7 +98,7 @@ def choice_scores(logits: np.ndarray, answers: np.ndarray, subjects: Sequence[st
 
     Args:
         logits: [N, C] of the choices.
-        answers: [N] number of the right one.
+        answers: [N] index of the right choice.
         subjects: [N], none of them one of CHOICE_SCORES.
     """
     hits = logits.argmax(axis=1) == answers

@@ -1,4 +1,4 @@
-"""Training speed, for both engines: tokens per second of training proper."""
+"""Training speed on both engines: tokens per second, without evaluation and saving."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 
 def now() -> float:
-    """Seconds on the clock by which training is timed."""
+    """Seconds of the clock that times training."""
     return time.perf_counter()
 
 
 class Stopwatch:
-    """Seconds of training proper, without evaluation and saving."""
+    """Seconds of training, without evaluation and saving."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or now
@@ -37,7 +37,7 @@ class Stopwatch:
 
 
 class Laps:
-    """Speed from one logged row to the next: the tokens of exactly those steps whose time was measured."""
+    """Speed between two logged rows, over exactly those steps whose time was measured."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -48,13 +48,13 @@ class Laps:
 
         Args:
             num_tokens: Their real tokens.
-            seconds: What the stopwatch showed when the device had done the last of them.
+            seconds: Stopwatch time when the device had finished the last of them.
         """
         self._num_tokens += num_tokens
         self._end = seconds
 
     def leave_out(self, num_tokens: int) -> None:
-        """Do not count this many tokens of the current step: an earlier process computed them, before a resume."""
+        """Exclude this many tokens of the current step: an earlier process computed them, before a resume."""
         self._num_tokens -= num_tokens
 
     def tokens_per_second(self) -> float:
@@ -65,10 +65,10 @@ class Laps:
 
 
 class Pace:
-    """How long the rest of a phase will take, by the steps measured so far.
+    """Estimate of the rest of a phase from the steps measured so far.
 
-    The first step of the process is left out: it is slower than the others. Validations are timed by themselves; all
-    else between steps (saving, samples) counts as part of these.
+    The first step of the process is excluded: it is slower than the others. Validations are timed separately; all else
+    between steps (saving, samples) counts as part of these.
 
     Args:
         total: Steps of the phase.
@@ -78,34 +78,34 @@ class Pace:
     def __init__(self, total: int, clock: Callable[[], float] | None = None) -> None:
         self._total = total
         self._clock = clock or now
-        self._first: tuple[int, float] | None = None  # step, clock: the beginning of what is measured
+        self._first: tuple[int, float] | None = None  # (step, clock) at the beginning of the measurement
         self._latest = (0, 0.0)
         self._paused = 0.0  # since then
         self._pauses: list[float] = []
         self._since = 0.0
 
     def mark(self, step: int) -> None:
-        """So many steps are done."""
+        """Record that `step` steps are done."""
         self._latest = step, self._clock() - self._paused
         self._first = self._first or self._latest
 
     def pause(self) -> None:
-        """A validation begins."""
+        """Call when a validation begins."""
         self._since = self._clock()
 
     def go_on(self) -> None:
-        """The validation is over."""
+        """Call when the validation is over."""
         self._pauses.append(self._clock() - self._since)
         self._paused += self._pauses[-1]
 
     @property
     def has_paused(self) -> bool:
-        """Whether a validation has been timed."""
+        """True if a validation has been timed."""
         return bool(self._pauses)
 
     @property
     def measured(self) -> tuple[int, float]:
-        """Steps measured, and the seconds that they took together."""
+        """Steps measured, and their total seconds."""
         first, latest = self._first or self._latest, self._latest
         return latest[0] - first[0], latest[1] - first[1]
 
@@ -113,7 +113,7 @@ class Pace:
         """Seconds from `step` to the end; None as long as no step has been measured.
 
         Args:
-            validations: Those that are still to come.
+            validations: Number of validations to come.
         """
         steps, seconds = self.measured
         if not steps:

@@ -1,4 +1,4 @@
-"""Versions: of this code, and of the libraries that it was tried with beside those that are installed."""
+"""Versions of this code, and of the tested and the installed libraries."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from lmmods.core import fingerprints
 
 NAME = "lmmods"
-ROOT = Path(__file__).parents[2]  # of a checkout; site-packages where the project is installed
+ROOT = Path(__file__).parents[2]  # of a checkout; site-packages if the project is installed
 SOURCES = ("lmmods", "jax_engine", "train.py")
 GIT_SECONDS = 10
 
@@ -26,8 +26,8 @@ class Dependency:
     """A library that this project declares.
 
     Args:
-        tried: Versions that it was tried with, as in pyproject.toml; empty for any.
-        extra: The extra that it belongs to; None for what every run needs.
+        tried: Tested versions, as in pyproject.toml; empty for any.
+        extra: The extra that it belongs to; None if every run needs it.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Dependency:
 
     @property
     def installed(self) -> str | None:
-        """The version that is here, if any."""
+        """The installed version, if any."""
         return _installed(self.name)
 
     @property
     def was_tried(self) -> bool:
-        """Whether the version that is here is one of those tried."""
+        """True if the installed version is among the tested ones."""
         return self.installed is not None and SpecifierSet(self.tried).contains(self.installed, prereleases=True)
 
 
 @dataclass(frozen=True)
 class Project:
-    """What the project says of itself: pyproject.toml in a checkout, else the metadata of the installed package.
+    """Metadata of the project: pyproject.toml in a checkout, else the metadata of the installed package.
 
     Args:
-        python: Versions of Python that it was tried with.
+        python: Tested versions of Python.
     """
 
     version: str
@@ -59,7 +59,7 @@ class Project:
 
     @classmethod
     def read(cls, root: Path = ROOT) -> "Project":
-        """Of a checkout the file is read, since an editable installation keeps the metadata of the day it was made."""
+        """Read the metadata. A checkout's pyproject.toml wins: an editable installation keeps outdated metadata."""
         try:
             told = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         except (OSError, KeyError, tomllib.TOMLDecodeError):
@@ -76,7 +76,7 @@ class Project:
 
 
 def _dependencies(listed: list[tuple[str, str | None]]) -> tuple[Dependency, ...]:
-    """Those of this Python and platform; `listed` has each requirement with the extra it may be of."""
+    """Dependencies for this Python and platform; `listed` has each requirement with the extra it may belong to."""
     found = []
     for line, extra in listed:
         wanted = Requirement(line)
@@ -86,7 +86,7 @@ def _dependencies(listed: list[tuple[str, str | None]]) -> tuple[Dependency, ...
     return tuple(found)
 
 
-@cache  # what this process has imported stays what it was
+@cache  # imported libraries do not change during the process
 def _installed(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -106,11 +106,11 @@ def installed_packages() -> dict[str, str]:
 
 
 def code_version(root: Path = ROOT) -> dict[str, Any]:
-    """Which code this is.
+    """Identify this code.
 
     Returns:
-        `version`; `content`, a fingerprint of all source files; in a checkout of git also `commit`, and `changed`, the
-        files that are not as in it.
+        `version`; `content`, a fingerprint of all source files; in a git checkout also `commit`, and `changed`, the
+        files that differ from it.
     """
     found: dict[str, Any] = {"version": Project.read().version, "content": _content(root)}
     if (root / ".git").exists():
@@ -124,7 +124,7 @@ def _content(root: Path) -> str:
 
 
 def _git_state(root: Path) -> dict[str, Any]:
-    """`commit` and `changed` as git tells them; empty where it is not installed, or cannot tell."""
+    """`commit` and `changed` from git; empty if git is missing or fails."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--no-renames", "--", *SOURCES]
     try:
         said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True,
@@ -137,6 +137,6 @@ def _git_state(root: Path) -> dict[str, Any]:
         if rest.startswith("branch.oid "):
             found["commit"] = rest.split()[1]
         elif kind != "#":
-            fields = {"1": 7, "u": 9, "?": 0}[kind]  # before the path
+            fields = {"1": 7, "u": 9, "?": 0}[kind]  # number of fields before the path
             found["changed"].append(rest.split(" ", fields)[fields])
     return found

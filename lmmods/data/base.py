@@ -1,5 +1,4 @@
-"""The DataModule that every task builds on: puts splits, loaders and report together for the command line and the
-engines."""
+"""The DataModule that every task builds on: splits, loaders and report for the command line and the engines."""
 
 import json
 from collections.abc import Callable
@@ -27,14 +26,14 @@ from lmmods.data.splits import Role, SourceStores, Splits
 from lmmods.data.store.rows import RowSet
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches of each role: items made of rows, their order, the collator, and the loader of one data-parallel rank.
+# Batches of each role: items built from rows, their order, the collator, and the loader of one data-parallel rank.
 
 class Loaders:
-    """Makes the loaders of a data module.
+    """Builds the loaders of a data module.
 
     Args:
-        task: Sizes and orders of batches, and what its rows become.
-        rows: Role -> its rows. Raises UserError where there are none.
+        task: Batch sizes, orders, and how rows become items.
+        rows: Returns the rows of a role. Raises UserError if there are none.
     """
 
     def __init__(self, task: TaskHooks, rows: Callable[[Role], RowSet]) -> None:
@@ -42,7 +41,7 @@ class Loaders:
         self._items: dict[Role, Any] = {}
 
     def items(self, role: Role) -> Any:
-        """Rows of batches: the task's arrangement of the kept rows, packed if asked for."""
+        """Items of batches: the task's arrangement of the kept rows, packed if requested."""
         if role not in self._items:
             self._items[role] = self._arranged(self._rows(role))
         return self._items[role]
@@ -55,7 +54,7 @@ class Loaders:
         """Training batches from the cache.
 
         Args:
-            overfit: So many batches of each rank, or this share of all, in each epoch the same; 0 is all.
+            overfit: Number of batches of each rank, or share of all, to repeat in each epoch; 0 is all.
         """
         task, items = self._task, self.items("train")
         lengths = items.lengths
@@ -75,7 +74,7 @@ class Loaders:
                               grouped=task.group_by_length and task.shuffle and not overfit)
 
     def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
-        """Training batches of streams, those of this rank."""
+        """Training batches of streams for this rank."""
         task = self._task
 
         def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, begun: int) -> BatchOrder:
@@ -88,7 +87,7 @@ class Loaders:
                             settings, task.num_proc or 1)
 
     def evaluation(self, role: Role, shard: Shard, collate: Callable[[list], Batch] | None = None) -> EvaluationLoader:
-        """Batches without dropout, as of validation and test, those of this rank; `collate` makes other batches."""
+        """Batches without dropout seeds for this rank, as for validation and test; `collate` replaces the collator."""
         items = self.items(role)
         order = evaluation_order(items.lengths, self._task.eval_batch_size)
         widths = None if collate else Widths(items.lengths, self._padded())
@@ -103,7 +102,7 @@ class Loaders:
         return EvaluationLoader(prompts, order, self._collator(task._prompt_keys(), task._prompt_side()), shard)
 
     def collator(self, seeded: bool = False) -> Callable[[list], Batch]:
-        """Items to batches, with the seeds of dropout or without."""
+        """Return the collator of items, with dropout seeds if `seeded`."""
         packed = ("position_ids", "segment_ids") if self._task.packing else ()
         seeds = (SEEDS,) if seeded else ()
         keys = (*self._task._batch_keys(), *packed, *seeds)
@@ -119,30 +118,33 @@ class Loaders:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Single training rows as the model sees them: the first, the worst, or chosen ones.
+# Single training rows as the model sees them: the first, the worst, or selected ones.
 
 Which = Literal["first", "longest", "most_cut", "most_unknown"]
 
 
 def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
                ) -> list[dict[str, Any]]:
-    """Training rows as the model sees them: {index, input_ids, labels, location}, as plain lists, and `prompt_length`
-    and the `weights` of its tokens where a row has them. A row of several answers comes as one for each, by `name`.
+    """Training rows as the model sees them, as plain lists: {index, input_ids, labels, location}.
+
+    Rows that have them also get `prompt_length` and the `weights` of their tokens. A row of several answers comes as
+    one row for each, by `name`.
 
     Args:
-        items: Rows of batches, a data set with `lengths` and `truncated`.
-        rows: The rows that these are made of.
-        which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens the vocabulary lacks), or places.
+        items: Items of batches, a data set with `lengths` and `truncated`.
+        rows: The rows that the items are built from.
+        which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens not in the vocabulary), or row
+            numbers.
 
     Raises:
-        UserError: A place does not exist.
+        UserError: A row number does not exist.
     """
     shown = [items[place] for place in _places(items, num_rows, which, unknown_id)]
     return [_shown_row(row, rows) for item in shown for row in _answers(item)]
 
 
 def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that an item of a batch is."""
+    """The sequences of an item: one, or one for each answer."""
     return [{**item, **answer} for answer in item["answers"]] if "answers" in item else [item]
 
 
@@ -172,8 +174,8 @@ def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
 
 
 DEFAULT_MAX_LENGTH = 1024
-NEW_PADDING = "new_padding"  # in a checkpoint: whether a missing padding token was added
-WHOLE_WORDS = "whole_words"  # and whether added tokens are whole in texts
+NEW_PADDING = "new_padding"  # in a checkpoint: true if a missing padding token was added
+WHOLE_WORDS = "whole_words"  # in a checkpoint: true if added tokens are matched whole in texts
 
 
 class DataModule(TaskHooks, lightning.LightningDataModule):
@@ -190,7 +192,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self._tokenizer = replace(self._tokenizer, pad_token=self.pad_token, bos_token=self.bos_token,
                                   eos_token=self.eos_token, add_tokens=self.add_tokens,
                                   options=self.tokenizer_options, new_padding=self._adds_padding)
-        self.contents: dict[str, str | None] = {}  # hashes of sources, made once a start by one process
+        self.contents: dict[str, str | None] = {}  # hashes of sources, computed by one process once per start
         self._splits = Splits(self, SourceStores(self, self.contents))
         self.described_sources = self._splits.described  # for a manifest
         self._loaders = Loaders(self, self._rows)
@@ -200,19 +202,21 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self._loader: StatefulLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
 
-    # Settings that the model and the run have a say in
+    # Settings that depend on the model and the run
 
     def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
                 seed: int | None = None, max_positions: int | None = None, token_types: bool = True,
                 answers: Answers = "pair") -> None:
-        """Fill in what the user left unset with what the model and the run know.
+        """Fill in fields that the user left unset from the model and the run.
 
         Args:
             pretrained: Folder or hub id of the model, for its tokenizer.
-            trust_remote_code: Whether code of the repository may run.
+            revision: Revision of that hub model.
+            trust_remote_code: True if code of the repository may run.
+            seed: Seed of the run.
             max_positions: Longest row the model can take.
-            token_types: Whether the model tells kinds of token apart.
-            answers: What a row of preferences is to its loss.
+            token_types: True if the model uses token types.
+            answers: What a row of preferences is to the loss.
 
         Raises:
             UserError: `max_length` is more than the model can take.
@@ -231,11 +235,12 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self.check_tokens()
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Pad and read added tokens as the run of a checkpoint does, whose network has a row for [PAD] or has none.
+        """Treat padding and added tokens as the run of a checkpoint did, whose network may or may not have a row for
+        [PAD].
 
         Args:
-            checkpoint: What it holds beside arrays. Where it does not say, [PAD] was added to any vocabulary, and added
-                tokens were whole in templates only.
+            checkpoint: Its content without arrays. Checkpoints without these keys added [PAD] to any vocabulary, and
+                matched added tokens whole in templates only.
         """
         state = checkpoint.get(type(self).__qualname__, {})
         self._tokenizer = replace(self._tokenizer, new_padding=state.get(NEW_PADDING, True),
@@ -261,13 +266,13 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     @property
     def trainable_new_tokens(self) -> list[int]:
-        """Ids that the vocabulary on disk does not hold and whose embeddings must be trained: all but padding."""
+        """Ids missing from the vocabulary on disk whose embeddings must be trained: all but padding."""
         return self._tokenizer.loaded.trainable_new_tokens
 
     # Rows
 
     def prepare_data(self) -> None:
-        """Read, encode and write what the stage needs and the cache lacks. Run by one process. Raises UserError."""
+        """Read, encode and write what the stage needs and the cache lacks. Runs in one process. Raises UserError."""
         self.max_length = self.max_length or DEFAULT_MAX_LENGTH
         stage = getattr(getattr(self.trainer, "state", None), "fn", None)
         self._splits.prepare(str(stage.value) if stage else None, self._shard().rank == 0)
@@ -276,14 +281,14 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
         self.max_length = self.max_length or DEFAULT_MAX_LENGTH
         strategy = getattr(self.trainer, "strategy", None)
-        if not self._splits.sets and hasattr(strategy, "broadcast"):  # the JAX trainer hands them over itself
+        if not self._splits.sets and hasattr(strategy, "broadcast"):  # the JAX trainer broadcasts them itself
             self.adopt_contents(strategy.broadcast(self.contents))
         self._report = None
         self._splits.open(stage, self._shard().rank == 0)
         self._check_splits()
 
     def _check_splits(self) -> None:
-        """Warn where the vocabulary does not fit. Raises UserError: the loss of a split has nothing to measure."""
+        """Warn if the vocabulary does not fit. Raises UserError: no token of a split is scored by its loss."""
         for role in [role for role in self._splits.sets if role not in self._checked]:
             self._checked.add(role)
             found = [problem for store in self._splits.sets[role].stores if (problem := misfit(store.info))]
@@ -299,23 +304,23 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
                 self._warned.add(problem)
 
     def adopt_contents(self, contents: dict[str, str | None]) -> None:
-        """Take `contents` of the first process, so that the others need not read all sources too."""
+        """Adopt the content hashes of the first process, so that other processes need not read all sources."""
         self.contents |= contents
 
     def _rows(self, role: Role) -> RowSet:
-        """Kept rows of a role. Raises UserError where there are none."""
+        """Kept rows of a role. Raises UserError if there are none."""
         if role not in self._splits.sets:
             self.setup({"train": "fit", "val": "validate"}.get(role, role))
         return self._splits.rows(role)
 
     def example(self, index: int) -> dict[str, Any]:
-        """The row as read behind `index` of a predict batch."""
+        """The source row behind `index` of a predict batch."""
         return self._rows("predict").source_row(index)
 
     # Batches
 
     def train_dataloader(self) -> StatefulLoader | StreamLoader:
-        """Training batches of this rank; continues at a loaded position. Raises UserError."""
+        """Training batches of this rank, from a loaded position if there is one. Raises UserError."""
         if not self.streaming:
             self._loader = self._loaders.training(self._shard(), getattr(self.trainer, "overfit_batches", 0))
         elif self.trainer is not None and self.trainer.max_steps == -1:
@@ -345,21 +350,21 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             rank, num_ranks, batches_per_step = 0, 1, 1
         elif hasattr(trainer, "data_rank"):
             rank, num_ranks, batches_per_step = trainer.data_rank, trainer.num_data_ranks, trainer.batches_per_step
-        else:  # Lightning's own Trainer, each process of which has rows of its own
+        else:  # Lightning's own Trainer: each process has its own rows
             rank, num_ranks = trainer.global_rank, trainer.world_size
             batches_per_step = num_ranks * trainer.accumulate_grad_batches
         return Shard(rank, num_ranks, self.num_workers, batches_per_step, getattr(trainer, "fed_ranks", None))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the data where the training loader stands; plain JSON."""
+        """State of the data in a checkpoint, at the training loader's position; plain JSON."""
         return self.state_at(self._loader.state_dict()) if self._loader is not None else {}
 
     def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint holds of the data: a loader's position, and how the tokenizer was repaired."""
+        """State of the data in a checkpoint: a loader's position, and how the tokenizer was repaired."""
         return {**position, NEW_PADDING: self._tokenizer.new_padding, WHOLE_WORDS: self._tokenizer.whole_words}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue training at a saved position. Raises UserError when it belongs to other data."""
+        """Continue training at a saved position. Raises UserError if it belongs to other data."""
         if self._loader is not None:
             self._loader.load_state_dict(state_dict)
         elif state_dict:
@@ -369,7 +374,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     @property
     def report(self) -> dict[str, Any]:
-        """What was read, dropped and truncated, and how full batches are; plain JSON, after `setup`."""
+        """Counts of rows read, dropped and truncated, and the fill of batches; plain JSON, after `setup`."""
         if self._report is None:
             self._report = describe(self, self._splits.sets, self._loaders.items, self._tokenizer.loaded.notes,
                                     self._shard().batches_per_step)
@@ -380,7 +385,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         return render_table(self.report)
 
     def identity(self) -> dict[str, Any]:
-        """What decides about rows and tokens and is in no recipe, by the key it belongs to; before `prepare_data` too.
+        """Facts that determine rows and tokens but are in no recipe, by recipe key. Works before `prepare_data`, too.
 
         Raises:
             UserError: A source or the tokenizer cannot be read.
@@ -390,13 +395,13 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
                 "max_length": self.max_length or DEFAULT_MAX_LENGTH}
 
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
-        """Training rows as the model sees them, see `shown_rows`."""
+        """Training rows as the model sees them; see `shown_rows`."""
         return shown_rows(self._loaders.items("train"), self._rows("train"), num_rows, which,
                           self.tokenizer.unk_token_id)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Items that know which of the epoch's they are, and which epoch's: by this their dropout is drawn.
+# Items with their number within the epoch and the epoch's number, which seed their dropout.
 
 class NumberedSet(Dataset):
     """Items with `row`, their number, and `draw`. Item -1 is None, a padding row.
@@ -405,7 +410,7 @@ class NumberedSet(Dataset):
 
     Args:
         items: Data set of {input_ids, ...} with `lengths` and `truncated`.
-        redrawn: Whether the items themselves differ from draw to draw, and take such numbers.
+        redrawn: True if the items themselves differ between draws and are indexed by such numbers.
     """
 
     def __init__(self, items: Any, redrawn: bool) -> None:
@@ -421,17 +426,17 @@ class NumberedSet(Dataset):
 
     @property
     def tokens(self) -> np.ndarray:
-        """Tokens of each item in all its answers."""
+        """Tokens of each item, summed over its answers."""
         return getattr(self.items, "tokens", self.items.lengths)
 
     @property
     def num_answers(self) -> int:
-        """Sequences of a batch that an item is, none longer than its `lengths`."""
+        """Sequences in a batch per item, none longer than its `lengths`."""
         return getattr(self.items, "num_answers", 1)
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens lost from each item."""
+        """Tokens cut from each item."""
         return self.items.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:

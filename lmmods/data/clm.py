@@ -1,4 +1,4 @@
-"""Causal language modelling on plain text: documents, each closed by the end token, split into blocks."""
+"""Causal language modelling on plain text: documents, each ended by the end token, split into blocks."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from lmmods.data.store.rows import RowSet
 class CLMData(CLMDataFields, DataModule):
     """Texts for causal language modelling; one row of a batch is a block of `max_length` tokens."""
 
-    _adds_padding = False  # a row more in the output head changes every probability
+    _adds_padding = False  # another row in the output head would change every probability
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of beginnings of documents."""
+        """Token ids of texts that begin a document."""
         text = TextEncoder(self.tokenizer)
         return [[*self._begin(text), *ids] for ids in text.encode_texts(texts, [False] * len(texts))]
 

@@ -20,9 +20,9 @@ from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Masked-language-model rows: special tokens around a block, and masks drawn from (seed, draw, row).
+# Rows of masked language models: special tokens around a block, and masks drawn from (seed, draw, row).
 
-MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest stays as it is (Devlin et al. 2018)
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest is unchanged (Devlin et al. 2018)
 
 
 @dataclass
@@ -30,9 +30,11 @@ class Masker:
     """BERT's masking.
 
     Args:
-        special: For each id of the vocabulary, whether it is special: such are neither masked nor drawn. [V] bool.
-        continues: For each id, whether it goes on with the word before it. [V] bool.
+        mask_id: Id of the mask token.
+        special: [V] bool, True for special tokens: they are neither masked nor drawn.
+        continues: [V] bool, True for tokens that continue a word.
         probability: Share of tokens (or words) to predict.
+        whole_words: Mask whole words instead of tokens.
     """
 
     mask_id: int
@@ -45,7 +47,7 @@ class Masker:
         self._ordinary = np.flatnonzero(~self.special)
 
     def __call__(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Masked ids and labels, both [T]; labels are IGNORED where nothing was chosen."""
+        """Masked ids and labels, both [T]; labels are IGNORED for tokens that were not chosen."""
         chosen = self._choose(ids, random)
         fate = random.random(len(ids))
         replaced = np.where(fate < MASK_SHARE, self.mask_id, ids)
@@ -72,7 +74,9 @@ class MaskedSet(Dataset):
 
     Args:
         blocks: Data set of {input_ids, index} with `lengths`.
-        around: Ids before and behind each block.
+        masker: Draws the masks.
+        around: Ids before and after each block.
+        seed: Seed of the masks.
     """
 
     def __init__(self, blocks: Any, masker: Masker, around: tuple[list[int], list[int]], seed: int) -> None:
@@ -88,7 +92,7 @@ class MaskedSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens lost from each row."""
+        """Tokens cut from each row."""
         return self.blocks.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
@@ -120,7 +124,7 @@ def vocabulary_flags(tokenizer) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN00
 
 
 def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
-    """Ids that the tokenizer puts before and behind one text."""
+    """Ids that the tokenizer puts before and after a single text."""
     bare = tokenizer("a", add_special_tokens=False).input_ids
     whole = tokenizer("a").input_ids
     if whole != bare:
@@ -172,7 +176,7 @@ class MLMData(MLMDataFields, DataModule):
 
     @cached_property
     def _special(self) -> np.ndarray:
-        """For each id, whether it is special. [V] bool."""
+        """[V] bool, True for special tokens."""
         return vocabulary_flags(self.tokenizer)[0]
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +195,7 @@ class MLMData(MLMDataFields, DataModule):
 
         Args:
             batch: The batch, with `input_ids` [B, T].
-            outputs: Candidates [G, K] and their probabilities [G, K]: of all gaps of the batch, row by row.
+            outputs: Candidates [G, K] and their probabilities [G, K], for all gaps of the batch, row by row.
         """
         tokens, probabilities = (part.tolist() for part in outputs)
         ids, fills, gap = batch["input_ids"].tolist(), [], 0
@@ -206,7 +210,7 @@ class MLMData(MLMDataFields, DataModule):
         return {index: pair for index, *pair in zip(batch["index"].tolist(), texts, fills) if index >= 0}
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
-        """Rows with `prediction`, the text filled in, and `fills`, for each gap its candidates, the likeliest first.
+        """Rows with `prediction`, the filled text, and `fills`, the candidates of each gap, most likely first.
 
         Raises:
             UserError: No text has a gap.

@@ -1,4 +1,4 @@
-"""Preference optimisation: answers to one prompt, of which one is preferred, or which are wanted or not."""
+"""Preference optimisation: answers to one prompt, one of them preferred, or each wanted or unwanted."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +31,7 @@ class PreferenceData(PreferenceDataFields, ConversationData):
     """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer."""
 
     def reference(self, index: int) -> str | None:
-        """The wanted answer that the data give for a row of predict, or None."""
+        """The wanted answer in the data for a row of predict, or None."""
         layout = self._rows("predict").info(index)["format"]
         with suppress(RowProblem):
             for conversation, is_wanted in read_answers(layout, self.example(index), self.roles, self.turn_fields):
@@ -41,25 +41,25 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         return None
 
     def micro_batches(self, first: int, count: int) -> list[dict[str, Any]]:
-        """So many training batches of this rank from the one numbered `first` of the epoch under way on.
+        """`count` training batches of this rank from number `first` of the current epoch on.
 
         Raises:
-            UserError: A stream cannot be looked into.
+            UserError: A stream cannot be read ahead.
         """
         if not isinstance(self._loader, StatefulLoader):
             raise UserError("model.loss kto looks at all rows of a step before it trains on the first, which "
                             "data.streaming does not allow: set it to false, or take apo_zero_unpaired")
         return self._loader.peek(first, count)
 
-    # Log-probabilities under a reference that is not there while training -------------------------------------------
+    # Log-probabilities under a reference model that is not loaded during training ------------------------------------
 
-    keeps_references = False  # whether batches hold `reference_logps`
+    keeps_references = False  # True if batches hold `reference_logps`
 
     def begin_references(self, stage: str) -> list[Role]:
-        """From now on batches hold `reference_logps`. Returns the sets for which `adopt_references` must give them.
+        """Add `reference_logps` to batches from now on. Returns the sets that need a call of `adopt_references`.
 
         Raises:
-            UserError: Rows of a stream are not known before they are trained on.
+            UserError: Rows of a stream are not known before training.
         """
         if self.streaming and stage == "fit":
             raise UserError("model.reference cache goes through all rows before training, which data.streaming does "
@@ -68,10 +68,10 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         return [role for role in STAGE_ROLES[stage] if role in self._splits.sets and role != "predict"]
 
     def reference_store(self, role: Role, network: dict[str, Any]) -> ReferenceStore:
-        """Where the log-probabilities of a set under a reference are kept.
+        """The store of a set's log-probabilities under a reference model.
 
         Args:
-            network: All that decides about the reference's numbers.
+            network: All that determines the reference model's numbers.
         """
         rows, items = self._rows(role), self._loaders.items(role)
         lent = {"seed": self.seed, "max_length": self.max_length} if self.answers == "mismatched" else {}
@@ -84,7 +84,7 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         return self._loaders.evaluation(role, self._shard(), replace(self._loaders.collator(), keys=("index",)))
 
     def adopt_references(self, role: Role, logps: np.ndarray) -> None:
-        """Put log-probabilities [rows, answers] into the batches of a set."""
+        """Set the log-probabilities [rows, answers] for the batches of a set."""
         self._loaders.items(role).items.references = logps
 
     # Rows ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Extractive question answering: SQuAD files as published, or flat rows, as overlapping windows."""
+"""Extractive question answering: SQuAD files as published, or flat rows, encoded as overlapping windows."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,21 +25,22 @@ from lmmods.data.store.rows import RowSet
 class QAData(QADataFields, DataModule):
     """Questions on contexts; one row of a batch is a window of one question.
 
-    `index` of a batch counts the windows of its set; `window` tells what lies behind it. A window without the whole
-    answer is labelled with the position of CLS. Where an answer cannot be found in its context, the labels are -100.
+    `index` of a batch counts the windows of its set; `window` returns details of one. A window without the whole answer
+    is labelled with the position of CLS. If an answer cannot be found in its context, the labels are -100.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.spans = SpanSettings(self.n_best_size, self.max_answer_length, self.null_score_diff_threshold,
                                   self.version_2_with_negative)
-        self._told_ids: set[Role] = set()  # sets of which ids that several questions share have been told
+        self._told_ids: set[Role] = set()  # sets whose duplicate ids have been reported
 
     def window(self, role: Role, index: int) -> dict[str, Any]:
-        """What lies behind `index` of a batch.
+        """Details of the window with this `index` of a batch.
 
         Args:
             role: Set the batch is of: train, val, test or predict.
+            index: Number of the window.
 
         Returns:
             `question`: number of the question, as `question_row` takes it; `offsets` [T, 2]: first and last character
@@ -62,7 +63,7 @@ class QAData(QADataFields, DataModule):
             return []
 
     def is_labelled(self, role: Role, question: int) -> bool:
-        """Whether the data say what the right answer is, or that there is none."""
+        """True if the data give the right answer, or say that there is none."""
         row = self.question_row(role, question)
         return row.get("answers") is not None or bool(row.get("is_impossible"))
 
@@ -98,9 +99,9 @@ class QAData(QADataFields, DataModule):
         return Predictions(rows, scores, files)
 
     def _keys(self, role: Role, questions: list[int]) -> dict[int, str]:
-        """What files of answers call each question: its id, or its number where it has none or an empty one.
+        """Names of questions in answer files: the id, or the number if the id is missing or empty.
 
-        They hold one answer for an id, as SQuAD's do; where another question has it already, the number follows it.
+        These files hold one answer per id, like SQuAD's; a duplicate id is followed by the number.
         """
         keys: dict[int, str] = {}
         taken: set[str] = set()
@@ -121,7 +122,7 @@ class QAData(QADataFields, DataModule):
 
     def _scores(self, chosen: Answers, golds: dict[str, list[str]]) -> dict[str, float]:
         if not self.spans.version_2_with_negative:
-            golds = {key: texts for key, texts in golds.items() if texts}  # v1.1 knows no question without an answer
+            golds = {key: texts for key, texts in golds.items() if texts}  # v1.1 has no questions without an answer
             return squad_scores(chosen.predictions, golds, version_2=False) if golds else {}
         scores = squad_scores(chosen.predictions, golds, version_2=True)
         for name, score in (("exact_match", exact_match), ("f1", token_f1)):
@@ -130,7 +131,7 @@ class QAData(QADataFields, DataModule):
         return scores
 
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
-        """Start and end logits [T] of each window; the network tells them by window already."""
+        """Start and end logits [T] of each window; the network already returns them by window."""
         return outputs
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
@@ -179,7 +180,7 @@ class QAData(QADataFields, DataModule):
         return ("input_ids", *types, "index")
 
     def _tokenizer_has_types(self) -> bool:
-        """Whether the tokenizer tells question from context: as its configuration says, else as it encodes."""
+        """True if the tokenizer distinguishes question and context: by its configuration, else by its encoding."""
         tokenizer = self.tokenizer
         if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
             return "token_type_ids" in tokenizer.model_input_names

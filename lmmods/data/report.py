@@ -12,17 +12,17 @@ from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
 
-PACKED_TRIAL = 200_000  # up to so many rows, the report tries what packing would give
+PACKED_TRIAL = 200_000  # most rows for which the report computes the padding of packing
 MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 
 
 def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str],
              batches_per_step: int) -> dict[str, Any]:
-    """The report of all that is open.
+    """Build the report on all open sets.
 
     Args:
-        items_of: Role -> its rows of batches, a data set with `lengths`.
+        items_of: Returns the items of a role, a data set with `lengths`.
         batches_per_step: Global micro-batches of an optimiser step.
     """
     stores = {store.name: store for rows in sets.values() for store in rows.stores}
@@ -41,7 +41,7 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
 
 
 def describe_source(info: dict[str, Any]) -> dict[str, Any]:
-    """What one source gave, from its store's info.json."""
+    """Summary of one source, from its store's info.json."""
     counts = {name: number for name, number in info["counts"].items() if not name.startswith(UNUSED)}
     unused = {_key_name(name): number for name, number in info["counts"].items() if name.startswith(UNUSED)}
     notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives "
@@ -60,13 +60,13 @@ def describe_source(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_tokens(counts: dict[str, Any]) -> str | None:
-    """How many tokens of a source are unknown to the vocabulary, in words; None where there are none."""
+    """Describe how many tokens of a source are unknown to the vocabulary; None if there are none."""
     unknown, tokens = counts.get("unknown_tokens", 0), counts.get("tokens", 0)
     return f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%})" if unknown else None
 
 
 def misfit(info: dict[str, Any]) -> str | None:
-    """What is wrong with a source of which the vocabulary lacks too much, from its store's info.json."""
+    """Message for a source with too many unknown tokens, from its store's info.json; None if there are few."""
     counts = info["counts"]
     if counts.get("unknown_tokens", 0) <= MOST_UNKNOWN * counts.get("tokens", 0):
         return None
@@ -77,7 +77,7 @@ def misfit(info: dict[str, Any]) -> str | None:
 
 
 def _key_name(counted: str) -> str:
-    """The key that a count of unused ones is of, in characters that can be printed."""
+    """The key that a count of unused keys refers to, in printable characters."""
     return counted.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
 
 
@@ -86,9 +86,9 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
     """Size of a split, lengths, and the share of padding under each way of batching.
 
     Args:
-        items: Data set with `lengths`, and with `tokens` where items are several sequences.
+        items: Data set with `lengths`, and with `tokens` if items are several sequences.
         multiple: Batch lengths are rounded up to a multiple of this.
-        batches_per_step: Batches among which rows of similar length are shared out.
+        batches_per_step: Batches among which rows of similar length are divided.
     """
     lengths = items.lengths
     num_answers, tokens = getattr(items, "num_answers", 1), getattr(items, "tokens", lengths)
@@ -113,8 +113,7 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
 
 def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int,
                   num_tokens: float) -> float:
-    """Share of padding among all positions when rows, of `num_tokens` together, come in `order`, `batch_size` at a
-    time."""
+    """Share of padding if rows of `num_tokens` in total are batched in `order`, `batch_size` at a time."""
     ordered = lengths[order]
     longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))
     padded = np.maximum(longest, np.minimum(-(-longest // multiple) * multiple, max_length))
@@ -124,7 +123,7 @@ def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multi
 
 
 def render_table(report: dict[str, Any]) -> str:
-    """The report in a few lines for the screen."""
+    """Format the report in a few lines for the screen."""
     lines = []
     for path, source in report["sources"].items():
         lines.append(f"{path}: {source['rows_read']} rows read, {source['rows_kept']} kept"

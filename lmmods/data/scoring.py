@@ -1,4 +1,4 @@
-"""From start and end logits of all windows of a question to its answer."""
+"""Choice of a question's answer from the start and end logits of all its windows."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,13 +7,13 @@ import numpy as np
 
 
 class WindowLogits(NamedTuple):
-    """What the network says of one window.
+    """The network's outputs for one window.
 
     Args:
         start: [T] logits.
         end: [T] logits.
-        offsets: [T, 2] first character of each token and the one behind its last, in the context; -1 outside it.
-        cls_position: Token that stands for no answer.
+        offsets: [T, 2] first character of each token and the one after its last, in the context; -1 outside it.
+        cls_position: Token that means no answer.
     """
 
     start: np.ndarray
@@ -24,7 +24,7 @@ class WindowLogits(NamedTuple):
 
 @dataclass
 class SpanSettings:
-    """How answers are chosen, by the fields of QADataFields."""
+    """Settings for choosing answers, see the fields of QADataFields."""
 
     n_best_size: int = 20
     max_answer_length: int = 30
@@ -34,7 +34,7 @@ class SpanSettings:
 
 @dataclass
 class Answers:
-    """Answers by question id, as the three files hold them."""
+    """Answers by question id, in the form of the three files."""
 
     predictions: dict[str, str] = field(default_factory=dict)
     nbest: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Answers:
     best_non_null: dict[str, str] = field(default_factory=dict)
 
     def add(self, key: str, answer: str, nbest: list[dict[str, Any]], odds: float, best_non_null: str) -> None:
-        """Note what `choose_answer` says of a question."""
+        """Add the results of `choose_answer` for a question."""
         self.predictions[key], self.nbest[key] = answer, nbest
         self.null_odds[key], self.best_non_null[key] = odds, best_non_null
 
@@ -94,14 +94,14 @@ def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[floa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a task makes of the network's outputs: rows for predictions.jsonl, scores, further files.
+# Results of a task from the network's outputs: rows for predictions.jsonl, scores, further files.
 
 class Predictions(NamedTuple):
-    """Outputs turned back into the task's terms.
+    """Outputs converted back to the terms of the task.
 
     Args:
         rows: Records of predictions.jsonl, in the order of the data.
-        scores: Metrics, where the data hold right answers.
+        scores: Metrics, if the data hold right answers.
         files: Further JSON files of the run folder, by name.
     """
 

@@ -20,12 +20,12 @@ from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source import Source
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conversations, as fine-tuning and preference optimisation read and write them.
+# Conversations, shared by fine-tuning and preference optimisation.
 
 class ConversationData(ConversationFields, DataModule):
-    """Conversations in a template. Abstract: a task says what of them is learned."""
+    """Conversations in a template. Abstract: a task decides what is learned."""
 
-    _adds_padding = False  # a row more in the output head changes every probability
+    _adds_padding = False  # another row in the output head would change every probability
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +45,7 @@ class ConversationData(ConversationFields, DataModule):
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja of the template of the training rows, the tokenizer's own or a named one; None where all are texts."""
+        """Jinja template of the training rows, the tokenizer's own or a named one; None if all rows are plain texts."""
         layouts = [store.info["format"] for store in self._rows("train").stores]
         if all(find_format(layout).template for layout in layouts):
             return None
@@ -54,7 +54,7 @@ class ConversationData(ConversationFields, DataModule):
         return template_jinja(renderer) if named else self.tokenizer.get_chat_template()
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of user turns in the template of the training rows, up to where the response begins.
+        """Token ids of user turns in the template of the training rows, up to the response.
 
         Raises:
             UserError: The template cannot render one.
@@ -66,11 +66,11 @@ class ConversationData(ConversationFields, DataModule):
             raise UserError(f"samples.prompts: {problem}") from problem
 
     def prompt_encoder(self, layout: str) -> SFTEncoder:
-        """Encoder of conversations as training rows of a layout are written, up to where the response begins."""
+        """Encoder of conversations in the form of a layout's training rows, up to the response."""
         return self._sft_encoder(layout, prompts_only=True)
 
     def inference_prompts(self, index: int) -> list[list[int]]:
-        """Token ids of the prompts of a training row's answers, as transformers makes them; [] where it refuses.
+        """Token ids of the prompts of a training row's answers, as transformers renders them; [] if it refuses.
 
         Args:
             index: Number of the row among those read.
@@ -94,7 +94,7 @@ class ConversationData(ConversationFields, DataModule):
         return found
 
     def reference(self, index: int) -> str | None:
-        """The response that the data give for a row of predict, or None."""
+        """The response in the data for a row of predict, or None."""
         row = self.example(index)
         layout = self._rows("predict").info(index)["format"]
         try:
@@ -104,14 +104,14 @@ class ConversationData(ConversationFields, DataModule):
         return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
 
     def score(self, predictions: dict[int, str]) -> dict[str, float]:
-        """Share of predictions equal to their reference, spaces around them apart; empty without references."""
+        """Share of predictions equal to their reference, ignoring spaces around them; empty without references."""
         pairs = [(text, self.reference(index)) for index, text in predictions.items()]
         hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
     @abstractmethod
     def _choices(self) -> Choices:
-        """What of a conversation is written and learned."""
+        """Settings of what is rendered and learned of a conversation."""
 
     def _encoding_settings(self) -> dict[str, Any]:
         names = ("template", "dataset_format", "roles", "turn_fields", "reasoning", "system_prompt",
@@ -125,7 +125,7 @@ class ConversationData(ConversationFields, DataModule):
         return self._conversations(layout, prompts_only)
 
     def _conversations(self, layout: str, prompts_only: bool) -> tuple[SFTEncoder, dict[str, Any]]:
-        """Encoder of conversations of a layout, and what the report says of them."""
+        """Encoder of conversations of a layout, and facts about it for the report."""
         encoder = self._sft_encoder(layout, prompts_only)
         template = find_format(layout).template or self._template_name()
         return encoder, {"format": layout, "template": template, "notes": encoder.renderer.notes}
@@ -156,7 +156,7 @@ class ConversationData(ConversationFields, DataModule):
         return ("input_ids", "labels", *(["loss_weights"] if self._has_weights() else []))
 
     def _has_weights(self) -> bool:
-        """Whether rows may count differently. What a stream will hold is not known."""
+        """True if rows may have different weights, which for a stream is unknown."""
         return self.streaming or any((rows.column("weight") != 1).any() for rows in self._splits.sets.values())
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which rows are whose: the sources of each role, their stores, and the division into training and validation."""
+"""Rows of each role: its sources, their stores, and the division into training and validation rows."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from lmmods.data.store.cache import Cache
 from lmmods.data.store.rows import RowSet, split, weighted
 
 Role = Literal["train", "val", "test", "predict"]
-FIRST_BUFFER = 1000  # rows of a stream that the report looks at
+FIRST_BUFFER = 1000  # rows of a stream that the report covers
 STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is reported as it comes"
 STAGE_ROLES: dict[str | None, tuple[Role, ...]] = {
     "fit": ("train", "val"),
@@ -32,7 +32,7 @@ class SourceStores:
     """The rows of single sources: encoded in the cache, or as a stream.
 
     Args:
-        contents: Hashes of sources that are known; those that are made here are added.
+        contents: Known hashes of sources; those computed here are added.
     """
 
     def __init__(self, task: TaskHooks, contents: dict[str, str | None]) -> None:
@@ -41,12 +41,12 @@ class SourceStores:
         self._readers: dict[str, SourceReader] = {}
 
     def store(self, source: Source, prompts_only: bool, is_first: bool, prepares: bool = False) -> Store:
-        """The store of a source, built when the cache lacks it.
+        """Return the store of a source, built if the cache lacks it.
 
         Args:
-            prompts_only: Whether rows end where a response is to begin.
-            is_first: Whether this is the first process of the run; the others read what that wrote or checked.
-            prepares: Whether this is `prepare_data`, which one process of each machine runs.
+            prompts_only: Encode rows only up to where a response begins.
+            is_first: True in the first process of the run; the others read what it wrote or checked.
+            prepares: True in `prepare_data`, which one process of each machine runs.
         """
         reader = self.reader(source)
         settings = {"task": type(self._task).__name__, "settings": self._task._encoding_settings(),
@@ -55,7 +55,7 @@ class SourceStores:
                                  rebuild=self._task.rebuild_cache and is_first, contents=prepares or is_first)
 
     def reader(self, source: Source) -> SourceReader:
-        """The reader of a source whose content is known, here or from the process that has prepared the data."""
+        """Return the reader of a source with its content hash, computed here or by the preparing process."""
         key = repr(source)
         reader = self._readers[key] = self._readers.get(key) or self._task._reader(source)
         if key in self._contents:
@@ -65,14 +65,14 @@ class SourceStores:
         return reader
 
     def stream(self, source: Source) -> StreamSource:
-        """A source that is read and encoded as training goes on."""
+        """Return a source that is read and encoded during training."""
         reader = self._task._reader(source, streaming=True)
         _, encoder, info = self._prepared(reader, prompts_only=False)
         info["notes"] = [*info.get("notes", []), STREAM_NOTE]
         return StreamSource(lambda: self._regrouped(reader, info), encoder, source.weight, info)
 
     def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
-        """Rows of a source, their encoder, and what its first row tells. Raises UserError when there is none."""
+        """Rows of a source, their encoder, and facts from its first row. Raises UserError if there is none."""
         reader.check_adopted()
         first, left_out = None, None
         for row in reader:
@@ -89,7 +89,7 @@ class SourceStores:
         return self._regrouped(reader, found), encoder, info
 
     def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
-        """Rows of one example each; those that were left out while they were read stay as they are."""
+        """Yield rows of one example each; rows that were skipped during reading pass unchanged."""
         left_out: list[Row] = []
         usable = (row for row in rows if row.problem is None or left_out.append(row))
         for row in self._task._regrouped(usable, info):
@@ -111,7 +111,7 @@ class Splits:
                                      ("predict", "predict_source", task.predict_source))
             if value is not None
         }
-        self.sets: dict[Role, RowSet] = {}  # what has been opened
+        self.sets: dict[Role, RowSet] = {}  # opened ones
         self._streams: list[StreamSource] | None = None
         self._hashed_readers: dict[str, list[tuple[SourceReader, str | None]]] | None = None
 
@@ -130,7 +130,7 @@ class Splits:
                 self._open(role, is_first)
 
     def _origin(self, role: Role) -> Role:
-        """The role whose sources hold the rows of `role`."""
+        """Return the role whose sources hold the rows of `role`."""
         if role == "val" and "val" not in self.sources:
             return "train"
         if role == "predict" and "predict" not in self.sources:
@@ -148,7 +148,7 @@ class Splits:
         if origin not in self.sources or (origin == "train" and "train" in self.sets):
             return
         if origin == "train" and self._task.streaming:
-            if role == "train":  # the report and inspection show its beginning
+            if role == "train":  # a sample for the report and inspection
                 size = min(self._task.stream_window, FIRST_BUFFER)
                 self.sets["train"] = first_usable_buffer(self.streams(), size, self._task.seed)
             return
@@ -163,12 +163,12 @@ class Splits:
             self.sets[role] = rows
 
     def key(self, role: Role) -> str:
-        """The key of the recipe that the rows of a role come from."""
+        """Return the recipe key that the rows of a role come from."""
         names = {"train": "source", "val": "val_source" if "val" in self.sources else "val_size"}
         return f"data.{names.get(role, f'{role}_source')}"
 
     def rows(self, role: Role) -> RowSet:
-        """Rows of a role that has been opened. Raises UserError where none are set."""
+        """Rows of a role that has been opened. Raises UserError if none are set."""
         if role not in self.sets:
             wanted = {"val": "data.val_source or data.val_size", "test": "data.test_source",
                       "predict": "data.predict_source, data.test_source, data.val_source or data.val_size"}[role]
@@ -182,15 +182,15 @@ class Splits:
         return self._streams
 
     def identity(self) -> dict[str, list[str | None]]:
-        """What tells other contents of the training and validation sources, by key. Raises UserError."""
+        """Content hashes of the training and validation sources, by key. Raises UserError."""
         return {key: [content for _, content in readers] for key, readers in self._hashed().items()}
 
     def described(self) -> dict[str, list[dict[str, Any]]]:
-        """What a manifest says of the training and validation sources, by key. Raises UserError."""
+        """Manifest entries of the training and validation sources, by key. Raises UserError."""
         return {key: [reader.described() for reader, _ in readers] for key, readers in self._hashed().items()}
 
     def _hashed(self) -> dict[str, list[tuple[SourceReader, str | None]]]:
-        """Readers with the hash of their contents, by key; those of streams have hashed blocks of their files."""
+        """Readers and content hashes by key; for streams, the hash covers sampled blocks of their files."""
         if self._hashed_readers is None:
             def hashed(source: Source, role: Role) -> tuple[SourceReader, str | None]:
                 if self._task.streaming and role == "train":

@@ -1,4 +1,4 @@
-"""Atomic writes: a reader finds the old file or folder or the new one, complete, even if the writer is killed."""
+"""Atomic writes: readers see the old file or folder or the complete new one, even if the writer is killed."""
 
 import json
 import os
@@ -14,7 +14,7 @@ REPLACED = ".replaced-"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically; a link of this name is replaced too, and what it leads to stays."""
+    """Replace a file's text atomically. A link of this name is replaced itself; its target is left alone."""
     _replace(path, text.encode())
 
 
@@ -23,7 +23,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Add a line to a small .jsonl file, on disk when this returns."""
+    """Append a line to a small .jsonl file. The file is on disk when this returns."""
     before = read_bytes(path, MAX_TABLE_BYTES) if path.exists() else b""
     _replace(path, before + json.dumps(value, ensure_ascii=False).encode() + b"\n")
 
@@ -34,19 +34,20 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """A text file that `write_text` has written, to add to its end. Raises OSError where a link has taken its place."""
+    """Open a text file written by `write_text` for appending. Raises OSError if it has become a link."""
     flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     return open(os.open(path, flags), "a", newline="", encoding="utf-8")
 
 
 def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can guess, and that no file or link has.
+    # An unguessable, unused name: nobody can have placed a link there.
     temporary = path.with_name(f".{path.name[:50]}-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
+            # Without this, a crash after the rename could leave an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:  # the disk is full: leave no partial file
@@ -55,13 +56,15 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Paths of all files and links in `folder`, relative to it; none if there is no such folder."""
+    """Return the paths of all files and links in `folder`, relative to it; none if there is no such folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Move a finished folder to its name after its files have reached the disk; an older one there is replaced."""
+    """Rename a finished folder to its final name, replacing an older one, after its files have reached the disk."""
     sync(temporary)
+    # A folder cannot be renamed over another that is not empty: move the old one aside first. If the process is killed
+    # between the two renames, `restore` puts it back at the next start.
     old = final.with_name(f"{REPLACED}{final.name}")
     restore(old)
     if final.is_symlink():
@@ -74,10 +77,10 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def restore(old: Path) -> None:
-    """Complete an interrupted `commit_folder`: remove the old folder if the new one is there, else put it back."""
+    """Complete an interrupted `commit_folder`: remove the old folder if the new one exists, else put it back."""
     final = old.with_name(old.name.removeprefix(REPLACED))
     if old.is_symlink():
-        old.unlink()  # none that this program has made
+        old.unlink()  # not created by this program
     elif old.is_dir() and final.exists():
         keep_foreign_files(old, final)
     elif old.is_dir():
@@ -85,7 +88,8 @@ def restore(old: Path) -> None:
 
 
 def commit_files(temporary: Path, final: Path) -> None:
-    """`commit_folder` file by file, for a folder that must not be replaced: a link, a mount, one with other files.
+    """Like `commit_folder`, file by file, for a folder that must not be replaced: a link, a mount, one with other
+    files.
 
     Raises:
         UserError: A folder in it is a link.
@@ -102,7 +106,7 @@ def commit_files(temporary: Path, final: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Wait until all files of a folder are on the disk."""
+    """Flush all files of a folder to disk."""
     for path in (*folder.rglob("*"), folder):
         _flush(path)
 

@@ -1,4 +1,4 @@
-"""Which files make a checkpoint folder, and how it goes without taking with it what somebody else put there."""
+"""The files of a checkpoint folder, and how to delete them without deleting files that somebody else put there."""
 
 import json
 import os
@@ -12,7 +12,7 @@ PLAIN = "state.json"  # everything but arrays, and where the arrays go
 
 
 def own_files(checkpoint: Path) -> list[str]:
-    """Names of the files that make a checkpoint; none where the folder is something else."""
+    """Return the names of the files of a checkpoint; empty if the folder is not one."""
     try:
         manifest = json.loads(read_text(checkpoint / MANIFEST))
     except (OSError, ValueError, RecursionError):
@@ -26,26 +26,28 @@ def holds_checkpoint(checkpoints: Path) -> bool:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint; what is none, a link, and files that somebody put into its folder stay.
+    """Delete a checkpoint. Other folders, links, and files that somebody put into its folder are kept.
 
-    At no moment is half of one there under its name, except beside such files.
+    A partly deleted checkpoint never keeps its name, unless such files lie in its folder.
     """
     names = own_files(checkpoint)
     if not names or checkpoint.is_symlink():
         return
-    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # of nobody's checkpoint
+    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # no checkpoint has folders
     if not folders and {path.name for path in checkpoint.iterdir()} <= set(names):
+        # Rename before deleting: a process killed meanwhile leaves no incomplete checkpoint under this name.
         hidden = checkpoint.with_name(f".dropped-{checkpoint.name}")
         delete(hidden)
         os.replace(checkpoint, hidden)
         delete(hidden)
         return
-    for name in sorted(set(names) - folders, key=lambda name: name == MANIFEST):  # tells whose they are: the last to go
+    # The manifest last: it lists the others.
+    for name in sorted(set(names) - folders, key=lambda name: name == MANIFEST):
         delete(checkpoint / name)
 
 
 def keep_foreign_files(old: Path, new: Path) -> None:
-    """Delete a checkpoint that `new` replaces; what else lay beside its files goes on in `new`."""
+    """Delete a checkpoint that `new` replaces; move files of others from its folder to `new`."""
     names = own_files(old)
     for path in old.iterdir() if names else ():
         if path.name not in names and not (new / path.name).exists():
@@ -54,7 +56,7 @@ def keep_foreign_files(old: Path, new: Path) -> None:
 
 
 def remove_checkpoints(checkpoints: Path) -> None:
-    """Delete every checkpoint in a folder with `last` and `best`, and nothing else."""
+    """Delete all checkpoints in a folder and the links `last` and `best`, nothing else."""
     remove_unfinished(checkpoints)
     for path in checkpoints.glob("step=*"):
         remove_checkpoint(path)
@@ -64,7 +66,7 @@ def remove_checkpoints(checkpoints: Path) -> None:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Delete what writers that were killed have left."""
+    """Delete temporary files left by killed writers."""
     for pattern in (".step=*", ".old-step=*", ".dropped-step=*", ".last-*", ".best-*"):
         for path in checkpoints.glob(pattern):
             delete(path)

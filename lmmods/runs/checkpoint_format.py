@@ -1,4 +1,4 @@
-"""A tree of dicts, lists, numbers and arrays as JSON plus safetensors: readable, engine neutral, nothing unpickled."""
+"""A tree of dicts, lists, numbers and arrays as JSON plus safetensors: readable, engine-neutral, no pickle."""
 
 import json
 from collections.abc import Callable, Hashable
@@ -14,11 +14,11 @@ from lmmods.runs.checkpoint_files import MANIFEST, PLAIN
 
 def split(tree: Any, is_array: Callable[[Any], bool],
           memory_of: Callable[[Any], Hashable] = id) -> tuple[Any, dict[str, Any]]:
-    """Take the arrays out of a tree. One that stands in several places is taken once, under the first of its paths.
+    """Separate the arrays from a tree. An array that occurs several times is stored once, under its first path.
 
     Args:
-        is_array: Whether a node is one.
-        memory_of: What is equal for arrays that are the same memory read in the same way.
+        is_array: Returns True if a node is an array.
+        memory_of: Returns a key that is equal for arrays with the same memory, shape and strides.
 
     Returns:
         The tree as JSON can hold it, and the arrays by their path in it.
@@ -50,7 +50,7 @@ def split(tree: Any, is_array: Callable[[Any], bool],
 
 
 def join(tree: Any, arrays: dict[str, Any]) -> Any:
-    """Undo `split`."""
+    """Inverse of `split`."""
     if isinstance(tree, list):
         return [join(value, arrays) for value in tree]
     if not isinstance(tree, dict):
@@ -65,15 +65,15 @@ def join(tree: Any, arrays: dict[str, Any]) -> Any:
 
 
 def write_manifest(folder: Path) -> None:
-    """Note size and CRC-32 of each file, so that damage is found before anything is restored."""
+    """Write size and CRC-32 of each file, so that damage is found before anything is restored."""
     write_json(folder / MANIFEST, stamps(sorted(folder.iterdir())))
 
 
 def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -> None:
-    """Raise UserError where one of the files `names`, or any of the folder, is missing, cut, altered or not listed.
+    """Raise UserError if a file in `names`, or by default any file, is missing, truncated, altered or not listed.
 
     Args:
-        share: Which part of so many of the folder's files to read.
+        share: (index, count): check only part `index` of `count` of the folder's files.
     """
     try:
         manifest = json.loads(read_text(folder / MANIFEST))
@@ -93,10 +93,10 @@ def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -
 
 
 def read_plain(folder: Path) -> dict[str, Any]:
-    """What a checkpoint of a run holds beside arrays.
+    """Return state.json of a run's checkpoint: its content without arrays.
 
     Raises:
-        UserError: That cannot be read, or lacks what both engines need to go on.
+        UserError: It cannot be read, or lacks a key that both engines need to resume.
     """
     check_manifest(folder, PLAIN)
     try:
@@ -112,10 +112,10 @@ def read_plain(folder: Path) -> dict[str, Any]:
 
 
 def read_tree(folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
-    """state.json of a folder with its arrays back in their places.
+    """Return state.json of a folder with its arrays put back.
 
     Raises:
-        UserError: It is no such tree, or names an array that is not there.
+        UserError: It is not such a tree, or refers to an array that is missing.
     """
     try:
         tree = join(json.loads(read_text(folder / PLAIN)), arrays)
@@ -133,18 +133,18 @@ def _check_object(folder: Path, tree: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds, of either engine: all that a run needs to go on exactly, as a tree of plain data and arrays.
+# Content of a checkpoint, for both engines: all that a run needs to resume exactly, as a tree of plain data and arrays.
 #
-# The tree is that of Lightning's checkpoints, so that a run can change engine.
+# The tree has the layout of Lightning's checkpoints, so that a run can change engine.
 
 class AccumulatedGradients(TypedDict):
-    """Micro-batches of an optimiser step that is not complete; in a checkpoint under the key `window`.
+    """Accumulated micro-batches of an incomplete optimiser step; key `window` of a checkpoint.
 
     Args:
-        sums: [4 + 2 M] float64: summed loss, weight, real tokens and rows, over all processes and devices, and of each
-            of the task's M metrics its summed values and their weight.
+        sums: [4 + 2 M] float64: summed loss, weight, real tokens and rows, over all processes and devices, then for
+            each of the task's M metrics its summed values and their weight.
         num_batches: Micro-batches of each data-parallel rank.
-        divisor: What the gradients have been divided by so far.
+        divisor: Divisor applied to the gradients so far.
         gradients: Summed over all ranks, by the names of `state_dict`.
     """
 
@@ -157,20 +157,20 @@ class AccumulatedGradients(TypedDict):
 class CheckpointContent(TypedDict, total=False):
     """The keys of a checkpoint.
 
-    Beside them stand the state of the training data, under the DataModule's class name, and what one engine alone
-    notes: `engine` on JAX, `pytorch-lightning_version` and Lightning's own keys on torch.
+    Further keys are the state of the training data, under the DataModule's class name, and those of one engine:
+    `engine` on JAX, `pytorch-lightning_version` and Lightning's own keys on torch.
 
     Args:
         global_step: Optimiser steps done.
-        loops: Micro-batches, steps and epochs done as Lightning's loops count them (lmmods.runs.progress).
-        state_dict: Parameters that train, by the names of the torch engine.
-        param_names: Their order, in which `optimizer_states` numbers them.
-        optimizer_states: One state as torch's optimisers have it: `state` by number, `param_groups`.
+        loops: Micro-batches, steps and epochs done, counted as by Lightning's loops (lmmods.runs.progress).
+        state_dict: Trainable parameters, by the names of the torch engine.
+        param_names: Order of the parameters, which numbers them in `optimizer_states`.
+        optimizer_states: One state in the form of torch's optimisers: `state` by number, `param_groups`.
         lr_schedulers: One state of torch's LambdaLR.
         callbacks: `Metrics` (lmmods.runs.step_metrics), `Checkpoint` (lmmods.runs.checkpoint_policy), and other
             callbacks' state under their keys.
-        window: Gradients of an optimiser step that is not complete; empty between two steps.
-        world_size: Data-parallel ranks, in which `loops` counts micro-batches.
+        window: Gradients of an incomplete optimiser step; empty between two steps.
+        world_size: Number of data-parallel ranks; `loops` counts micro-batches of all of them together.
     """
 
     global_step: int
@@ -187,7 +187,7 @@ class CheckpointContent(TypedDict, total=False):
 
 
 _KINDS = {dict: "an object", list: "a list", int: "a whole number"}
-# What a run needs of a checkpoint of any age: older ones lack some keys.
+# Keys required in checkpoints of all versions; older ones lack some others.
 _REQUIRED = {
     "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
     "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
@@ -197,7 +197,7 @@ _REQUIRED = {
 
 
 def missing_key(content: dict[str, Any]) -> tuple[str, str] | None:
-    """Which key that both engines need is not there, and what it must be; None where all are there."""
+    """Return the first required key that is missing, and the type it must have; None if all are present."""
     for path, kind in _REQUIRED.items():
         value: Any = content
         for key in path.split("|"):

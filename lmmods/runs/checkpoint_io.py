@@ -1,14 +1,14 @@
-"""A checkpoint as a folder, written and read by both engines; each brings its own arrays.
+"""Writing and reading a checkpoint folder, for both engines; each brings its own arrays.
 
-    model.safetensors       parameters that train, by torch's names
+    model.safetensors       trainable parameters, by torch's names
     optimizer.safetensors   optimiser state, numbered as torch's optimisers number parameters
     state.safetensors       accumulated gradients, and other arrays
     state.json              everything else, and where the arrays go
     manifest.json           size and checksum of each file
 
-Several processes write files of their own, `model-00000-of-00002.safetensors` and so on, of pieces that say where they
-belong (lmmods.runs.checkpoint_pieces); in older checkpoints, of shards which joined along their first dimension are the
-whole. The folder appears under its name only when all of it is on disk.
+If several processes write, each has files of its own, `model-00000-of-00002.safetensors` and so on, which hold shards
+of arrays with their offsets (lmmods.runs.checkpoint_pieces). In older checkpoints the shards have no offsets and are
+concatenated along the first dimension. The folder gets its final name only when all of it is on disk.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from lmmods.runs.checkpoint_pieces import (
 from lmmods.runs.inside import fresh_folder
 from lmmods.runs.saving import saving
 
-LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")  # paths of arrays that are read by parts
+LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")  # path prefixes of arrays that are read lazily
 SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
 REST = "state"
 
@@ -43,7 +43,7 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
     """Write a tree of plain data and arrays. Raises UserError: the disk failed.
 
     Args:
-        folder: What is there is replaced.
+        folder: Existing content is replaced.
     """
     temporary = folder.with_name(f".{folder.name}")
     tree, arrays = split(content, library.is_array, library.memory_of)
@@ -61,13 +61,13 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
 
 
 def place_of(path: str) -> tuple[str, str]:
-    """The file of an array, without its ending, and the array's name in it, by its path in the tree."""
+    """Map an array's path in the tree to its file, without suffix, and its name in that file."""
     top, _, rest = path.partition("/")
     return (SHARDED[top], rest) if top in SHARDED else (REST, path)
 
 
 def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
-    """Undo `write_checkpoint`, whichever engine and however many processes wrote it.
+    """Inverse of `write_checkpoint`, for any engine and number of writing processes.
 
     Raises:
         UserError: A file is damaged.
@@ -77,7 +77,7 @@ def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
 
 
 def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
-    """The arrays of a checkpoint by their paths in its tree, whole, whoever wrote which part of them."""
+    """Return the whole arrays of a checkpoint, assembled from all shards, by their paths in its tree."""
     arrays: dict[str, Any] = {}
     for top, file in (*SHARDED.items(), ("", REST)):
         files = sorted(folder.glob(f"{file}*.safetensors"))
@@ -93,7 +93,7 @@ def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
 
 
 def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
-    """As `read_checkpoint`, but parameters, optimiser state and gradients are lazy, and no checksum is verified.
+    """Like `read_checkpoint`, but parameters, optimiser state and gradients are lazy, and no checksum is verified.
 
     Raises:
         UserError: A file is damaged.
@@ -107,7 +107,7 @@ def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
 
 
 def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
-    """The arrays whose pieces are in some files, or their shards along the first dimension."""
+    """Return the arrays whose shards are in `files`, placed by their offsets or else along the first dimension."""
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
     for file in files:
@@ -115,7 +115,7 @@ def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str,
         for key, array in library.open(file).items():
             if told is not None:
                 name, shape, begin = told[key]
-            elif array.ndim:  # a shard, behind those of the files before
+            elif array.ndim:  # a shard without offset: follows those of the files before
                 first = shapes[key][0] if key in shapes else 0
                 name, shape, begin = key, (first + array.shape[0], *array.shape[1:]), (first, *[0] * (array.ndim - 1))
             else:
@@ -128,7 +128,7 @@ def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str,
 
 
 class BackgroundWriter:
-    """Writes checkpoints in a thread, one at a time, while training goes on."""
+    """Write checkpoints in a thread, one at a time, while training goes on."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -137,19 +137,20 @@ class BackgroundWriter:
     def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None,
              shares: Shares | None = None, barrier: Callable[[], None] = lambda: None,
              library: ArrayLibrary = NUMPY) -> None:
-        """Start to write `content`, whose arrays nothing changes any more, after the checkpoint before it.
+        """Start writing `content` once the checkpoint before it is done. Its arrays must not be modified afterwards.
 
         Args:
-            then: Called when it stands, by the first process.
-            shares: Where several processes write it together and all call this: which of them this one is.
+            then: Called by the first process when the checkpoint is complete.
+            shares: If several processes write it together and all call this: the rank of this one among them.
             barrier: Waits for all of them, in the calling thread.
 
         Raises:
-            Exception: What went wrong with the checkpoint before.
+            Exception: The error of the checkpoint before.
         """
         self.wait()
         if shares is not None:
             if shares.rank == 0:
+                # The folder must be empty before any process writes into it, hence the barrier.
                 begin_folder(folder)
             barrier()
         self._writing = self._thread.submit(self._write, folder, content, then, shares, library)
@@ -165,12 +166,12 @@ class BackgroundWriter:
             then()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more; raises what went wrong."""
+        """Wait until nothing is being written any more, and raise the writer's error if there was one."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def check(self) -> None:
-        """Raise what went wrong, if anything has by now; waits for nothing."""
+        """Raise the writer's error if it has failed by now. Does not wait."""
         if self._writing is not None and self._writing.done():
             self.wait()

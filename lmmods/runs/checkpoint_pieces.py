@@ -1,9 +1,9 @@
-"""Checkpoints that all processes of a run write, each the pieces of arrays that it holds, without talking meanwhile.
+"""Checkpoints written by all processes of a run: each writes the shards it holds, without communication meanwhile.
 
-    model-00003-of-00008.safetensors    pieces of process 3 of 8; metadata say where in its array each begins
+    model-00003-of-00008.safetensors    shards of process 3 of 8; the metadata give their offsets in each array
 
-The first process begins the folder and ends it. That another one has written its files it sees by their names, which
-they bear from when they are complete.
+The first process creates the folder and completes it. It recognises that the others are done by their file names, since
+a file gets its final name only when it is complete.
 """
 
 import json
@@ -30,21 +30,21 @@ from lmmods.runs.inside import fresh_folder
 from lmmods.runs.saving import saving
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What checkpoints need of the arrays of an engine.
+# Array operations that an engine provides for checkpoints.
 
 @dataclass(frozen=True)
 class ArrayLibrary:
-    """What is done with arrays of one kind.
+    """Operations on one kind of array.
 
     Args:
-        is_array: Whether a node of a tree is one.
+        is_array: Returns True if a node of a tree is such an array.
         save: Write arrays by name as a safetensors file with these metadata.
-        load: Undo `save`.
+        load: Inverse of `save`.
         concatenate: Join arrays along their first dimension.
-        empty: Make an array of a shape, of another one's kind.
-        open: Name the arrays of a safetensors file, which are read by parts.
-        read: All of such an array.
-        memory_of: What is equal for arrays that are the same memory read in the same way.
+        empty: Allocate an array of a shape, of the kind of another one.
+        open: Return the arrays of a safetensors file by name, to be read lazily.
+        read: Read the whole of such a lazy array.
+        memory_of: Returns a key that is equal for arrays with the same memory, shape and strides.
     """
 
     is_array: Callable[[Any], bool]
@@ -70,16 +70,16 @@ NUMPY = ArrayLibrary(lambda node: isinstance(node, np.ndarray), _save_numpy, saf
 
 PIECES = "pieces"  # in the metadata of a file: JSON of {name in the file: [name, shape, begin]}
 POLL_SECONDS = 0.05
-SMALL = 2**20  # bytes; what is smaller is not cut among processes that all hold it
+SMALL = 2**20  # bytes; smaller arrays are not divided among processes that all hold them
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What this process writes of an array, whose other pieces are written by others.
+    """The shards of an array that this process writes; other processes write the rest.
 
     Args:
-        shape: Of the whole.
-        parts: Where in it each piece begins, and its values.
+        shape: Shape of the whole array.
+        parts: Offset of each shard in it, and its values.
     """
 
     shape: tuple[int, ...]
@@ -94,17 +94,18 @@ class Pieces:
         return sum(array.nbytes for _, array in self.parts)
 
     def __getitem__(self, index: int) -> "Pieces":
-        """One along the first dimension."""
+        """The shards of entry `index` along the first dimension."""
         return Pieces(self.shape[1:], tuple((begin[1:], array[index - begin[0]]) for begin, array in self.parts
                                             if begin[0] <= index < begin[0] + len(array)))
 
 
 def own_part(begin: tuple[int, ...], array: Any, number: int, count: int
              ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
-    """What holder `number` of `count` that all have a piece writes of it, copied: some of its rows, or all or nothing.
+    """Return the part, copied, that holder `number` of the `count` holders of a shard writes: some rows, or all or
+    nothing.
 
     Args:
-        begin: Where the piece begins.
+        begin: Offset of the shard.
         array: Its values, with `shape`, `nbytes` and slices.
     """
     if count == 1 or not array.ndim or array.nbytes < SMALL or array.shape[0] < count:
@@ -115,7 +116,7 @@ def own_part(begin: tuple[int, ...], array: Any, number: int, count: int
 
 @dataclass(frozen=True)
 class Shares:
-    """Which of the processes that write a checkpoint together this one is: `rank` of `size`."""
+    """The place of this process among those that write a checkpoint together: `rank` of `size`."""
 
     rank: int
     size: int
@@ -125,18 +126,18 @@ class Shares:
 
 
 def begin_folder(folder: Path) -> None:
-    """Make room for a checkpoint. The first process does so before any other one writes."""
+    """Create an empty temporary folder for a checkpoint. The first process does so before any other one writes."""
     fresh_folder(_temporary(folder))
 
 
 def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups: Callable[[str], tuple[str, str]],
                 library: ArrayLibrary = NUMPY) -> None:
-    """Write this process's pieces; the first also ends the checkpoint, when all others have written theirs.
+    """Write this process's shards; the first process also completes the checkpoint when all others have written theirs.
 
     Args:
-        content: The same tree in all processes, with this process's `Pieces` and arrays that all have, which the first
-            one writes.
-        groups: The file and the name in it of an array by its path in the tree.
+        content: The same tree in all processes, with `Pieces` of this process, and arrays that all hold, which the
+            first one writes.
+        groups: Maps an array's path in the tree to its file and its name in that file.
 
     Raises:
         UserError: The disk failed, here or for another process.
@@ -155,6 +156,7 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
             told[key] = [name, list(array.shape), list(begin)]
     with saving(folder, temporary, sum(array.nbytes for array in arrays.values()), is_share=True):
         for group, (stored, told) in files.items():
+            # Rename when complete: the first process takes a file's name as the sign that it is whole.
             hidden = temporary / f".{shares.file(group)}"
             library.save(stored, hidden, {PIECES: json.dumps(told)})
             os.replace(hidden, temporary / shares.file(group))
@@ -168,15 +170,15 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
 
 
 def split_pieces(content: CheckpointContent, library: ArrayLibrary) -> tuple[Any, dict[str, Any]]:
-    """`split` where arrays may be `Pieces`."""
+    """Like `split`, for a tree whose arrays may be `Pieces`."""
     return split(content, lambda node: isinstance(node, Pieces) or library.is_array(node),
                  lambda node: id(node) if isinstance(node, Pieces) else library.memory_of(node))
 
 
 def pieces_in(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] | None:
-    """Of each piece in a file by its name there: the array's name and shape, and where in it the piece begins.
+    """Return the array's name, its shape and the shard's offset for each shard in a file, by the shard's name there.
 
-    None where the file holds no pieces.
+    None if the file holds no shards with offsets.
     """
     with safe_open(file, framework="np") as opened:
         told = (opened.metadata() or {}).get(PIECES)
@@ -187,13 +189,13 @@ def pieces_in(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ..
 
 def put_together(files: list[Path], load: Callable[[Path], dict[str, Any]], empty: Callable[[Any, tuple], Any]
                  ) -> dict[str, Any]:
-    """The arrays whose pieces are in some files, one file in memory at a time.
+    """Assemble arrays from their shards in `files`, loading one file at a time.
 
     Args:
-        empty: Makes an array of this shape and another one's kind.
+        empty: Allocates an array of a shape, of the kind of another one.
 
     Raises:
-        UserError: Some pieces are in none of the files.
+        UserError: Some shards are in none of the files.
     """
     whole: dict[str, Any] = {}
     filled: Counter[str] = Counter()
@@ -211,7 +213,7 @@ def put_together(files: list[Path], load: Callable[[Path], dict[str, Any]], empt
 
 
 def check_filled(folder: Path, name: str, found: int, shape: tuple[int, ...]) -> None:
-    """Raise UserError unless pieces with `found` values make up an array of a checkpoint."""
+    """Raise UserError unless shards with `found` values in all make up an array of this shape."""
     if found != math.prod(shape):
         raise UserError(f"Checkpoint {folder} is damaged: parts of {name} are missing. Resume from another one.")
 

@@ -1,4 +1,4 @@
-"""What `--ckpt_path` names, where that is no checkpoint, and what stands where a run will write."""
+"""Checks of `--ckpt_path`: what a path that is no checkpoint is instead, and whether a run can write its files."""
 
 import os
 import re
@@ -11,24 +11,24 @@ _A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"
 
 
 def check_asked(ckpt_path: str | None) -> None:
-    """Raise UserError where `--ckpt_path` is given without naming anything."""
+    """Raise UserError if `--ckpt_path` is given but empty."""
     if ckpt_path is not None and not ckpt_path.strip():
         raise UserError(f"--ckpt_path is empty, but must be last, best, a step number, or {_A_CHECKPOINT}.")
 
 
 def place_of(text: str) -> Path | None:
-    """The path that a text names; None where no path can be called so."""
+    """Return the path that a text names; None if it does not exist or cannot be a path."""
     try:
         path = Path(text).resolve()
         return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL in it, links in a circle
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL in it, a cycle of links
         return None
 
 
 def refuse_foreign(asked: str, path: Path) -> None:
-    """Raise UserError, which says what it is, unless a path may be a checkpoint."""
+    """Raise UserError, naming what the path is, unless it may be a checkpoint."""
     if path.is_dir() and ((path / "state.json").exists() or path.name.startswith("step=")):
-        return  # whole or damaged: reading it will tell
+        return  # whole or damaged: shown by reading it
     raise UserError(f"--ckpt_path {asked} is {_what(path)}, but must be last, best, a step number, or {_A_CHECKPOINT}.")
 
 
@@ -45,10 +45,10 @@ def _what(path: Path) -> str:
 
 
 def check_places(root: Path, checkpoints: Path) -> None:
-    """Refuse to go on in a run folder where something else stands under a name that the run will write.
+    """Refuse to resume in a run folder if something of another kind has a name that the run will write.
 
     Raises:
-        UserError: A folder for a file, a file for a checkpoint, a copy of one for the link to it.
+        UserError: A folder instead of a file, a file instead of a checkpoint, a copy of one instead of the link to it.
     """
     for name in ("config.yaml", "data_report.json", "manifest.json", "metrics.csv", "metrics.json", "samples.jsonl",
                  "resumes.jsonl", "loss.png", "completed"):

@@ -1,4 +1,4 @@
-"""metrics.csv of the run folder."""
+"""The logger that writes metrics.csv of the run folder."""
 
 import csv
 import io
@@ -13,12 +13,12 @@ from lmmods.runs.repair import mended_table
 
 
 class MetricsCSV(Logger):
-    """One row a logged step, on disk as soon as it is logged.
+    """One row per logged step, written as soon as it is logged.
 
-    Lightning's CSVLogger deletes the file of a run that is resumed; this one continues it from the checkpoint's step.
+    Lightning's CSVLogger deletes the file of a resumed run; this one continues it from the checkpoint's step.
 
     Args:
-        path: The file; made with the first row.
+        path: The file; created with the first row.
     """
 
     name = "csv"
@@ -65,4 +65,4 @@ class MetricsCSV(Logger):
         write_text(self.path, text.getvalue())
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The recipe is in config.yaml."""
+        """Do nothing: the recipe is in config.yaml."""

@@ -1,4 +1,4 @@
-"""What follows a micro-batch and the end of a run, and in which order: decided here, performed by each engine."""
+"""Order of the events after a micro-batch and at the end of a run: decided here, performed by each engine."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from lmmods.runs.hub_upload import Publisher
 
 
 class Event(StrEnum):
-    LOG = "log"  # the figures of the optimiser step
-    CHECK_EPOCH = "check epoch"  # early stopping looks at an epoch that ends without a validation
+    LOG = "log"  # metrics of the optimiser step
+    CHECK_EPOCH = "check epoch"  # early stopping at the end of an epoch without a validation
     SAMPLE = "sample"
     ASK = "ask"  # multiple-choice questions
     VALIDATE = "validate"
-    CHECK_VALIDATION = "check validation"  # early stopping looks at a validation
-    RANK = "rank"  # the checkpoint about to be written, by what was measured
+    CHECK_VALIDATION = "check validation"  # early stopping after a validation
+    RANK = "rank"  # the checkpoint about to be written, by the monitored metric
     SAVE = "save"
-    STOP = "stop"  # as the user has asked
+    STOP = "stop"  # at the user's request
     UPLOAD = "upload"  # the model of this checkpoint, in the background
-    FINISH = "finish"  # metrics.json, model/, the mark of a completed run
+    FINISH = "finish"  # metrics.json, model/, the marker file of a completed run
     PUBLISH = "publish"  # the finished model
 
 
@@ -44,17 +44,17 @@ class Questions(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. What the events before may change is asked anew: early stopping may end the run.
+    """Current position of a run. Callables are evaluated anew after each event, since early stopping may end the run.
 
     Args:
-        step_done: Whether the micro-batch completed one.
-        epoch_ends: Whether it was the last of its epoch.
-        stops_inside_step: Whether an interruption is looked for after every micro-batch. Several processes agree on
-            one once a step: asking each other makes them wait.
-        validates: Whether a validation follows, by its interval or because the run ends.
-        run_ends: Whether the run is known to end here.
-        is_interrupted: Whether any process has been asked to stop. All processes ask at the same place.
-        is_saved: Whether a checkpoint of this very moment stands.
+        step_done: True if the micro-batch completed an optimiser step.
+        epoch_ends: True if it was the last of its epoch.
+        stops_inside_step: True if interruptions are checked after every micro-batch. Several processes agree on one
+            once a step only, because asking each other makes them wait.
+        validates: Returns True if a validation follows, by its interval or because the run ends.
+        run_ends: Returns True if the run is known to end here.
+        is_interrupted: Returns True if any process has been asked to stop. All processes call it at the same place.
+        is_saved: Returns True if a checkpoint of this position exists.
     """
 
     step: int
@@ -69,11 +69,11 @@ class RunState:
 
 @dataclass(frozen=True)
 class Events:
-    """The rules of a run. An event is performed before the next one is asked for.
+    """The rules of a run. Each event is performed before the next one is requested.
 
     Args:
-        checkpoint: When checkpoints are written; None where none are.
-        may_stop_early: Whether anything watches the metrics.
+        checkpoint: When checkpoints are written; None if none are.
+        may_stop_early: True if a callback monitors the metrics.
     """
 
     checkpoint: CheckpointPolicy | None
@@ -83,12 +83,12 @@ class Events:
     may_stop_early: bool
 
     def at_start(self, resumed: bool) -> Iterator[Event]:
-        """Before the first micro-batch of a run, or of what is left of a resumed one."""
+        """Events before the first micro-batch of a new or resumed run."""
         if self.samples.wants_base and not resumed:
             yield Event.SAMPLE
 
     def after_batch(self, now: RunState) -> Iterator[Event]:
-        """After a micro-batch."""
+        """Events after a micro-batch."""
         if now.step_done:
             yield Event.LOG
         if self.may_stop_early and now.epoch_ends and not now.validates():
@@ -106,12 +106,12 @@ class Events:
             yield from self._save(now)
 
     def in_validation(self) -> Iterator[Event]:
-        """When the validation set has been evaluated; what this measures belongs to the validation."""
+        """Events at the end of a pass over the validation set, whose metrics belong to the validation."""
         if self.mmlu.at_validation:
             yield Event.ASK
 
     def after_validation(self, now: RunState) -> Iterator[Event]:
-        """Saved after it, not before: a run resumed from before would skip the validation."""
+        """Events after a validation. The checkpoint follows it: a run resumed from before would skip the validation."""
         if self.may_stop_early:
             yield Event.CHECK_VALIDATION
         if self.checkpoint is not None:
@@ -119,7 +119,7 @@ class Events:
         yield from self._save(now)
 
     def at_end(self, now: RunState) -> Iterator[Event]:
-        """After the last micro-batch, which was not known to be the last where a callback has ended the run."""
+        """Events after the last micro-batch, which is not known to be the last if a callback ends the run."""
         if self.samples.is_due(now.step, ends=True):
             yield Event.SAMPLE
         if self.mmlu.is_due(now.step, ends=True):
@@ -132,7 +132,7 @@ class Events:
 
     def _saves(self, now: RunState) -> bool:
         by_rule = self.checkpoint is not None and now.step_done and self.checkpoint.is_due(now.step)
-        # What is not saved ends with a whole step.
+        # A run without checkpoints stops only after a whole step.
         may_stop = now.step_done or now.stops_inside_step and self.checkpoint is not None
         return by_rule or now.run_ends() or may_stop and now.is_interrupted()
 

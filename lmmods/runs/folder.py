@@ -36,7 +36,7 @@ CHECKPOINT_PREFIX = "step="
 
 
 class RunFolder:
-    """Paths and rules of one run; `root` is `trainer.default_root_dir`."""
+    """Paths and rules of one run. `root` is `trainer.default_root_dir`."""
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(root)
@@ -55,17 +55,18 @@ class RunFolder:
         self.files, self._lock = RunFiles(self.root), FolderLock(self.root)
         self.problem: UserError | None = None  # of the first process, to be raised on all
 
-    # Whose it is -----------------------------------------------------------------------------------------------------
+    # Ownership -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def taken(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
               tells_later: bool = False) -> Iterator[None]:
-        """Hold the folder for one command; the first of its processes takes it.
+        """Hold the folder for one command; the command's first process takes the lock.
 
         Args:
-            command: Its name, for whoever finds the folder in use.
-            check: Looks whether the command may do its work in the folder; raises UserError.
-            tells_later: Keep what is wrong as `problem`, because other processes are already waiting to hear of it.
+            command: Name of the command, shown to whoever finds the folder in use.
+            check: Checks whether the command may do its work in the folder; raises UserError.
+            is_first: True in the first process of the command.
+            tells_later: Store the error as `problem` instead of raising it: other processes already wait to be told.
         """
         try:
             try:
@@ -73,6 +74,7 @@ class RunFolder:
                     check_writable(self.root)
                     check_links(self.root, (*NAMES, LIST, LOCK, f"{REPLACED}model"))
                     self._lock.take(command)
+                    # Finish or undo replacements that a killed process has left half done.
                     for old in (*self.root.glob(f"{REPLACED}model"), *self.checkpoints.glob(f"{REPLACED}step=*")):
                         restore(old)
                     check()
@@ -86,7 +88,7 @@ class RunFolder:
 
     def check_fit(self, ckpt_path: str | None, overwrite: bool, recipe: dict[str, Any], stop_at: int | None = None
                   ) -> None:
-        """UserError if training would overwrite another run or files that no run wrote, or end before it begins."""
+        """Raise UserError if training would overwrite another run or files of others, or end before it begins."""
         check_inputs(self.root, NAMES, recipe)
         checkpoint = continued(self, ckpt_path)
         if stop_at is not None:
@@ -98,20 +100,20 @@ class RunFolder:
             self.check_can_start(overwrite or ckpt_path == "auto" and not self.completed.exists())
 
     def check_results(self, recipe: dict[str, Any]) -> None:
-        """UserError if predict would overwrite its own inputs."""
+        """Raise UserError if predict would overwrite its own inputs."""
         check_inputs(self.root, ("predictions.jsonl", *ANSWERS), recipe)
 
     # Starting --------------------------------------------------------------------------------------------------------
 
     def check_can_start(self, overwrite: bool) -> None:
-        """UserError if a new run would overwrite another one or files that no run wrote. Writes nothing that stays."""
+        """Raise UserError if a new run would overwrite another one or files of others. Leaves no file behind."""
         check_writable(self.root)
         if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.files.entries():
             refuse_other_run(self.root, self.find("last"), self.completed.exists())
         check_names(self.root, self.files)
 
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
-        """UserError if a resumed run would overwrite another one, or its own later checkpoints without `overwrite`."""
+        """Raise UserError if a resumed run would overwrite another run or, without `overwrite`, later checkpoints."""
         if not self._owns(checkpoint):
             return self.check_can_start(overwrite)
         check_writable(self.root)
@@ -123,7 +125,7 @@ class RunFolder:
                             "from --ckpt_path last, or add --overwrite true (the later ones are then deleted).")
 
     def begin(self, checkpoint: Path | None) -> None:
-        """Make the folder ready: empty of an earlier run, or of what came after `checkpoint`."""
+        """Prepare the folder: delete an earlier run, or everything that came after `checkpoint`."""
         self.root.mkdir(parents=True, exist_ok=True)
         if checkpoint is not None and self._owns(checkpoint):
             self.completed.unlink(missing_ok=True)
@@ -147,9 +149,9 @@ class RunFolder:
         return checkpoint_names(self.checkpoints)
 
     def find(self, alias: str) -> Path | None:
-        """The checkpoint that `last` or `best` stands for.
+        """Return the checkpoint that `last` or `best` refers to.
 
-        The newest is the last even where a run died before the link was set on it.
+        `last` is the newest one, even if a run was killed before it updated the link.
         """
         if alias == "last":
             return self.checkpoint(self.names()[-1]) if self.names() else None
@@ -157,7 +159,7 @@ class RunFolder:
         return link.resolve() if link.exists() else None
 
     def resolve(self, ckpt_path: str) -> Path:
-        """The checkpoint folder that `--ckpt_path` names: `last`, `best`, a step number or a path.
+        """Return the checkpoint folder that `--ckpt_path` names: `last`, `best`, a step number or a path.
 
         Raises:
             UserError: There is none.
@@ -176,10 +178,11 @@ class RunFolder:
         return found
 
     def point(self, alias: str, checkpoint: Path) -> None:
-        """Let `last` or `best` stand for a checkpoint, in one step."""
+        """Point the link `last` or `best` at a checkpoint, atomically."""
         link = self.checkpoints / alias
         temporary = self.checkpoints / f".{alias}-{os.getpid()}"
         delete(temporary)
+        # A symlink cannot be overwritten in place: create it under another name, then rename it over the old one.
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, link)
 
@@ -191,7 +194,7 @@ class RunFolder:
         return [self.checkpoint(name) for name in self.names() if checkpoint_position(name) > position]
 
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
-        """Write what a run is made of: its whole recipe and what its data turned out to be."""
+        """Write the inputs of the run: its whole recipe and the report on its data."""
         if recipe:
             self.files.claim(*wandb_paths(recipe, self.root))
             write_text(self.config, as_yaml(recipe))
@@ -200,13 +203,14 @@ class RunFolder:
     # Results ---------------------------------------------------------------------------------------------------------
 
     def room_for_model(self) -> Path:
-        """A new folder to export into; `put_model` makes it model/."""
+        """Return a new folder to export into; `put_model` turns it into model/."""
         self.files.claim("model")
+        # A link or mount cannot be replaced by a rename: export inside it, on the same file system.
         stays = self.model.is_symlink() or self.model.is_mount()
         return self._new_folder("model/.new" if stays else ".model")
 
     def room_for_upload(self) -> Path:
-        """A new folder for a copy of the model that is deleted after its upload."""
+        """Return a new folder for a copy of the model that is deleted after its upload."""
         return self._new_folder(".publish")
 
     def _new_folder(self, name: str) -> Path:
@@ -214,7 +218,7 @@ class RunFolder:
         return fresh_folder(self.root / name)
 
     def put_model(self, exported: Path) -> None:
-        """Let what has been exported stand as model/. The old one is there until then; files of others stay in it.
+        """Replace model/ by an exported folder. The old one stays until then; files of others are kept in the new one.
 
         Raises:
             UserError: A file that no run wrote has the name of an exported one.
@@ -228,7 +232,7 @@ class RunFolder:
         self.files.drop(*(f"model/{name}" for name in old - new))
 
     def complete(self) -> None:
-        """Show the curves that lie beside the model where one looks for them, and mark the run completed."""
+        """Copy the loss curves from model/ to the top of the run folder, and mark the run as completed."""
         self.files.claim("loss.png", "completed")
         if (self.model / "loss.png").exists():
             copy_file(self.model / "loss.png", self.loss_png)
@@ -236,11 +240,11 @@ class RunFolder:
 
     def was_complete(self, step: int, max_steps: int, max_epochs: int | float | None, stopped: list[str],
                      out_of_time: bool = False) -> bool:
-        """Whether a run resumed at a step where nothing is left to train was complete; also says so.
+        """Return whether a run that is resumed with nothing left to train was complete, and report it.
 
         Args:
-            stopped: Why callbacks had stopped it; empty texts of those that had not.
-            out_of_time: Whether `trainer.max_time` has passed.
+            stopped: Why callbacks stopped it; empty strings for callbacks that did not.
+            out_of_time: True if `trainer.max_time` has passed.
         """
         if any(stopped):
             why = f"{' '.join(filter(None, stopped))} Raise its patience, or take the callback away, to go on"
@@ -256,18 +260,18 @@ class RunFolder:
         return complete
 
     def write_files(self, files: dict[str, Any]) -> None:
-        """Write results under their names as JSON."""
+        """Write results as JSON, by file name."""
         self.files.claim(*files)
         for name, content in files.items():
             write_json(self.root / name, content)
 
     def merge_metrics(self, metrics: dict[str, float]) -> None:
-        """Add final numbers to metrics.json."""
+        """Merge final numbers into metrics.json."""
         self.files.claim("metrics.json")
         write_json(self.metrics_json, {**mended_numbers(self.metrics_json), **metrics})
 
     def write_predictions(self, found: Any) -> str:
-        """Write `rows`, `files` and `scores` of predict; returns what to say of it."""
+        """Write `rows`, `files` and `scores` of predict. Returns a message for the user."""
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
         self.files.claim("predictions.jsonl")
         write_text(self.predictions, "".join(lines))
@@ -279,10 +283,10 @@ class RunFolder:
 
 
 def continued(folder: RunFolder, ckpt_path: str | None) -> Path | None:
-    """The checkpoint that fit goes on from, None where it begins a run: `auto` is the last one if there is any.
+    """Return the checkpoint that fit resumes from, None if it starts a run. `auto` is the last one if there is any.
 
     Raises:
-        UserError: As of `RunFolder.resolve`.
+        UserError: See `RunFolder.resolve`.
     """
     if ckpt_path is None:
         return None
@@ -290,19 +294,19 @@ def continued(folder: RunFolder, ckpt_path: str | None) -> Path | None:
 
 
 def checkpoint_name(step: int, open_batches: int = 0) -> str:
-    """`step=50`, or `step=50+3` where 3 micro-batches of the next step are done."""
+    """Return `step=50`, or `step=50+3` if 3 micro-batches of the next step are done."""
     return f"{CHECKPOINT_PREFIX}{step}" + (f"+{open_batches}" if open_batches else "")
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Names of the checkpoints in a folder, oldest first; what is called otherwise is none."""
+    """Return the names of the checkpoints in a folder, oldest first. Folders with other names are ignored."""
     names = [path.name for path in folder.glob(f"{CHECKPOINT_PREFIX}*")
              if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(names, key=checkpoint_position)
 
 
 def checkpoint_position(name: str) -> tuple[int, int]:
-    """(optimiser step, micro-batches since) of a checkpoint's name."""
+    """Return (optimiser step, micro-batches since) from a checkpoint's name."""
     step, _, open_batches = name.removeprefix(CHECKPOINT_PREFIX).partition("+")
     return int(step), int(open_batches or 0)
 
@@ -314,10 +318,10 @@ KEYS = ("pretrained", "adapter", "tokenizer", "source", "val_source", "test_sour
 
 
 def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> None:
-    """Refuse a recipe that reads what its run would replace.
+    """Refuse a recipe that reads files which its own run would replace.
 
     Args:
-        names: What the run writes in it.
+        names: Names that the run writes in `root`.
 
     Raises:
         UserError: A model, an adapter, a tokenizer or rows lie under one of these names.
@@ -333,7 +337,7 @@ def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> No
 
 
 def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Keys and the paths they name; of a glob pattern, the folder before its first wildcard."""
+    """Yield recipe keys with the paths they name; for a glob pattern, the folder before its first wildcard."""
     for block in ("model", "data"):
         options = (recipe.get(block) or {}).get("init_args") or {}
         for key in KEYS:
@@ -360,10 +364,10 @@ def _before_pattern(text: str) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Why a run may not start in a folder: it cannot be written, holds another run, or files that no run wrote.
+# Reasons for which a run may not start in a folder: it is read-only, holds another run, or files that no run wrote.
 
 def check_writable(root: Path) -> None:
-    """Raise UserError where a folder cannot be made or written. Leaves nothing behind."""
+    """Raise UserError if a folder cannot be created or written. Leaves nothing behind."""
     parent = next(p for p in (root, *root.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise UserError(f"trainer.default_root_dir is {root}, but {parent} is a file. Choose another folder.")
@@ -376,7 +380,7 @@ def check_writable(root: Path) -> None:
 
 
 def check_names(root: Path, files: RunFiles) -> None:
-    """Raise UserError where something that no run wrote has a name that runs write."""
+    """Raise UserError if a file that no run wrote has a name that runs write."""
     if foreign := files.foreign_names():
         raise UserError(f"{root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
                         f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
@@ -384,11 +388,11 @@ def check_names(root: Path, files: RunFiles) -> None:
 
 
 def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
-    """Raise the UserError for a folder that holds a run already.
+    """Raise the UserError for a folder that already holds a run.
 
     Args:
         last: Its last checkpoint, if it has saved one.
-        completed: Whether it is finished.
+        completed: True if it is finished.
     """
     again = "start again with --overwrite true (its files are then deleted)"
     if completed:
@@ -398,7 +402,7 @@ def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
 
 
 def check_stop(stop_at: int, step: int) -> None:
-    """Raise UserError where a run that stands at `step` is to stop there or before."""
+    """Raise UserError if a run at `step` is asked to stop there or earlier."""
     if stop_at <= step:
         raise UserError(f"--stop_at is {stop_at}, but must be more than {step}"
                         + (", the step of the checkpoint." if step else "."))

@@ -21,13 +21,13 @@ from lmmods.runs.model_card import model_facts
 from lmmods.runs.progress import Cut
 from lmmods.runs.schedule import limited
 
-FACTS = ("content", "weights", "commit")  # fingerprints of what a path leads to
-PLACES = ("path", "revision")  # where it lies
-LONGEST_VALUE = 60  # characters of a value that are shown
+FACTS = ("content", "weights", "commit")  # fingerprints of the content behind a path
+PLACES = ("path", "revision")  # its location
+LONGEST_VALUE = 60  # characters of a value shown in messages
 
 
 class Change(NamedTuple):
-    """A key that is not as it was."""
+    """A key whose value has changed."""
 
     key: str
     was: Any
@@ -35,18 +35,18 @@ class Change(NamedTuple):
 
 
 class Comparison:
-    """Two identities beside each other.
+    """The differences between two identities.
 
     Args:
-        defaults: What a key that one of them lacks stands for.
-        trust_places: Assume that a changed path leads to the same content, as another process compares that.
+        defaults: Values of keys that one of them lacks.
+        trust_places: Assume that a changed path leads to the same content, because another process compares that.
     """
 
     def __init__(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], trust_places: bool = False):
         self.refused: list[Change] = []
         self.reported: list[Change] = []
-        self.recut: list[Change] = []  # of keys in `CUT`
-        self.unknown: list[str] = []  # facts that only one of them has
+        self.recut: list[Change] = []  # changes of keys in `CUT`
+        self.unknown: list[str] = []  # facts that only one of the two has
         self._trusts = trust_places
         self._walk(was, now, defaults, "")
 
@@ -75,10 +75,10 @@ class Comparison:
 
 
 class RunIdentity:
-    """The identity of a run, and what has changed since the checkpoint that it is resumed from.
+    """The identity of a run, and its changes since the checkpoint that it is resumed from.
 
     Args:
-        recipe: As config.yaml has it; without one nothing is kept and nothing compared.
+        recipe: As in config.yaml; without one nothing is stored or compared.
         defaults: A tree of the same form with the defaults of this version, for keys that older checkpoints lack.
     """
 
@@ -92,11 +92,11 @@ class RunIdentity:
 
         Args:
             data: DataModule; None on a process that leaves reading to the first one.
-            checkpoint: From which the run goes on; None starts one.
-            cut: How this run cuts its steps.
+            checkpoint: Checkpoint to resume from; None for a new run.
+            cut: Batch split of this run.
 
         Returns:
-            What to say: what has changed, and what could not be compared.
+            Messages for the user: what has changed, and what could not be compared.
 
         Raises:
             UserError: It would become another run; each key is named with its old and new value.
@@ -119,10 +119,10 @@ class RunIdentity:
         return [line for line in lines if line]
 
     def check_evaluation(self, checkpoint: Path | None) -> list[str]:
-        """Check that `checkpoint` is of the model to evaluate. Data and precision may differ.
+        """Check that `checkpoint` belongs to the model to evaluate. Data and precision may differ.
 
         Returns:
-            What to say.
+            Messages for the user.
 
         Raises:
             UserError: It is of another network, adapter or base; each key is named with its old and new value.
@@ -139,7 +139,7 @@ class RunIdentity:
         return [line] if line else []
 
     def note_resume(self, folder: RunFolder, checkpoint: Path, step: int) -> None:
-        """Add a line to resumes.jsonl: when the run went on, from where, and what had changed."""
+        """Append a line to resumes.jsonl: time, checkpoint and changed keys of a resume."""
         folder.files.claim(folder.resumes.name)
         append_json(folder.resumes, {
             "step": step, "checkpoint": checkpoint.name, "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -147,7 +147,7 @@ class RunIdentity:
 
     @staticmethod
     def _judged(checkpoint: Path, refused: list[Change], reported: list[Change], problem: str = "") -> str:
-        """A table of what is reported. Raises UserError if something is refused, or there is a `problem`."""
+        """Return a table of the reported changes. Raises UserError if a change is refused, or there is a `problem`."""
         new = "start a new run in another trainer.default_root_dir."
         if refused:
             raise UserError(
@@ -160,18 +160,18 @@ class RunIdentity:
 
 
 def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) -> dict[str, Any]:
-    """A recipe in normal form, so that different spellings of one meaning are equal, with facts added to their keys.
+    """Normalise a recipe, so that different spellings of one meaning are equal, and add facts to their keys.
 
     Args:
         data: DataModule, which knows the facts of data; None leaves all facts out.
-        reads_model: Look into models all the same.
+        reads_model: Read the facts of models even then.
 
     Raises:
         UserError: A source, the tokenizer or a model cannot be read.
     """
     tree, facts = copy.deepcopy(recipe), data.identity() if data is not None else {}
     if _is_count(interval := tree["trainer"].get("val_check_interval")):
-        tree["trainer"]["val_check_interval"] = f"{interval} steps"  # those of earlier versions were micro-batches
+        tree["trainer"]["val_check_interval"] = f"{interval} steps"  # earlier versions counted micro-batches
     tree["trainer"].pop("default_root_dir", None)
     for block in ("model", "data"):
         tree[block] = {"class_path": tree[block]["class_path"], **tree[block].get("init_args", {})}
@@ -213,7 +213,7 @@ def _named_sources(value: Any, columns: dict[str, str] | None, contents: list[st
 
 
 def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """state.json of a checkpoint, and the identity in it; of older ones what config.yaml tells, or None.
+    """Return state.json of a checkpoint and the identity in it; for older checkpoints, that of config.yaml or None.
 
     Raises:
         UserError: The checkpoint or config.yaml is damaged.
@@ -230,13 +230,14 @@ def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | N
 
 
 class Cuts:
-    """How the run of a checkpoint has cut its steps, and how this one does.
+    """Batch splits of the run that wrote a checkpoint and of this one.
 
     Args:
-        state: The checkpoint's, beside arrays.
-        was: Its identity, and `tree` this run's.
-        defaults: What a key that they lack stands for.
-        now: How this run cuts its steps.
+        state: Content of the checkpoint without arrays.
+        was: Identity in the checkpoint.
+        tree: Identity of this run.
+        defaults: Values of keys that the identities lack.
+        now: Batch split of this run.
     """
 
     def __init__(self, state: dict[str, Any], was: dict[str, Any], tree: dict[str, Any], defaults: dict[str, Any],
@@ -250,11 +251,11 @@ class Cuts:
 
     @property
     def micro_batches_differ(self) -> bool:
-        """Whether limits in micro-batches are of other numbers of rows."""
+        """True if a micro-batch now has another number of rows, which changes limits counted in micro-batches."""
         return self.was.at_once != self.now.at_once
 
     def problem(self) -> str:
-        """Why the rest of the run would have other rows in its steps or epochs, and what keeps them; empty if not."""
+        """Explain why later steps or epochs would hold other rows, and which settings avoid it; "" if they do not."""
         was, now = self.was, self.now
         if was.step != now.step:
             return f"Its steps have {was}, those of this recipe {now}: {fitting(was.step, now)}."
@@ -269,7 +270,7 @@ class Cuts:
         return ""
 
     def _epoch(self, trainer: dict[str, Any], cut: Cut) -> int:
-        """Rows of an epoch, as far as limits leave them."""
+        """Rows of an epoch after limits."""
         rows, overfit = self._num_rows, trainer.get("overfit_batches") or 0
         if rows is not None and overfit and isinstance(overfit, float):
             return min(max(int(overfit * -(-rows // cut.rows)), 1) * cut.rows, rows)
@@ -282,7 +283,7 @@ class Cuts:
 
 
 def fitting(rows: int, now: Cut) -> str:
-    """Settings that make steps of so many rows, on as many devices as now or the next smaller number that can."""
+    """Return settings for steps of `rows` rows, on as many devices as now or the next smaller divisor."""
     def largest(least: int, of: int) -> int:
         return next(size for size in range(min(least, of), 0, -1) if of % size == 0)
 
@@ -294,7 +295,7 @@ def fitting(rows: int, now: Cut) -> str:
 
 
 def _judge_cut(found: Comparison, cuts: Cuts) -> str:
-    """Put what has been cut otherwise among what is reported or refused; returns `Cuts.problem`."""
+    """Sort changes of the batch split into reported or refused ones. Returns `Cuts.problem`."""
     problem = cuts.problem()
     (found.refused if problem else found.reported).extend(found.recut)
     scaled = [change for change in found.refused
@@ -327,7 +328,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _with_unit(tree: dict[str, Any]) -> dict[str, Any]:
-    """An identity that says of what `val_check_interval` is a number, which earlier versions had in micro-batches."""
+    """An identity with the unit of `val_check_interval` spelled out; without a unit it counts micro-batches."""
     trainer = tree["trainer"]
     interval, accumulated = trainer.get("val_check_interval"), trainer.get("accumulate_grad_batches") or 1
     if not _is_count(interval):
@@ -341,14 +342,14 @@ def _are_blocks(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value without spelling: tuples are lists, and what is empty is not set."""
+    """Normalise a value for comparison: tuples become lists, empty containers None."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if _plain(item) is not None} or None
     return [_plain(item) for item in value] or None if isinstance(value, (list, tuple)) else value
 
 
 def _same(key: str, was: Any, now: Any) -> bool:
-    """Equal; for keys in `FRACTIONS`, 1.0 (all) is not 1 (one)."""
+    """True if equal; for keys in `FRACTIONS`, 1.0 (all) differs from 1 (one)."""
     return was == now and (key not in FRACTIONS or was != 1 or type(was) is type(now))
 
 
@@ -359,7 +360,7 @@ def _uncompared(keys: list[str]) -> str:
 
 
 def _table(changes: list[Change]) -> str:
-    """Key, old and new value of each change, in columns."""
+    """Format key, old and new value of each change in columns."""
     rows = [("key", "was", "now")]
     rows += [(_spelt(change.key), _shown(change.was), _shown(change.now)) for change in changes]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -367,7 +368,7 @@ def _table(changes: list[Change]) -> str:
 
 
 def _spelt(key: str) -> str:
-    """A key as recipes have it."""
+    """Return a key as it is written in recipes."""
     key = key.replace("model.pretrained.revision", "model.revision").replace("model.config.revision", "model.revision")
     key = key.replace("data.max_length.content", "data.max_length")
     return key if "source" in key else key.removesuffix(".path")
@@ -383,10 +384,10 @@ def _shown(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which keys of a recipe may change when a run is resumed: `REPORTED`, `NOT_COMPARED` and, where a step keeps its rows,
-# `CUT`; all others are refused.
+# Keys of a recipe that may change when a run is resumed: `REPORTED`, `NOT_COMPARED` and, if the rows of a step stay the
+# same, `CUT`. Changes of all others are refused.
 #
-# tests/runs/test_identity.py holds the lists in the documentation against these, and that each key is in exactly one.
+# tests/runs/test_identity.py checks that the documentation lists the same keys, and that each is in exactly one set.
 
 _TRAINER = """accelerator devices num_nodes strategy precision plugins deterministic benchmark inference_mode profiler
     max_epochs min_epochs max_steps min_steps max_time fast_dev_run barebones gradient_clip_val gradient_clip_algorithm
@@ -423,14 +424,14 @@ REFUSED = {
     *(f"data.{name}" for name in _ROWS.split()),
 }
 
-# How the rows of an optimiser step are cut, together with the devices. Reported where their product stays the same.
+# Batch split of an optimiser step, together with the devices. Reported if the product stays the same.
 CUT = {"data.batch_size", "trainer.accumulate_grad_batches"}
 
-# Where a run is stored and what its loggers call it, which may differ at each start.
+# Location of a run and its names in loggers, which may differ at each start.
 NOT_COMPARED = {"trainer.default_root_dir", "trainer.logger.init_args.id", "trainer.logger.init_args.version",
                 "trainer.logger.init_args.save_dir", "trainer.logger.init_args.dir"}
 
-# What a recipe must share with a checkpoint to evaluate it: the keys that define the function its weights belong to.
+# Keys that must match a checkpoint to evaluate it: they define the function that its weights parametrise.
 WEIGHTS_DEFINING = {"model.pretrained", "model.config", "model.config_overrides", "model.adapter", "model.lora.rank",
                     "model.lora.alpha", "model.lora.targets", "model.lora.modules_to_save", "model.lora.dora",
                     "model.lora.rslora"}
@@ -442,6 +443,6 @@ FRACTIONS = {"trainer.val_check_interval", "trainer.overfit_batches", "trainer.l
 
 
 def is_among(key: str, keys: set[str]) -> bool:
-    """Whether a key or a block that it is in is among `keys`. Numbers of lists' items (`[0]`) do not count."""
+    """True if a key, or a block that contains it, is in `keys`. List indices (`[0]`) are ignored."""
     parts = re.sub(r"\[\d+\]", "", key).split(".")
     return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))

@@ -1,14 +1,14 @@
-"""What a run writes and deletes lies in its folder, by its real path, whoever made that folder.
+"""Guards that keep what a run writes and deletes inside its folder, by real path, whoever created that folder.
 
-A run folder may be anybody's, unpacked from an archive with all its links. So every writer and deleter of a run goes
-through this file or `lmmods.runs.atomic`, which keep three rules:
+A run folder may come from anybody, unpacked from an archive with all its links. So all code that writes or deletes
+files of a run uses this module or `lmmods.runs.atomic`, which keep three rules:
 
-- Nothing is written or deleted through a link. New files appear by a rename, which replaces a link; folders are made
-  anew; a link that is in the way is itself removed.
-- Names that are read from a file are plain names.
-- Of the names that runs write, only model and checkpoints may be links, and only where the folder behind the link says
-  that it is this run's, in a file `.run-folder`. No program writes that file, and an archive cannot, as it unpacks
-  nothing outside of itself: the user has made the link.
+- Nothing is written or deleted through a link. New files appear by a rename, which replaces a link; folders are created
+  anew; a link in the way is itself removed.
+- Names read from a file must be plain names.
+- Only model and checkpoints may be links, and only if the folder behind the link names this run folder as its owner, in
+  a file `.run-folder`. No program writes that file, and an archive cannot place it outside of itself, so it shows that
+  the user made the link.
 """
 
 import os
@@ -24,12 +24,12 @@ from lmmods.core.files import is_plain_name, read_text
 from lmmods.core.hub import HUB_ID
 from lmmods.data.sources.readers import READERS, file_type
 
-OWNER = ".run-folder"  # in a folder that a link leads to: the path of the run folder that it belongs to
+OWNER = ".run-folder"  # in the target of a link: the path of the run folder that owns it
 MAY_BE_LINKS = ("checkpoints", "model")
 
 
 def check_links(root: Path, names: Iterable[str]) -> None:
-    """Raise UserError where one of the names that a run writes in its folder is a link that no run may follow."""
+    """Raise UserError if a name that a run writes in its folder is a link that must not be followed."""
     for name in names:
         path = root / name
         if not path.is_symlink() or name in MAY_BE_LINKS and _belongs(path, root):
@@ -44,7 +44,7 @@ def check_links(root: Path, names: Iterable[str]) -> None:
 
 
 def _belongs(link: Path, root: Path) -> bool:
-    """Whether the folder that a link leads to says that it is the run's."""
+    """True if the target of a link names this run folder as its owner."""
     try:
         owner = Path(read_text(link / OWNER, most=2**16).strip())
         return owner.is_absolute() and os.path.samefile(owner, root)
@@ -53,7 +53,7 @@ def _belongs(link: Path, root: Path) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path in a folder of a name that was read from a file, such as `config.json` or `templates/tools.jinja`.
+    """Join a folder with a name read from a file, such as `config.json` or `templates/tools.jinja`.
 
     Raises:
         UserError: It leads out of the folder.
@@ -67,10 +67,10 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def way_out(root: Path, place: str | os.PathLike) -> Path | None:
-    """What leads out of a run folder where a library writes below `place`: that itself, or a link in it; None if none.
+    """Return a path that leads out of the run folder below `place`, where a library will write; None if there is none.
 
-    Links among the names that runs write are those of `check_links`, and what W&B keeps of earlier starts is not
-    written again.
+    The path is `place` itself or a link in it. Links that `check_links` has checked are skipped, and so are W&B's files
+    of earlier starts, which are not written again.
     """
     top, start = root.resolve(), Path(place).resolve()
     if not start.is_relative_to(top):
@@ -87,7 +87,7 @@ def way_out(root: Path, place: str | os.PathLike) -> Path | None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a folder with all that is in it, or a link; what a link leads to stays."""
+    """Delete a file, a folder with its content, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -95,38 +95,38 @@ def delete(path: Path) -> None:
 
 
 def fresh_folder(path: Path) -> Path:
-    """Make an empty folder of this name; what had it goes."""
+    """Create an empty folder, deleting whatever has this name."""
     delete(path)
     path.mkdir(parents=True)
     return path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Local paths as published: relative to the run folder, or only their last part; and names of the hub.
+# Local paths in published texts: relative to the run folder, or only their last part; and hub ids.
 
 _ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
 
 
 def is_local_path(text: str) -> bool:
-    """Whether a text is an absolute path of this machine (`file://` and what fsspec chains by `::` included)."""
+    """True if a text contains an absolute path of this machine, also as `file://` or in a `::` chain of fsspec."""
     return "\n" not in text and any(_ABSOLUTE.match(part) for part in text.split("::"))
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it is a hub id; the hub refuses a card that names anything else, such as a local folder."""
+    """Return `name` if it is a hub id, else None: the hub refuses a card that names anything else."""
     is_local = not name or Path(name).exists() or file_type(name) in READERS
     return name if not is_local and HUB_ID.fullmatch(name) else None
 
 
 def shown_path(text: str, root: Path) -> str:
-    """A path as it may be published; other texts stay as they are."""
+    """Shorten a path for publication; other texts are returned unchanged."""
     if not is_local_path(text):
         return text
     return "::".join(_shown(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))
 
 
 def shown_paths(value: Any, root: Path) -> Any:
-    """A copy of nested mappings and lists with `shown_path` of each text; keys that become the same are numbered."""
+    """Return a copy of nested mappings and lists with `shown_path` of each text; equal keys are numbered."""
     if isinstance(value, str):
         return shown_path(value, root)
     if isinstance(value, list):

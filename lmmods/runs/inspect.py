@@ -1,4 +1,4 @@
-"""`inspect`: what a recipe would train on, without training."""
+"""The command `inspect`: show what a recipe would train on, without training."""
 
 import sys
 from dataclasses import fields
@@ -10,16 +10,17 @@ from lmmods.core.progress_bar import shows_colour
 from lmmods.core.recipes import as_yaml
 from lmmods.core.trainer_fields import TrainerFields
 
-# What null means of keys that are a trainer's alone; see TrainerFields.
+# Lightning's defaults for keys that are null; see TrainerFields.
 TRAINER_MEANS = {"log_every_n_steps": 50, "num_sanity_val_steps": 2}
 
 
 def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
-    """Print the data report and rows with their loss mask, in colour on a terminal that shows colours.
+    """Print the data report and rows with their loss mask, in colour if the terminal supports it.
 
     Args:
         datamodule: Set up for `fit`.
-        which: `first`, `longest`, `most_cut`, `most_unknown` or numbers of rows.
+        rows: Number of rows.
+        which: `first`, `longest`, `most_cut`, `most_unknown` or row numbers.
     """
     marks = ("\033[32m", "\033[0m") if shows_colour(sys.stdout) else ("[[", "]]")
     say(datamodule.report_table())
@@ -39,7 +40,7 @@ def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
 
 
 def show_recipe(recipe: dict[str, Any], datamodule: Any) -> None:
-    """Print the recipe as the run takes it: what it leaves to a default, the model or the engine is filled in."""
+    """Print the resolved recipe: values that it leaves to a default, the model or the engine are filled in."""
     recipe = {key: value for key, value in recipe.items() if key not in ("rows", "which", "recipe", "parity")}
     defaults = {field.name: field.default for field in fields(TrainerFields)}
     trainer = defaults | recipe["trainer"]
@@ -54,7 +55,7 @@ def show_recipe(recipe: dict[str, Any], datamodule: Any) -> None:
 
 
 def compared_prompt(tokenizer: Any, prompt: list[int], at_inference: list[list[int]]) -> str:
-    """What a row's prompt is beside those that `apply_chat_template` makes of its conversation.
+    """Compare a row's prompt to those that `apply_chat_template` makes from its conversation.
 
     Args:
         prompt: Token ids before the last response of the row.
@@ -70,7 +71,7 @@ def compared_prompt(tokenizer: Any, prompt: list[int], at_inference: list[list[i
 
 
 def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
-    """Rows by length, a bar a bin; `counts` has `edges` [n + 1] in tokens and `rows` [n]."""
+    """Bar chart of rows by length; `counts` has `edges` [n + 1] in tokens and `rows` [n]."""
     most = max(counts["rows"], default=0) or 1
     bins = zip(counts["edges"], counts["edges"][1:], counts["rows"])
     lines = [f"{low:>6} to {high:<6} {number:>8}  {'#' * round(width * number / most)}" for low, high, number in bins]
@@ -78,7 +79,7 @@ def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
 
 
 def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int], marks: tuple[str, str]) -> str:
-    """The decoded tokens, with what is scored between `marks`; a run of equal marking is decoded as a whole."""
+    """Decode tokens with scored ones between `marks`; consecutive tokens with equal marking are decoded together."""
     text, start = "", 0
     for i in range(1, len(input_ids) + 1):
         if i == len(input_ids) or (labels[i] == IGNORED) != (labels[start] == IGNORED):

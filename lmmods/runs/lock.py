@@ -1,4 +1,4 @@
-"""One run folder, one process: a lock that the system releases when its holder exits, even if killed."""
+"""A lock that gives one process at a time a run folder; the system releases it when its holder exits or is killed."""
 
 import contextlib
 import errno
@@ -21,8 +21,8 @@ except ImportError:  # Windows
     import msvcrt
 
 FILE = ".run-lock"
-LOCKED_BYTE = 2**30  # of a file on Windows, whose locks keep others from reading: far behind all that is written
-# Error numbers of flock on file systems without locks.
+LOCKED_BYTE = 2**30  # Windows locks bytes against reading too, so lock one far behind the end of the record
+# Error numbers of flock on file systems without lock support.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 # Mount options and types whose locks are visible on this machine only.
 LOCAL_ONLY = re.compile(r"\b(nolock|local_lock=(all|flock)|localflock|nobrl)\b| - fuse\.(?!fuse-overlayfs)")
@@ -37,7 +37,7 @@ def lock_file(file: int, wait: bool = False) -> None:
 
     Raises:
         BlockingIOError: Another process holds the lock, and `wait` is False.
-        OSError: The file system has no locks.
+        OSError: The file system does not support locks.
     """
     if fcntl:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -53,13 +53,13 @@ def lock_file(file: int, wait: bool = False) -> None:
 
 
 class FolderLock:
-    """A lock on a file in the run folder that says who holds it: host, process, command, start.
+    """A lock on a file in the run folder that names its holder: host, process, command, start.
 
-    The file exists while a process holds the lock; one left by a killed process blocks nobody. Where other machines
-    cannot see the lock, the file's content decides, and a file written by another host must be deleted by hand.
+    The file exists while a process holds the lock; one left by a killed process blocks nobody. If other machines cannot
+    see the lock, the content of the file decides, and a file written by another host must be deleted by hand.
 
     Args:
-        folder: The run folder; it is made, and removed again where nothing has been written into it.
+        folder: The run folder; created if missing, and removed again if nothing has been written into it.
     """
 
     def __init__(self, folder: Path):
@@ -82,7 +82,7 @@ class FolderLock:
         """Release the lock if it is held."""
         if self._file is not None:
             if fcntl:
-                self.path.unlink(missing_ok=True)  # before unlocking: those who wait must see that it is gone
+                self.path.unlink(missing_ok=True)  # before unlocking: waiting processes must see that it is gone
             self.let_go()
             if not fcntl:
                 with contextlib.suppress(PermissionError):  # Windows deletes no file that a process has open
@@ -99,12 +99,13 @@ class FolderLock:
     def _try(self, command: str) -> None:
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has none
-        except FileNotFoundError:  # another process has just removed the folder that it had made
+        except FileNotFoundError:  # another process has just removed the folder that it had created
             return
         except OSError as error:
             raise self._unwritable(error) from error
         is_ours = False
         try:
+            # The holder may have deleted the file between our open and lock: a lock on a deleted file protects nothing.
             is_ours = self._is_granted(file) and self._is_still(file)
             if is_ours:
                 self._sign(file, command)
@@ -142,7 +143,7 @@ class FolderLock:
         return True
 
     def _is_still(self, file: int) -> bool:
-        """Whether the locked file is still the one at this path."""
+        """True if the locked file is still the one at this path."""
         try:
             return os.path.samestat(os.fstat(file), os.stat(self.path))
         except FileNotFoundError:
@@ -167,7 +168,7 @@ class FolderLock:
         for folder in self._made:
             try:
                 folder.rmdir()
-            except OSError:  # something is in it, or another process was here before
+            except OSError:  # not empty, or removed by another process
                 break
         self._made = []
 
@@ -186,7 +187,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def mount_of(path: Path) -> str:
-    """The line of Linux's table of mounts for the file system that a path is on; empty elsewhere."""
+    """Return the line of Linux's mount table for the file system of a path; empty on other systems."""
     table = Path("/proc/self/mountinfo")
     if not table.exists():
         return ""
@@ -196,7 +197,7 @@ def mount_of(path: Path) -> str:
 
 
 def _read(file: int) -> dict[str, Any]:
-    """The record in the lock file; {} if it is not written yet."""
+    """Return the record in the lock file; {} if it is not written yet."""
     try:
         os.lseek(file, 0, os.SEEK_SET)
         record = json.loads(os.read(file, 4096))
@@ -207,14 +208,17 @@ def _read(file: int) -> dict[str, Any]:
 
 
 def _job() -> list[str] | None:
-    """The job of a batch system that this process belongs to, and which of its starts this is."""
+    """Return the batch job that this process belongs to, and the number of its restart."""
     job = os.environ.get("SLURM_JOB_ID")
     return [job, os.environ.get("SLURM_RESTART_COUNT", "0")] if job else None
 
 
 def _is_dead(record: dict[str, Any]) -> bool:
-    """Whether the process that wrote a record is known to have exited; unknown (False) on other hosts, but for those of
-    an earlier start of the same job, which a batch system ends before the next one."""
+    """True if the process that wrote a record is known to have exited.
+
+    On other hosts that is unknown (False), except for an earlier start of the same job: a batch system ends it before
+    the next one.
+    """
     job, was = _job(), record.get("job")
     if job and isinstance(was, list) and was[0] == job[0] and was[1] != job[1]:
         return True

@@ -1,12 +1,12 @@
-"""manifest.json of a run: what it was made of, and what it left, so that both can be checked.
+"""manifest.json of a run: its inputs and outputs, so that both can be verified.
 
-    starts      one entry a start of the run, the first and each resume
-      time, step, checkpoint      when, and from where it went on
-      engine, recipe              the recipe as config.yaml had it
+    starts      one entry per start of the run, the first and each resume
+      time, step, checkpoint      time of the start, and the checkpoint it resumed from
+      engine, recipe              the recipe as in config.yaml
       code                        version, fingerprint of the sources, git commit, files changed since
       python, platform, packages  versions of the libraries that training may use
       machine                     processor, devices, processes, settings of the engine that change numbers
-      variables                   of the environment, those that change numbers
+      variables                   environment variables that change numbers
       inputs                      files of data, base, adapter and tokenizer with size and hash; commits of the hub
     end         of a finished run: time, step, and the files it left with size and SHA-256
 """
@@ -30,20 +30,20 @@ from lmmods.runs.atomic import write_json
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import described_model
 
-LEFT = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # beside model/, not written to afterwards
-READERS = 4  # threads: one hashes about 1 GB in a second
+LEFT = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # beside model/; final when the run ends
+READERS = 4  # threads; each hashes about 1 GB per second
 
 
 @dataclass
 class Manifest:
-    """What manifest.json holds."""
+    """Content of manifest.json."""
 
     starts: list[dict[str, Any]]
     end: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Undo `write`. Raises UserError where there is no such file, or it is damaged."""
+        """Inverse of `write`. Raises UserError if there is no such file, or it is damaged."""
         try:
             told = json.loads(read_text(path))
             starts, end = told["starts"], told["end"]
@@ -65,14 +65,14 @@ class Manifest:
 
 def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str, list[dict[str, Any]]],
                    machine: dict[str, Any], checkpoint: Path | None, step: int) -> None:
-    """Note a start of a run, behind those before it.
+    """Append a start of a run to the manifest.
 
     Args:
-        recipe: As config.yaml has it.
-        sources: What the data module says of its sources, by key.
-        machine: What the engine says of its devices and settings.
-        checkpoint: From which the run goes on.
-        step: Where it stands.
+        recipe: As in config.yaml.
+        sources: The data module's description of its sources, by key.
+        machine: The engine's description of its devices and settings.
+        checkpoint: Checkpoint to resume from.
+        step: Step at this start.
 
     Raises:
         UserError: An input cannot be read.
@@ -92,13 +92,13 @@ def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str,
 
 
 def surroundings() -> dict[str, Any]:
-    """Code, libraries and environment of this process."""
+    """Describe code, libraries and environment of this process."""
     return {"code": code_version(), "python": python_version(), "platform": platform.platform(),
             "processor": processor(), "packages": installed_packages(), "variables": variables()}
 
 
 def end_manifest(folder: RunFolder, step: int) -> None:
-    """Note what a finished run has left. Raises UserError where it cannot be read."""
+    """Record the files of a finished run. Raises UserError if the manifest cannot be read."""
     if not folder.manifest.exists():
         return  # a run of an earlier version
     manifest = Manifest.read(folder.manifest)
@@ -111,7 +111,7 @@ def end_manifest(folder: RunFolder, step: int) -> None:
 
 
 def _models(recipe: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Models, adapters and tokenizers that a recipe names, by key."""
+    """Describe the models, adapters and tokenizers that a recipe names, by key."""
     model, data = ((recipe.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
     revision = model.get("revision")
     named = [("model.pretrained", model.get("pretrained"), revision, "config.json"),

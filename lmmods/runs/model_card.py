@@ -31,15 +31,16 @@ PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": 
 
 
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False) -> str:
-    """Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics, recipe.
+    """Return Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics,
+    recipe.
 
-    It is published, so it holds no password, no token, and no absolute path of this machine.
+    It is published, so it contains no password, no token, and no absolute path of this machine.
 
     Args:
-        folder: The run, its other files written. Metrics are those of metrics.json, where there is one already.
-        is_adapter: Whether model/ is an adapter of `base`.
+        folder: The run, its other files written. Metrics are taken from metrics.json, if it exists.
+        is_adapter: True if model/ is an adapter of `base`.
         auto_class: transformers' class that loads it.
-        is_chat: Whether its tokenizer has the chat template that it was trained with.
+        is_chat: True if its tokenizer has the chat template that it was trained with.
     """
     text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
     recipe = yaml.load(text, Loader=Loader) or {}
@@ -89,13 +90,13 @@ def _origin(base: str | None, is_adapter: bool) -> str:
 
 
 def _preference(recipe: dict) -> dict | None:
-    """`model.init_args` of a recipe for preference optimisation; None of another."""
+    """Return `model.init_args` of a recipe for preference optimisation, None for other tasks."""
     model = recipe.get("model", {})
     return model.get("init_args", {}) if str(model.get("class_path", "")).endswith("Preference") else None
 
 
 def _preference_tags(recipe: dict) -> list[str]:
-    """What the hub calls the method."""
+    """The hub's tags for the method."""
     options = _preference(recipe)
     if options is None:
         return []
@@ -113,7 +114,7 @@ def _method(recipe: dict) -> str:
 
 
 def _results(task: str, data: dict, metrics: dict) -> list[dict]:
-    """Evaluations in the form of the hub's model-index; one for validation, one for test."""
+    """Evaluations in the form of the hub's model-index, one for validation and one for test."""
     sources = {"val": data.get("val_source") or data.get("source"), "test": data.get("test_source")}
     results = []
     for role, source in sources.items():
@@ -138,13 +139,13 @@ def _paths(source: Any) -> list[str]:
 
 
 def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) -> str:
-    """The section of a card with code that loads the model, and asks it where it is one to talk with.
+    """Return the card's section with code that loads the model, and prompts it if it is a chat model.
 
     Args:
-        recipe: Of the run; says where the model is published, and how its rows were written.
+        recipe: Recipe of the run; holds the repository it is published in, and how its rows were rendered.
         base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
         auto_class: transformers' class that loads it.
-        is_chat: Whether its tokenizer has a chat template.
+        is_chat: True if its tokenizer has a chat template.
     """
     repo = recipe.get("publish", {}).get("repo")
     generates = base is not None and PIPELINES[auto_class] == "text-generation"
@@ -167,7 +168,7 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) 
 
 
 def _how_to_ask(recipe: dict) -> list[str]:
-    """With the system turn and the variables of the template that all rows were trained with."""
+    """Code that prompts the model with the system turn and template variables that all rows were trained with."""
     data = recipe.get("data", {}).get("init_args", {})
     messages = [{"role": "user", "content": "Hello!"}]
     if data.get("system_prompt") is not None:
@@ -190,16 +191,16 @@ def _table(values: dict) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Facts that identify a model folder or hub repository: its configuration, and a fingerprint of its weights.
 
-# What libraries write about themselves, and how the weights are stored there.
+# Fields in which libraries describe themselves or how weights are stored. They do not identify a model.
 _BOOKKEEPING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "peft_version",
                 "base_model_name_or_path", "inference_mode"}
 
 
-READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"}  # what loading may read of a folder
+READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"}  # suffixes of files that loading may read
 
 
 def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -> dict[str, Any]:
-    """Configuration and weights behind a folder's or hub repository's name; as much as can be had without a download.
+    """Return configuration and weights behind a folder's or hub repository's name, as far as known without a download.
 
     Returns:
         `config`; of a folder `weights`, a fingerprint of sizes and blocks of the files; of a hub model `commit`.
@@ -215,7 +216,7 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
             return {}
         folder, facts["commit"] = config.parent, config.parent.name
     elif weights:
-        # who loads it refuses a pipe, which this would wait for
+        # regular files only: reading a pipe would block (the loader refuses it later)
         files = [path for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
                  if path.is_file()]
         facts["weights"] = fingerprints.joined(fingerprints.sampled_file(path) for path in files)
@@ -225,11 +226,11 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
 
 
 def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, Any]:
-    """All that decides about the network of a task as it stands before its first step, and about its numbers.
+    """Return all that determines the network of a task before its first step, and its numerics.
 
     Args:
         precision: Lightning's name.
-        seed: Of all parameters that no file holds.
+        seed: Seed of all parameters that no file holds.
 
     Raises:
         UserError: A file cannot be read.
@@ -243,7 +244,7 @@ def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, An
              "overrides": fields.config_overrides, "quantize": fields.quantize, "double_quant": fields.double_quant,
              "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
     if fields.quantize == "int8" or _is_saved_in_8bit(facts["pretrained"]):
-        facts["activations"] = "as they are"  # numbers of a network that rounded them may lie in the cache
+        facts["activations"] = "as they are"  # unlike cached numbers of a network that rounded them
     return facts
 
 
@@ -253,13 +254,13 @@ def _is_saved_in_8bit(pretrained: dict[str, Any] | str | None) -> bool:
 
 
 def described_model(name: str, revision: str | None, file: str) -> dict[str, Any]:
-    """What a manifest says of a model, an adapter or a tokenizer: `path`, and `files` with size and hash.
+    """Return the manifest's entry for a model, an adapter or a tokenizer: `path`, and `files` with size and hash.
 
-    Weights are read as little as for `model_facts`. Of a hub model also `commit`; without `files` where nothing of it
+    Large weights are only sampled, as in `model_facts`. A hub model also has `commit`; without `files` if nothing of it
     is on this machine.
 
     Args:
-        file: One that it has, such as config.json.
+        file: A file that it has, such as config.json.
 
     Raises:
         UserError: A file cannot be read.
@@ -287,7 +288,7 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 
 def find_file(name: str, file: str, revision: str | None) -> Path | None:
-    """A file of a folder, or of a hub repository as far as it has been downloaded; None if it is not there."""
+    """Return a file of a folder, or of a hub repository if it has been downloaded; None if it is missing."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return _from_hub_cache(name, file, revision)
@@ -300,19 +301,19 @@ def _from_hub_cache(name: str, file: str, revision: str | None) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, file, revision=revision)
-    except HFValidationError:  # neither folder nor hub id; who loads it says so
+    except HFValidationError:  # neither folder nor hub id; the loader reports it
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What lies beside the weights in an exported model: tokenizer, generation settings, card and curves.
+# Files beside the weights of an exported model: tokenizer, generation settings, card and curves.
 
 def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: str, data: TaskHooks) -> None:
     """Write all but weights and configuration into the folder of an exported model or adapter.
 
     Args:
-        run: Whose model it is.
+        run: Run folder of the model.
         auto_class: transformers' class that loads it.
         data: The data module, set up.
     """
@@ -329,18 +330,18 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
 
 
 def save_tokenizer(tokenizer: Any, chat_template: str | None, folder: Path) -> None:
-    """Write a transformers tokenizer, with this chat template in place of its own unless it is None."""
+    """Write a transformers tokenizer, with this chat template in place of its own unless None."""
     own = tokenizer.chat_template
     if chat_template is not None and chat_template not in (own.values() if isinstance(own, dict) else [own]):
-        tokenizer = copy.copy(tokenizer)  # the run's own stays as it was: it counts in the identity of the run
+        tokenizer = copy.copy(tokenizer)  # the original must not change: it is part of the run's identity
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
 
 
 def base_generation(pretrained: str | None, revision: str | None) -> dict[str, Any]:
-    """What the model that a run started from says of generation, as far as it is on this machine.
+    """Return the generation settings of the base model, as far as they are on this machine.
 
-    As in transformers, the end tokens of config.json stand in for a file that is missing.
+    As in transformers, the end tokens of config.json are the fallback if the file is missing.
     """
     for file, keys in ((GENERATION_CONFIG, None), ("config.json", ("eos_token_id",))):
         path = pretrained and find_file(pretrained, file, revision)
@@ -350,7 +351,7 @@ def base_generation(pretrained: str | None, revision: str | None) -> dict[str, A
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """What a JSON file says. The end of a run must not fail of a file that training went without."""
+    """Return the content of a JSON file. A bad file only warns: it must not fail a run at its end."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -362,7 +363,7 @@ def _fields(path: Path) -> dict[str, Any]:
 # loss.png of the run folder.
 
 def draw_curves(metrics_csv: Path, picture: Path) -> None:
-    """Draw training and validation loss over the steps; nothing where no step was logged."""
+    """Plot training and validation loss over the steps; does nothing if no step was logged."""
     if not metrics_csv.exists():
         return
     rows = read_table(metrics_csv).rows

@@ -1,4 +1,4 @@
-"""How far a run is, and how a checkpoint says it: as Lightning's loops count, so that a run can change engine."""
+"""Progress of a run, stored in checkpoints in the form of Lightning's loops so that a run can change engine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ _NO_BATCHES = {"ready": 0, "completed": 0, "started": 0, "processed": 0}
 
 @dataclass(frozen=True)
 class Cut:
-    """How the rows of an optimiser step are cut into micro-batches.
+    """Batch split: how the rows of an optimiser step are divided into micro-batches.
 
     Args:
-        rows: Of a micro-batch, `data.batch_size`.
-        accumulated: Micro-batches of each data-parallel rank, `trainer.accumulate_grad_batches`.
-        ranks: Data-parallel ranks: each has micro-batches of its own.
+        rows: Rows of a micro-batch, `data.batch_size`.
+        accumulated: Micro-batches of each data-parallel rank per step, `trainer.accumulate_grad_batches`.
+        ranks: Data-parallel ranks; each has its own micro-batches.
     """
 
     rows: int
@@ -35,7 +35,7 @@ class Cut:
 
     @property
     def devices(self) -> str:
-        """The ranks in words."""
+        """The number of ranks in words."""
         return f"{self.ranks} device{'s' if self.ranks > 1 else ''}"
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class Progress:
 
     Args:
         epoch: Epochs finished.
-        batches: Batches of the current epoch done.
-        total_batches: Batches of all epochs done.
+        batches: Batches done in the current epoch.
+        total_batches: Batches done in all epochs.
         step: Optimiser steps done.
-        accumulated: Batches done of the step under way.
+        accumulated: Batches done of the current optimiser step.
     """
 
     epoch: int = 0
@@ -62,7 +62,7 @@ class Progress:
     accumulated: int = 0
 
     def loops(self, is_last_of_epoch: bool) -> dict[str, Any]:
-        """The state of Lightning's loops at this moment."""
+        """Return the state of Lightning's loops at this moment."""
         steps = {"ready": self.step, "completed": self.step}
         none = {"total": dict(_NO_BATCHES), "current": dict(_NO_BATCHES)}
         return {
@@ -92,13 +92,13 @@ class Progress:
 
 
 def read_progress(content: CheckpointContent, data_key: str, now: Cut) -> Progress:
-    """Where a checkpoint of either engine stands, in batches as the run goes on with.
+    """Return the progress of a checkpoint of either engine, in batches of the current batch split.
 
     Args:
-        data_key: Under which the state of the training data lies.
+        data_key: Key of the training data's state.
 
     Raises:
-        UserError: It stands inside one of these.
+        UserError: The checkpoint lies inside one of these batches.
     """
     fit, data = content["loops"]["fit_loop"], content[data_key]
     counts, accumulated = fit["epoch_loop.batch_progress"], content["window"].get("num_batches", 0)
@@ -111,15 +111,15 @@ def read_progress(content: CheckpointContent, data_key: str, now: Cut) -> Progre
 
 
 def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[int, int]:
-    """Batches of the current epoch and of all epochs done, where they are of another number of rows.
+    """Convert counts to batches of another number of rows: batches done in the current epoch and in all epochs.
 
     Args:
-        ready: Batches done of the current epoch.
+        ready: Batches done in the current epoch.
         data: State of the training data.
-        before: Rows of each.
+        before: Rows of each of these batches.
 
     Raises:
-        UserError: The run stands inside a batch of now.
+        UserError: The run lies inside a batch of the new size.
     """
     rows, earlier, ends = ready * before, 0, False
     if "num_rows" in data:  # a stream is one endless epoch
@@ -135,27 +135,29 @@ def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[in
 
 
 def recount_loops(content: CheckpointContent, data_key: str, now: Cut) -> Progress:
-    """Let the loops of a checkpoint count batches as the run goes on with; what they say, and errors, as of
-    `read_progress`."""
+    """Convert the loops of a checkpoint to batches of the current batch split, in place.
+
+    Returns and raises as `read_progress` does.
+    """
     progress = read_progress(content, data_key, now)
     counts = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for part, ready in ((counts["current"], progress.batches), (counts["total"], progress.total_batches)):
         shift = ready - part["ready"]
-        for name in part:  # the batch under way may not be completed yet
+        for name in part:  # shift each: the current batch may not be completed yet
             part[name] += shift
     return progress
 
 
 def correct_epochs(content: CheckpointContent) -> None:
-    """Set Lightning's count of epochs right in a checkpoint that it writes inside an epoch or right at its end.
+    """Correct Lightning's epoch counts in a checkpoint that it writes within an epoch or exactly at its end.
 
-    After a resume from the end of an epoch it counts neither the end of that one nor the start of the next; a run
-    stopped so twice would train an epoch more than max_epochs.
+    After a resume from the end of an epoch Lightning counts neither the end of that epoch nor the start of the next, so
+    a run stopped there twice would train one epoch more than max_epochs.
     """
     for counts in content["loops"]["fit_loop"]["epoch_progress"].values():
         counts.update(_epochs(counts["completed"]))
 
 
 def _epochs(completed: int) -> dict[str, int]:
-    """The counts while the epoch after `completed` ones is under way."""
+    """Lightning's counts during the epoch that follows `completed` ones."""
     return {"ready": completed + 1, "completed": completed, "started": completed + 1, "processed": completed}

@@ -1,4 +1,4 @@
-"""Reading a run's own files back: unreadable lines are skipped with a warning, and the damaged file is kept aside."""
+"""Reading a run's own files back: unreadable lines are skipped with a warning, the damaged file is kept aside."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from lmmods.runs.atomic import copy_file
 
 @dataclass
 class Table:
-    """metrics.csv: `rows` hold the cells that are not empty, by column; `damaged` the numbers of the lines left out."""
+    """Content of metrics.csv: `rows` hold the non-empty cells by column, `damaged` the numbers of skipped lines."""
 
     columns: list[str] = field(default_factory=lambda: ["step"])
     rows: list[dict[str, str]] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """The readable rows of metrics.csv; an empty table if there is no file."""
+    """Return the readable rows of metrics.csv; an empty table if there is no file."""
     lines, torn = _lines(path)
     if not lines:
         return Table(damaged=torn)
@@ -40,14 +40,14 @@ def read_table(path: Path) -> Table:
 
 
 def mended_table(path: Path) -> Table:
-    """`read_table` with a warning about unreadable lines; the file as it was is kept beside it."""
+    """Like `read_table`, with a warning about unreadable lines and a copy of the damaged file."""
     table = read_table(path)
     _tell(path, table.damaged)
     return table
 
 
 def mended_samples(path: Path) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl, with a warning about unreadable lines; the file as it was is kept beside it."""
+    """Return the rows of samples.jsonl, with a warning about unreadable lines and a copy of the damaged file."""
     lines, damaged = _lines(path)
     rows = []
     for number, line in enumerate(lines, 1):
@@ -62,7 +62,7 @@ def mended_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def mended_numbers(path: Path) -> dict[str, Any]:
-    """metrics.json; where it holds no keys and values, that is said, and the file as it was is kept beside."""
+    """Return metrics.json; if it is no JSON object, {} with a warning and a copy of the damaged file."""
     if not path.is_file():
         return {}
     content = _from_json(read_text(path, errors="replace"))
@@ -73,7 +73,7 @@ def mended_numbers(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> tuple[list[str], list[int]]:
-    """Whole lines of a file, and the number of the last where it is cut off."""
+    """Return the complete lines of a file, and the number of the last line if it lacks its line end."""
     if not path.is_file():
         return [], []
     *lines, rest = read_text(path, MAX_TABLE_BYTES, errors="replace").split("\n")

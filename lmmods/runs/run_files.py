@@ -1,4 +1,4 @@
-"""The list, kept in a run folder, of what runs wrote there: nothing else is ever deleted or overwritten."""
+"""The list, stored in a run folder, of the files that runs wrote there. Nothing else is ever deleted or overwritten."""
 
 import glob
 import json
@@ -16,13 +16,13 @@ from lmmods.runs.checkpoint_files import holds_checkpoint, remove_checkpoints
 from lmmods.runs.inside import OWNER, check_links, delete, inside
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files of a run in a folder of an earlier version, which has no list of them: recognised by name and content.
+# Files of a run in a folder without that list, of an earlier version: recognised by name and content.
 
-# At the top of a run folder: what any run writes, and what question answering writes beside it.
+# Names at the top of a run folder: of any run, and of question answering.
 FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
          "loss.png", "completed", "predictions.jsonl", "evaluate.json")
 ANSWERS = ("predictions.json", "nbest_predictions.json", "null_odds.json")
-# What exports write: models, adapters, tokenizers, card and curves.
+# Files that exports write: models, adapters, tokenizers, card and curves.
 EXPORTED = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -30,7 +30,7 @@ EXPORTED = re.compile(
 
 
 def recognised(root: Path) -> set[str]:
-    """Paths of a run without that list, recognised by its recipe and checkpoints; none if there is no run."""
+    """Return the paths of a run without that list, recognised by its recipe and checkpoints; none without a run."""
     recipe = _recipe(root)
     has_checkpoint = holds_checkpoint(root / "checkpoints")
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:
@@ -39,13 +39,13 @@ def recognised(root: Path) -> set[str]:
     found = {name for name in (*FILES, *(ANSWERS if task == "QA" else ())) if (root / name).is_file()}
     if has_checkpoint:
         found.add("checkpoints")
-    found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # half written
+    found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
     found |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
     return found | _exported(root) | wandb_paths(recipe, root)
 
 
 def wandb_id(recipe: dict[str, Any]) -> str | None:
-    """Id under which W&B knows the run of a recipe."""
+    """Return the W&B id of the run of a recipe."""
     return _wandb_options(recipe).get("id")
 
 
@@ -56,7 +56,7 @@ def _wandb_options(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def wandb_paths(recipe: dict[str, Any], root: Path) -> set[str]:
-    """What W&B writes into the run folder for the run of a recipe; `*` stands for the time of a start."""
+    """Return the paths that W&B writes in a recipe's run folder; `*` stands for the time of a start."""
     logger = _wandb_options(recipe)
     name = str(logger.get("id") or "")
     if not is_plain_name(name) or Path(logger.get("save_dir") or root).resolve() != root.resolve():
@@ -65,7 +65,7 @@ def wandb_paths(recipe: dict[str, Any], root: Path) -> set[str]:
 
 
 def _is_manifest(path: Path) -> bool:
-    """Whether a run wrote this file, and not the user one of the same name."""
+    """True if a run wrote this file; the user may have one of the same name."""
     try:
         return {"starts", "end"} <= json.loads(read_text(path)).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -73,7 +73,7 @@ def _is_manifest(path: Path) -> bool:
 
 
 def _recipe(root: Path) -> dict[str, Any]:
-    """config.yaml, if a run wrote it."""
+    """Return config.yaml if a run wrote it, else {}."""
     try:
         recipe = read_recipe(root / "config.yaml")
     except UserError:
@@ -83,7 +83,7 @@ def _recipe(root: Path) -> dict[str, Any]:
 
 
 def _exported(root: Path) -> set[str]:
-    """model/ and the files of an export in it, where its card is one of ours."""
+    """Return model/ and its exported files if its card is one of this program."""
     card = root / "model" / "README.md"
     try:
         is_ours = re.search(r"^- lmmods$", read_text(card).split("\n---")[0], re.M)
@@ -94,24 +94,24 @@ def _exported(root: Path) -> set[str]:
 
 
 LIST = ".run-files.json"
-# All that commands write at the top of a run folder. Of model and wandb the list also holds what is inside.
+# All that commands write at the top of a run folder. For model and wandb the list also holds their content.
 NAMES = (*FILES, *ANSWERS, "manifest.json", "checkpoints", "model", "wandb", ".model", ".publish")
 FOLDERS = ("checkpoints", "model", "wandb")
-UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, which hold nothing of the user's
+UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, without files of the user
 
 
 class RunFiles:
-    """The list of one run folder: paths relative to it, each noted before it is created.
+    """The list of one run folder: relative paths, each recorded before it is created.
 
     A folder of an earlier version has no list; its run's files are recognised by its recipe and checkpoints.
     """
 
     def __init__(self, root: Path):
         self.root, self.path = root, root / LIST
-        self._turn = threading.Lock()  # the thread that writes checkpoints notes paths too
+        self._turn = threading.Lock()  # the thread that writes checkpoints claims paths too
 
     def entries(self) -> set[str]:
-        """All paths that runs wrote. Raises UserError where the list is damaged."""
+        """Return all paths that runs wrote. Raises UserError if the list is damaged."""
         if not self.path.exists():
             return recognised(self.root)
         try:
@@ -124,7 +124,7 @@ class RunFiles:
                             "Delete it; the run is then recognised by its config.yaml and checkpoints.") from error
 
     def claim(self, *paths: str) -> None:
-        """Note paths that are about to be written. Raises UserError: something that no run wrote has one of them."""
+        """Record paths that are about to be written. Raises UserError: a file that no run wrote is in the way."""
         with self._turn:
             known = self.entries()
             for path in paths:
@@ -134,23 +134,23 @@ class RunFiles:
             self._write(known | set(paths))
 
     def foreign_names(self) -> list[str]:
-        """Names that runs need and that are taken by files of others."""
+        """Return names that runs need but that files of others have."""
         known = self.entries()
         return [name for name in NAMES if name not in known and _is_taken(self.root / name)]
 
     def inside(self, folder: str) -> set[str]:
-        """Listed paths in a folder, relative to it."""
+        """Return the listed paths in a folder, relative to it."""
         return {path.removeprefix(f"{folder}/") for path in self.entries() if path.startswith(f"{folder}/")}
 
     def drop(self, *paths: str) -> None:
-        """Delete files that are listed, and take them off the list."""
+        """Delete listed files, and remove them from the list."""
         for path in paths:
             self._delete(path)
         with self._turn:
             self._write(self.entries() - set(paths))
 
     def delete(self) -> list[Path]:
-        """Delete all that is listed. Returns what lies in the run's folders without being the run's; it stays."""
+        """Delete everything listed. Returns files in the run's folders that are not the run's; they are kept."""
         known = self.entries()
         check_links(self.root, NAMES)
         self._write(known)
@@ -166,7 +166,7 @@ class RunFiles:
         if path in UNDER_WAY:
             delete(target)
         elif top == "wandb" and rest:
-            # What `*` stands for goes first, and a link that then leads nowhere is nothing to Path.glob.
+            # Path.glob skips broken links, and `latest-run` is one once its target is deleted: so glob only `*`.
             for each in list(target.parent.glob(rest)) if "*" in rest else [target]:
                 delete(each)
         elif path == "checkpoints":
@@ -174,7 +174,7 @@ class RunFiles:
             _delete_if_empty(target)
         elif target.is_dir() and not target.is_symlink():
             _delete_if_empty(target)
-        elif path not in FOLDERS:  # of which a link is the user's and stays
+        elif path not in FOLDERS:  # a link of these names is the user's and is kept
             delete(target)
 
     def _write(self, paths: set[str]) -> None:
@@ -185,14 +185,14 @@ class RunFiles:
 
 
 def _is_a_runs(path: str) -> bool:
-    """Whether a path in the list is one that runs write, as the list may be anybody's."""
+    """True if runs write this path. The list is not trusted: it may come from anybody."""
     top, _, rest = path.partition("/")
     parts = rest.split("/")
     return path in NAMES or all(map(is_plain_name, parts)) and (top == "model" or top == "wandb" and len(parts) == 1)
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether anything that could be lost is there; an empty folder, or the user's link to one, is not."""
+    """True if something that could be lost has this path; not an empty folder, or the user's link to one."""
     return os.path.lexists(path) and not (path.is_dir() and {each.name for each in path.iterdir()} <= {OWNER})
 
 

@@ -1,4 +1,4 @@
-"""Saving where the disk may fail: one message, nothing half-written left, and what stood before still stands."""
+"""Error handling for a failing disk: one message, no partial files, and earlier checkpoints untouched."""
 
 import errno
 import os
@@ -13,22 +13,22 @@ from safetensors import SafetensorError
 from lmmods.core.errors import UserError
 from lmmods.runs.folder import checkpoint_names
 
-# No room, no room within the quota, larger than a file may be, the disk itself fails or can no longer be written.
+# Disk full, quota exceeded, file too large, input/output error, read-only file system.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 @contextmanager
 def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_share: bool = False) -> Iterator[None]:
-    """While a checkpoint is written: where the disk fails, take away what is half written, and say so.
+    """Wrap the writing of a checkpoint: if the disk fails, delete the partial files and report it.
 
     Args:
-        temporary: What it is called until it stands.
-        num_bytes: Of its arrays.
-        is_share: Whether other processes write into the same folder.
+        temporary: Its path until it is complete.
+        num_bytes: Size of its arrays.
+        is_share: True if other processes write into the same folder.
 
     Raises:
-        UserError: The disk failed, here or for another process that writes a part of it. The checkpoints before are as
-            they were.
+        UserError: The disk failed, here or for another process that writes a part of it. Earlier checkpoints are
+            untouched.
     """
     try:
         yield
@@ -49,15 +49,15 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_share: bool = F
 
 
 def _take_away(folder: Path) -> None:
-    """All at once, so that processes which write into it find it whole or gone."""
-    dropped = folder.with_name(f"{folder.name}-dropped")  # goes with what killed writers leave, should this one be
+    """Delete a folder that other processes write into: renamed first, so that they see it whole or not at all."""
+    dropped = folder.with_name(f"{folder.name}-dropped")  # a name that `remove_unfinished` cleans up
     with suppress(OSError):
         os.replace(folder, dropped)
     shutil.rmtree(dropped, ignore_errors=True)
 
 
 def disk_error_in(error: BaseException | None) -> UserError | None:
-    """What to tell where a failing disk is behind an exception: other files than checkpoints grow too."""
+    """Return the error to report if a failing disk caused an exception, while writing any file; else None."""
     while error is not None:
         if (reason := disk_problem(error)) is not None:
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
@@ -68,7 +68,10 @@ def disk_error_in(error: BaseException | None) -> UserError | None:
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """What the system says of a disk that fails; None for any other error. safetensors puts the number in its text."""
+    """Return the system's message for a disk failure, None for any other error.
+
+    safetensors reports the error number in its text only.
+    """
     told = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
     number = int(told[1]) if told else getattr(error, "errno", None)
     return os.strerror(number) if number in _DISK_ERRORS else None

@@ -1,6 +1,6 @@
-"""How long a run is and when it validates, by the rules of Lightning's Trainer.
+"""Length of a run and its validations, by the rules of Lightning's Trainer.
 
-The loop of the JAX engine goes by it; of both engines' runs it says what is to come.
+The loop of the JAX engine follows it; both engines use it to announce the length of a run.
 """
 
 from dataclasses import dataclass, replace
@@ -16,13 +16,14 @@ class Schedule:
     """Lengths in optimiser steps and in global micro-batches: one micro-batch on each data-parallel rank.
 
     Args:
-        batches_per_epoch: Global micro-batches of an epoch of training.
-        batches_per_step: Global micro-batches of an optimiser step; the last of an epoch may have fewer.
-        num_val_batches: Global micro-batches of a validation; 0 where there is nothing to validate on.
-        steps_per_validation: Optimiser steps from one validation to the next, counted anew in each epoch or over the
-            run: so validations follow the same steps however these are cut into micro-batches.
-        counts_over_run: Which of the two.
-        val_epochs: Every so many epochs validate; None: none does. Where the interval is counted in each epoch.
+        batches_per_epoch: Global micro-batches of a training epoch.
+        batches_per_step: Global micro-batches of an optimiser step; the last step of an epoch may have fewer.
+        num_val_batches: Global micro-batches of a validation; 0 if there is no validation set.
+        steps_per_validation: Optimiser steps between two validations. Counting steps makes validations independent of
+            the batch split.
+        counts_over_run: True if this interval is counted over the whole run, False if it restarts with each epoch.
+        val_epochs: Validate in every n-th epoch only; None for no epoch. Applies if the interval restarts with each
+            epoch.
     """
 
     batches_per_epoch: int
@@ -37,7 +38,7 @@ class Schedule:
     def from_keys(cls, *, batches_per_epoch: int, batches_per_step: int, num_val_batches: int,
                   max_epochs: int | float | None, max_steps: int, val_check_interval: int | float | None,
                   val_epochs: int | None) -> "Schedule":
-        """The schedule that the trainer's keys ask for. Raises UserError: the run has no end.
+        """Build the schedule from the trainer's keys. Raises UserError: the run has no end.
 
         Args:
             max_epochs: Epochs, a fraction allowed; None or -1 leave it to `max_steps`.
@@ -52,12 +53,12 @@ class Schedule:
                    isinstance(val_check_interval, int), val_epochs)
 
     def without_validation(self) -> "Schedule":
-        """The same length, and no validation."""
+        """Return a schedule of the same length without validations."""
         return replace(self, num_val_batches=0)
 
     @property
     def is_endless(self) -> bool:
-        """Whether the rows come as a stream, in one epoch that never ends."""
+        """True if the rows are a stream, in one epoch that never ends."""
         return self.batches_per_epoch >= ENDLESS
 
     @property
@@ -71,10 +72,10 @@ class Schedule:
         return self._batches(self.num_steps) / self.batches_per_epoch
 
     def validations_after(self, step: int) -> int:
-        """How many validations are to come after optimiser step `step`, the one with which the run ends included."""
+        """Number of validations after optimiser step `step`, including the one at the end of the run."""
         if not self.num_val_batches or step >= self.num_steps:
             return 0
-        at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)  # no interval asks for it
+        at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)  # not due by interval
         return self._validations(self.num_steps) - self._validations(step) + at_end
 
     def _batches(self, step: int) -> int:
@@ -83,7 +84,7 @@ class Schedule:
         return epochs * self.batches_per_epoch + min(steps * self.batches_per_step, self.batches_per_epoch)
 
     def _validations(self, steps: int) -> int:
-        """Validations that the interval asks for in so many optimiser steps."""
+        """Validations due by the interval in the first `steps` optimiser steps."""
         if self.counts_over_run:
             return steps // self.steps_per_validation
         if self.val_epochs is None:
@@ -94,11 +95,11 @@ class Schedule:
         return epochs // self.val_epochs * each + (steps // self.steps_per_validation if is_due else 0)
 
     def ends_epoch(self, progress: Progress) -> bool:
-        """Whether the last micro-batch done was the last of its epoch."""
+        """True if the last micro-batch done was the last of its epoch."""
         return progress.batches >= self.batches_per_epoch
 
     def validates_after(self, progress: Progress) -> bool:
-        """Whether a validation follows the last micro-batch done."""
+        """True if a validation follows the last micro-batch done."""
         if not self.num_val_batches:
             return False
         if progress.batches % self.batches_per_step and not self.ends_epoch(progress):
@@ -126,12 +127,13 @@ def limited(num_batches: int, limit: int | float | None, role: str) -> int:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is that has not been cut into micro-batches yet.
+    """Length of a run whose batch split is not known yet.
 
     Args:
-        rows: Of an epoch.
+        rows: Rows of an epoch.
         limit: `trainer.limit_train_batches`, see `limited`.
-        max_steps: And `max_epochs`: as of `Schedule.from_keys`.
+        max_steps: See `Schedule.from_keys`.
+        max_epochs: See `Schedule.from_keys`.
     """
 
     rows: int
@@ -140,10 +142,11 @@ class RunLength:
     max_epochs: int | float | None
 
     def num_steps(self, batch: int, batches_per_step: int) -> int:
-        """Optimiser steps.
+        """Optimiser steps of the run.
 
         Args:
             batch: Rows of a global micro-batch.
+            batches_per_step: Global micro-batches of an optimiser step.
         """
         batches = limited(-(-self.rows // batch), self.limit, "train")
         return num_steps(batches, batches_per_step, self.max_epochs, self.max_steps)

@@ -1,5 +1,7 @@
-"""The start of a training run in its folder. It follows the loading of data, model and checkpoint: a failed start
-leaves no trace."""
+"""Messages and files at the start and the end of a training run.
+
+A run folder is written only after data, model and checkpoint have been loaded, so a failed start leaves no trace.
+"""
 
 import math
 import shlex
@@ -24,11 +26,11 @@ from lmmods.runs.wandb import log_recipe, sync_commands
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is written and said of a run before its first step, or where it goes on from a checkpoint.
+    """Files and messages written before the first step of a run, new or resumed.
 
     Args:
         data: The data module, set up.
-        machine: What the engine says of its devices and settings, for manifest.json.
+        machine: The engine's description of its devices and settings, for manifest.json.
     """
 
     folder: RunFolder
@@ -40,7 +42,7 @@ class RunStart:
     step: int
 
     def make_folder_ready(self) -> None:
-        """Called by the first process; the others wait for it."""
+        """Prepare the run folder. Called by the first process; the others wait for it."""
         self.folder.begin(self.resumed_from)
         self.folder.write_start(self.recipe, self.data.report)
         begin_manifest(self.folder, self.recipe, self.data.described_sources(), self.machine, self.resumed_from,
@@ -49,13 +51,13 @@ class RunStart:
             self.identity.note_resume(self.folder, self.resumed_from, self.step)
 
     def begin_logging(self, loggers: list[Logger]) -> None:
-        """Bring the loggers of this process, if any, to where the run stands; the first is metrics.csv's."""
+        """Bring the loggers of this process, if any, to the current step; the first one is that of metrics.csv."""
         if self.resumed_from and loggers:
             loggers[0].rewind(self.step)
         log_recipe(loggers[1:], self.recipe, self.data.report)
 
     def say(self, summary: "RunSummary") -> None:
-        """What the run is about to do. Called once its loggers stand."""
+        """Print what the run is about to do. Called after its loggers have been created."""
         say(f"Run folder: {self.folder.root}.")
         say(self.data.report_table())
         summary.say(self.data)
@@ -65,14 +67,15 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What of a run is known before its first step.
+    """Facts about a run that are known before its first step.
 
     Args:
-        task: Its fields.
-        description: Of the network, in a line.
-        schedule: How long it is.
-        ranks: Data-parallel ones: each has a micro-batch of its own.
-        needed: Rough bytes of a step on each device, and `available` ones.
+        task: Fields of the task.
+        description: Description of the network, in one line.
+        schedule: Length of the run.
+        ranks: Number of data-parallel ranks; each has its own micro-batch.
+        needed: Rough bytes of a step on each device.
+        available: Bytes available on each device.
     """
 
     task: TaskFields
@@ -83,7 +86,7 @@ class RunSummary:
     available: int
 
     def say(self, data: Any) -> None:
-        """Sizes, what trains, how long the run is and the memory of a step.
+        """Print sizes, what trains, the length of the run and the memory of a step.
 
         Args:
             data: The DataModule, set up.
@@ -99,7 +102,7 @@ class RunSummary:
                  "model.gradient_checkpointing to true.")
 
     def trains(self) -> str:
-        """Which weights train, and over what."""
+        """Describe which weights train, and on top of which base."""
         task = self.task
         base = f"{task.pretrained or 'random weights'}" + (f" in {task.quantize}" if task.quantize else "")
         if task.adapter:
@@ -129,11 +132,11 @@ class RunSummary:
 
 
 def say_engine(engine: str, num_devices: int, kind: str, precision: str, reason: str | None) -> None:
-    """On what a command runs.
+    """Print engine, devices and precision of a command.
 
     Args:
-        kind: Of the devices.
-        reason: Why `trainer.precision: auto` means this precision here; None where the recipe names it.
+        kind: Kind of the devices.
+        reason: Why `trainer.precision: auto` means this precision here; None if the recipe names it.
     """
     why = "as trainer.precision says" if reason is None else f"{reason}; trainer.precision sets another"
     say(f"Engine {engine} on {num_devices} device{'s' if num_devices > 1 else ''} ({kind}), precision {precision}: "
@@ -141,24 +144,24 @@ def say_engine(engine: str, num_devices: int, kind: str, precision: str, reason:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The end of a training run: what came of it, and the commands that go on from there.
+# The end of a training run: its results, and commands that continue from there.
 
-ACCURACY = "val/rewards/accuracy"  # of Preference; may rise on where val/loss falls no longer
+ACCURACY = "val/rewards/accuracy"  # of Preference; may still rise when val/loss no longer falls
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """A run that has left all its files.
+    """A run that has written all its files.
 
     Args:
-        task: Its fields.
+        task: Fields of the task.
         data: The DataModule.
-        metrics: What was measured.
-        policy: Which checkpoints were kept; None where none were written.
-        first_step: Where this process began.
-        step: Where the run has ended.
-        seconds: Between the two.
-        loggers: Of the run.
+        metrics: Metrics of the run.
+        policy: Which checkpoints were kept; None if none were written.
+        first_step: Step at which this process began.
+        step: Step at which the run ended.
+        seconds: Time between the two.
+        loggers: Loggers of the run.
     """
 
     folder: RunFolder
@@ -172,7 +175,7 @@ class RunEnd:
     loggers: list[Any]
 
     def say(self) -> None:
-        """Called by the first process."""
+        """Print the results. Called by the first process."""
         steps = f"{self.step} steps" if not self.first_step else f"steps {self.first_step + 1} to {self.step}"
         say(f"Done: {steps} in {clock(self.seconds)}, {self.metrics.num_tokens:,} tokens since the start of the run.")
         if self.policy is not None and self.policy.best:
@@ -188,7 +191,7 @@ class RunEnd:
             say("Next:\n" + "\n".join(f"  {command}" for command in commands))
 
     def _more_accurate(self, step: str) -> str | None:
-        """Where pairs were told apart better than at a step, and how much; None if nowhere."""
+        """Describe a step where pairs were told apart better than at `step`; None if there is none."""
         found = {row["step"]: float(row[ACCURACY]) for row in read_table(self.folder.metrics_csv).rows
                  if ACCURACY in row and math.isfinite(float(row[ACCURACY]))}
         best = max(found, key=found.get, default=step)
@@ -197,7 +200,7 @@ class RunEnd:
         return f"{found[best]:.4g} at step {best}, {found[step]:.4g} at step {step}"
 
     def commands(self) -> list[str]:
-        """What goes on from this run, ready to be typed."""
+        """Return shell commands that continue from this run."""
         root, found = self.folder.root, []
         data = self.data
         if self.policy is not None and (data.predict_source or data.test_source or data.val_source or data.val_size):
@@ -211,6 +214,6 @@ class RunEnd:
 
 
 def _command(*words: str | Path) -> str:
-    """A command of this program as the user started it."""
+    """A command of this program as the user started it, quoted for a shell."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
     return shlex.join(["python", program, *map(str, words)])

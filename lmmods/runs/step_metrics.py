@@ -1,4 +1,4 @@
-"""The numbers of a run's steps, in both engines: what loggers, the progress bar and metrics.json get."""
+"""The metrics of a run's optimiser steps, in both engines, for loggers, the progress bar and metrics.json."""
 
 import math
 from collections.abc import Callable
@@ -8,26 +8,26 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.core.throughput import Laps, Stopwatch
 
-# So many steps are noted at most before they are counted: each holds a few numbers on a device.
+# Largest number of pending steps before they are counted: each holds a few numbers on a device.
 MOST_PENDING = 100
-# Share that the smoothed loss keeps of the steps before at each step: the latest 50 are about two thirds of it.
+# Decay of the smoothed loss per step: the latest 50 steps make up about two thirds of it.
 SMOOTHING = 0.98
 
 
 class NotFinite(UserError):
-    """A loss or gradient is not a number."""
+    """A loss or gradient is not finite."""
 
 
 @dataclass
 class PendingStep:
-    """An optimiser step that is under way, or done, but not counted yet.
+    """An optimiser step that has been started, and perhaps finished, but not counted yet.
 
     Args:
-        epoch: Epochs done with it, a fraction within an epoch.
+        epoch: Epochs done after it, as a fraction within an epoch.
         figures: Fetches its `loss` and the `weight` that it is the mean over, `lr`, `grad_norm`, `num_tokens`,
             `num_rows` and metrics of the task by their names; waits for the device.
-        is_done: Whether the device has computed them; waits for nothing.
-        seconds: What the stopwatch showed when the step was first seen to be done.
+        is_done: Returns True if the device has computed them; does not wait.
+        seconds: Stopwatch time when the step was first seen to be done.
     """
 
     step: int
@@ -38,19 +38,19 @@ class PendingStep:
 
 
 class SmoothedLoss:
-    """Mean of the steps' losses, exponentially weighted and by scored tokens.
+    """Exponential moving average of the steps' losses, weighted by scored tokens.
 
-    The ratio of two such sums, so nothing pulls the first values towards zero (the bias correction of Kingma and Ba
-    2015). Where batches hold rows of similar length, one step's own loss says how hard these are, more than how
-    training goes.
+    A ratio of two decayed sums, so the first values are not biased towards zero (the bias correction of Kingma and Ba
+    2015). With rows grouped by length, the loss of one step tells more about how hard its rows are than about the
+    progress of training.
     """
 
     def __init__(self, total: float = 0.0, weight: float = 0.0):
         self.total, self.weight = total, weight
 
     def add(self, loss: float, weight: float) -> None:
-        """Take up a step."""
-        if math.isfinite(loss):  # else a step that 16-mixed skips
+        """Add the loss of a step."""
+        if math.isfinite(loss):  # not finite: a step that 16-mixed skips
             self.total = SMOOTHING * self.total + (1 - SMOOTHING) * loss * weight
             self.weight = SMOOTHING * self.weight + (1 - SMOOTHING) * weight
 
@@ -60,25 +60,25 @@ class SmoothedLoss:
 
 
 class StepMetrics:
-    """Count what steps have seen, and report every so many of them and each evaluation.
+    """Count tokens and rows of steps, and report every n-th step and each evaluation.
 
     Args:
         stopwatch: Runs while the run trains.
         every: Optimiser steps between reported rows.
-        flops_share: What a token per second is of all devices' peak, for train/mfu; None where the peak is not known.
+        flops_share: Share of all devices' peak FLOP/s per token per second, for train/mfu; None if the peak is unknown.
     """
 
     def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_share: float | None = None):
         self.every, self.flops_share = every, flops_share
-        # Gives metrics, and the step they belong to, to the loggers; set once there are any.
+        # Sends metrics and their step to the loggers; set once these exist.
         self.report: Callable[[dict[str, float], int], None] = lambda metrics, step: None
-        # Shows the row of a step, which `shown` describes; set where there is a progress bar.
+        # Displays the metrics of a step, in the form of `shown`; set if there is a progress bar.
         self.show: Callable[[int], None] = lambda step: None
         self.latest: dict[str, float] = {}
         self.num_tokens = self.num_rows = 0
         self.laps = Laps()
         self.smoothed = SmoothedLoss()
-        # 16-mixed skips a step whose gradient overflows; only what is saved or evaluated must be finite there.
+        # 16-mixed skips steps whose gradient overflows; only what is saved or evaluated must be finite then.
         self.skips_overflows = False
         self._stopwatch = stopwatch
         self._pending: list[PendingStep] = []
@@ -89,13 +89,14 @@ class StepMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_tokens, self.num_rows, self.latest = state["num_tokens"], state["num_rows"], state["latest"]
-        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # older checkpoints have none: it begins anew
+        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # missing in older checkpoints: starts anew
 
     def add(self, step: int, epoch: float, figures: Callable[[], dict[str, float]],
             is_done: Callable[[], bool] = lambda: False) -> None:
-        """Note a step; arguments as of `PendingStep`.
+        """Add a step; see `PendingStep` for the arguments.
 
-        Those before it are counted while it runs, so that the device never waits, unless `fetch` has done so.
+        Steps before it are counted while it runs, so that the device never waits, unless `fetch` has counted them
+        already.
         """
         if self._pending and (self._pending[-1].step % self.every == 0 or len(self._pending) >= MOST_PENDING):
             self.fetch()
@@ -103,22 +104,22 @@ class StepMetrics:
         self.look()
 
     def look(self) -> None:
-        """Note the time if the last step is done by now; waits for nothing.
+        """Record the time if the last step is done by now. Does not wait.
 
-        Devices may run behind, or, as CPUs do, within the call that starts a step: neither the time of that call nor
-        that of fetching the figures, when the next step has been started, says when a step was done.
+        Devices may lag behind the call that starts a step or, like CPUs, compute within it. So neither the time of that
+        call nor that of fetching the figures, when the next step has been started, tells when a step was done.
         """
         if self._pending and self._pending[-1].seconds is None and self._pending[-1].is_done():
             self._pending[-1].seconds = self._stopwatch.seconds()
 
     def fetch(self) -> dict[str, float]:
-        """Count what the noted steps have seen. Waits for the device.
+        """Count the pending steps. Waits for the device.
 
         Returns:
-            The row reported of the last step, if it was its turn.
+            The metrics reported for the last step, if it was due.
 
         Raises:
-            UserError: A loss or gradient is not a number.
+            UserError: A loss or gradient is not finite.
         """
         if not self._pending:
             return {}
@@ -149,7 +150,7 @@ class StepMetrics:
         return {f"train/{name}": value for name, value in row.items()}
 
     def shown(self) -> str:
-        """The latest row in short, with the smoothed loss beside the step's own."""
+        """The latest metrics in short, with the smoothed loss beside the step's own."""
         row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in ("loss", "lr", "tokens_per_second")
                if f"train/{name}" in self.latest}
         if "loss" in row:
@@ -157,26 +158,26 @@ class StepMetrics:
         return "  ".join(row.values())
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Report metrics, and keep them for the final numbers."""
+        """Report metrics, and keep them for metrics.json."""
         self.latest |= metrics
         self.report(metrics, step)
 
     def final(self, step: int) -> dict[str, float]:
-        """What metrics.json says of a run that has ended at `step`."""
+        """Return the content of metrics.json for a run that has ended at `step`."""
         return {**self.latest, "train/tokens": self.num_tokens, "train/rows": self.num_rows,
                 "trainer/global_step": step}
 
 
 def check_evaluated(metrics: Any) -> None:
-    """Raise UserError where `validate` has measured nothing."""
+    """Raise UserError if `validate` has measured nothing."""
     if not metrics:
         raise UserError("There is no validation set: set data.val_source or data.val_size.")
 
 
 def check_finite(figures: dict[str, float], step: int, epoch: int) -> None:
-    """Raise NotFinite when `loss` or `grad_norm` of optimiser step `step` is not a number.
+    """Raise NotFinite if `loss` or `grad_norm` of optimiser step `step` is not finite.
 
-    Call it before what comes of the step is saved.
+    Call it before results of the step are saved.
     """
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
         raise NotFinite(

@@ -22,15 +22,16 @@ TABLE_ROWS = 1000
 
 
 def wandb_loggers(loggers: Any) -> list[Any]:
-    """Those of W&B in the recipe's `trainer.logger`."""
+    """Return the W&B loggers in the recipe's `trainer.logger`."""
     loggers = loggers if isinstance(loggers, list) else [loggers]
     return [logger for logger in loggers if str(getattr(logger, "class_path", "")).endswith("WandbLogger")]
 
 
 def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
-    """Write into the run folder, go on with the run's id, and stay offline without a key, never asking for one.
+    """Set W&B options: write into the run folder, continue the run's id, stay offline without a key (never ask for
+    one).
 
-    Its notes, tags and names are kept in files and sent away, so they hold no password or token.
+    Notes, tags and names are stored in files and uploaded, so they are redacted.
     """
     for key, value in vars(options).items():
         if isinstance(value, str | list):
@@ -40,7 +41,7 @@ def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
     options.name = options.get("name") or folder.root.name
     if not (options.get("id") or options.get("version")):
         options.id = known_wandb_id(folder) if goes_on else None
-        # W&B's agents name the run that they start, and know it by that name alone.
+        # W&B's sweep agents choose the id of the run that they start, and track it by that id.
         options.id = options.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     if reason := _reason_to_stay_offline(options):
         os.environ["WANDB_MODE"] = "offline"
@@ -58,27 +59,27 @@ def _reason_to_stay_offline(options: Any) -> str | None:
 
 
 def sync_commands(loggers: Iterable[Any]) -> list[str]:
-    """What uploads the runs that these loggers keep offline; after the first step."""
+    """Return commands that upload the runs which these loggers keep offline. Call after the first step."""
     folders = []
     for logger in loggers:
         run = logger.experiment if hasattr(logger, "log_table") else None
         if run is not None and not run.disabled and run.offline:
-            folders.append(Path(run.dir).parent)  # of its `files`
+            folders.append(Path(run.dir).parent)  # run.dir is its subfolder `files`
     return [shlex.join(["wandb", "sync", _shortest(folder)]) for folder in folders]
 
 
 def _shortest(path: Path) -> str:
-    """A path as one would type it here."""
+    """Return a path as one would type it here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def known_wandb_id(folder: RunFolder) -> str | None:
-    """Id under which W&B knows the run in a folder."""
+    """Return the W&B id of the run in a folder."""
     return wandb_id(read_recipe(folder.config)) if folder.config.exists() else None
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B would find an API key, in the environment or where `wandb login` keeps it."""
+    """True if W&B would find an API key, in the environment or where `wandb login` stores it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
@@ -88,7 +89,7 @@ def has_wandb_key() -> bool:
 
 
 def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
-    """The first rows of predictions.jsonl as the table `predictions` of W&B, where a logger has tables."""
+    """Log the first rows of predictions.jsonl as W&B's table `predictions`, to loggers that support tables."""
     if not rows:
         return
     data = [[value if isinstance(value, str | int | float | None) else json.dumps(value, ensure_ascii=False)
@@ -120,11 +121,11 @@ def hidden_arguments() -> Iterator[None]:
 
 
 def log_checkpoint(loggers: Iterable[Any], checkpoint: Path | None, ends: bool = False) -> None:
-    """Keep a checkpoint as an artifact where a WandbLogger asks for it: `log_model: all`, or true for the last.
+    """Log a checkpoint as an artifact if a WandbLogger asks for it: `log_model: all`, or true for the last.
 
     Args:
-        checkpoint: Its folder, complete; None where the run writes none.
-        ends: Whether the run is finished.
+        checkpoint: Its folder, complete; None if the run writes none.
+        ends: True if the run is finished.
     """
     for logger in loggers:
         wanted = logged_checkpoints(logger)

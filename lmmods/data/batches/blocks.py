@@ -1,4 +1,4 @@
-"""Token rows laid end to end and split into blocks, without copying them."""
+"""Token rows concatenated and split into blocks, without copying them."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ class BlockSet(Dataset):
     """Blocks of at most `max_length` tokens. Item -1 is None, a padding row.
 
     Args:
-        joined: Split all rows as one, so that only the last block is short. Otherwise each row is split by itself.
+        joined: Concatenate all rows before splitting, so that only the last block is short. Otherwise each row is split
+            by itself.
     """
 
     def __init__(self, rows: RowSet, max_length: int, joined: bool) -> None:
@@ -41,7 +42,7 @@ class BlockSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens lost from each block: none."""
+        """Tokens cut from each block: none."""
         return np.zeros(len(self), np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Rows of ids to padded batches of int64 tensors [B, T]."""
+"""Collators: rows of ids to padded batches of int64 tensors [B, T]."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ SEEDS = "token_seeds"
 class Collator:
     """Pads to the longest row, rounded up to a multiple.
 
-    A padding row (None) attends to one token, so that no softmax is over nothing, and has no label.
+    A padding row (None) attends to one token, because a softmax over no tokens is NaN, and has no label.
 
     Args:
-        keys: Columns of a batch; `attention_mask` comes on top. `token_seeds` are those of `core.dropout`, for rows
-            of a `NumberedSet`; 0 in padding.
+        keys: Columns of a batch besides `attention_mask`. `token_seeds` are those of `core.dropout`, for rows of a
+            `NumberedSet`; 0 in padding.
         multiple: Lengths are rounded up to a multiple of this, but not above `max_length`.
-        side: Where the padding goes.
+        side: Side of the padding.
     """
 
     keys: tuple[str, ...]
@@ -36,15 +36,15 @@ class Collator:
     seed: int = 0  # of `token_seeds`
 
     def __call__(self, rows: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
-        """Batch of rows that hold `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers.
+        """Collate rows with `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers.
 
-        `loss_weights` [B, T] float32 are a row's `weight`, a number or [T].
+        `loss_weights` [B, T] float32 come from a row's `weight`, a number or [T].
         """
         length = self.padded(max((len(row["input_ids"]) for row in rows if row is not None), default=1))
         return {key: torch.from_numpy(self._column(key, rows, length)) for key in (*self.keys, "attention_mask")}
 
     def padded(self, longest: int) -> int:
-        """To how many tokens rows are padded, the longest of which has so many."""
+        """Return the padded length of a batch from the length of its longest row."""
         return max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
 
     def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
@@ -71,7 +71,7 @@ class Collator:
         return column
 
     def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
-        """[B, T], of which packed rows have several data rows each."""
+        """Token seeds [B, T]; packed rows hold several data rows each."""
         draws, sizes = (np.array([[0 if row is None else get(row)] for row in rows], np.int64)
                         for get in (lambda row: row["draw"], lambda row: len(row["input_ids"])))
         positions = np.arange(length) - (0 if self.side == "right" else length - sizes)
@@ -83,24 +83,24 @@ class Collator:
         return np.where(real, token_seeds(self.seed, draws, numbers, positions), 0).astype(np.int64)
 
     def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
-        """A position in the padded row."""
+        """Shift a position of the row to the padded row."""
         position = int(row[key])
         return position if self.side == "right" or position == IGNORED else position + length - len(row["input_ids"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of several answers to batches [B, A, T]: whatever cuts a batch cuts between rows, never inside of one.
+# Rows of several answers to batches [B, A, T], so that splitting a batch along B never separates the answers of a row.
 
 class AnswerSet(Dataset):
-    """Rows with their `answers` apart, {input_ids, labels, name} each. Item -1 is None, a padding row.
+    """Rows with separate `answers`, {input_ids, labels, name} each. Item -1 is None, a padding row.
 
     Args:
-        rows: Rows whose answers follow each other in `input_ids` and `labels`, the first of `chosen_length` tokens.
-        num_answers: How many each row has.
+        rows: Rows with concatenated answers in `input_ids` and `labels`, the first of `chosen_length` tokens.
+        num_answers: Answers of each row.
 
     Attributes:
-        references: [rows, answers] float32, log-probabilities under the reference, which items then hold as
-            `reference_logps`; None where the network itself knows them.
+        references: [rows, answers] float32, log-probabilities under the reference model, which items then hold as
+            `reference_logps`; None if the network itself can compute them.
     """
 
     references: np.ndarray | None = None
@@ -108,15 +108,15 @@ class AnswerSet(Dataset):
     def __init__(self, rows: RowSet, num_answers: int) -> None:
         self.rows, self.num_answers = rows, num_answers
         first = rows.column("chosen_length")
-        self.tokens = rows.lengths  # of all answers
-        self.lengths = np.maximum(first, self.tokens - first)  # of the longer one, to which both are padded
+        self.tokens = rows.lengths  # summed over the answers
+        self.lengths = np.maximum(first, self.tokens - first)  # of the longer answer, to which both are padded
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens removed from each row."""
+        """Tokens cut from each row."""
         return self.rows.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
@@ -135,10 +135,10 @@ class AnswerSet(Dataset):
 
 
 class MismatchedSet(AnswerSet):
-    """Rows of one answer, and as a second one the answer of another row behind the same prompt, which scores too.
+    """Rows of one answer, with the answer of another row to the same prompt as the second, which is scored too.
 
-    Which row lends its answer is drawn once from the seed: the rows stand in one circle, so that each lends one. What
-    goes beyond `max_length` is cut off the end. Raises UserError where there is one row alone.
+    The assignment is drawn once from the seed: the rows form a random cycle, so that each answer is used once. Tokens
+    beyond `max_length` are cut off the end. Raises UserError: there is only one row.
     """
 
     def __init__(self, rows: RowSet, seed: int, max_length: int) -> None:
@@ -167,16 +167,17 @@ class MismatchedSet(AnswerSet):
 
 @dataclass
 class AnswerCollator:
-    """Items with `answers` to batches: what the collator makes of a row is [B, A, T], answer by answer.
+    """Collates items with `answers`: each column of the inner collator becomes [B, A, T], answer by answer.
 
-    Both answers of a row draw their dropout apart. Batches of single answers hold `desirable` [B], 1 or 0.
-    `reference_logps` [B, A] float32 are NaN where they are not known, so that nobody takes them for known.
+    The answers of a row get separate dropout seeds. Batches of single answers hold `desirable` [B], 1 or 0. Unknown
+    `reference_logps` [B, A] float32 are NaN, so that they cannot be used by mistake.
 
     Args:
-        collator: For the answers.
+        collator: Collator of the answers.
         num_answers: A.
-        keys: Columns of a batch beside those of the answers: `reference_logps`, and `index`, the number of an item
-            (-1 for padding rows).
+        is_paired: True if the answers of a row are a pair.
+        keys: Columns of a batch besides those of the answers: `reference_logps`, and `index`, the number of an item (-1
+            for padding rows).
     """
 
     collator: Collator

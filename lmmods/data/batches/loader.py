@@ -1,7 +1,7 @@
-"""Loaders: sized iterables over one rank's batches, the training one with a position that can be saved.
+"""Loaders: sized iterables over one rank's batches; the training loader has a position that can be saved.
 
-torch's DataLoader works underneath. It is not handed to Lightning itself, because its position is then lost: a resumed
-epoch would repeat its first rows and miss its last.
+They wrap torch's DataLoader. Lightning does not get the DataLoader itself, because it would lose the position: a
+resumed epoch would repeat its first rows and skip its last.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +22,14 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Shard:
-    """Which data-parallel rank this process is, so which batches it gets, and how many processes prepare them.
+    """Data-parallel rank of this process, which determines its batches, and the number of processes that prepare them.
 
     Args:
-        batches_per_step: Global micro-batches of an optimiser step, of all ranks together.
-        fed: Where this process, as rank 0 of 1, feeds some ranks of so many with consecutive batches, and others the
-            rest: these ranks, and their number.
+        rank: Rank of this process, of `world_size`.
+        num_workers: Processes that prepare batches.
+        batches_per_step: Global micro-batches of an optimiser step, over all ranks.
+        fed: (ranks, number of ranks) if this process, as rank 0 of 1, feeds these ranks out of so many with consecutive
+            batches, and other processes feed the rest; else None.
     """
 
     rank: int = 0
@@ -38,16 +40,16 @@ class Shard:
 
 
 class Absent(NamedTuple):
-    """A batch whose rows another process reads, and the tokens to which they are padded there."""
+    """Placeholder of a batch whose rows another process reads, with its padded length."""
 
     length: int
 
 
 class Widths:
-    """To how many tokens each batch is padded, without reading it.
+    """Padded length of each batch, computed without reading it.
 
     Args:
-        lengths: Tokens of each row, of the longest answer where a row has several.
+        lengths: Tokens of each row; of its longest answer if a row has several.
         padded: `Collator.padded`.
     """
 
@@ -55,13 +57,13 @@ class Widths:
         self._lengths, self._padded = lengths, padded
 
     def __call__(self, numbers: list[int]) -> int:
-        """Of the batch of these rows, numbered as in an order: on and on through the epochs, -1 a padding row."""
+        """Padded length of the batch of these rows, numbered through the epochs as in an order; -1 is a padding row."""
         sizes = [int(self._lengths[number % len(self._lengths)]) for number in numbers if number >= 0]
         return self._padded(max(sizes, default=1))
 
 
 class _Batches:
-    """The batch sampler under the DataLoader: what it yields next is set before each pass."""
+    """Batch sampler of the DataLoader; `upcoming` is set before each pass."""
 
     upcoming: Iterator[list[int]] = iter(())
 
@@ -70,7 +72,7 @@ class _Batches:
 
 
 def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int) -> DataLoader:
-    # forkserver: forking a process in which JAX has started can deadlock
+    # forkserver: forking a process that has started JAX can deadlock
     parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
                 "worker_init_fn": begin_worker} if num_workers else {}
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
@@ -78,9 +80,9 @@ def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_worke
 
 def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], count: int, shard: Shard,
           widths: Widths | None) -> Iterator[Batch | Absent]:
-    """The upcoming batches, `count` in all; those of ranks that this process does not feed are not read.
+    """Yield the `count` upcoming batches; those of ranks that this process does not feed are not read.
 
-    Of a last group that has none for this process the first one is: its arrays are the pattern of the padding.
+    If the last group has no batch for this process, its first batch is read as the pattern for padding.
     """
     if shard.fed is None or widths is None:
         batches.upcoming = upcoming
@@ -101,7 +103,7 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
             continue
         batch = next(own_batches)
         found = batch["input_ids"].shape[-1]
-        if found != widths(numbers):  # others would wait for batches of another shape
+        if found != widths(numbers):  # other processes would wait for batches of another shape
             raise RuntimeError(f"A batch is padded to {found} tokens, but by its lengths to {widths(numbers)}")
         yield batch
 
@@ -112,7 +114,7 @@ class EvaluationLoader:
     Args:
         rows: Map-style rows; number -1 is a padding row.
         order: Global micro-batches.
-        widths: Where they are known; without them, this process reads what it does not feed, too.
+        widths: Padded lengths, if known; without them this process also reads batches that it does not feed.
     """
 
     def __init__(self, rows: Dataset, order: BatchOrder, collate: Callable[[list], Batch], shard: Shard,
@@ -130,17 +132,17 @@ class EvaluationLoader:
 
 
 class StatefulLoader:
-    """Training batches without end: each pass finishes the current epoch, the next begins a new one.
+    """Endless training batches: each pass finishes the current epoch, the next starts a new one.
 
-    `len` is the number of micro-batches of a whole epoch on this rank. Iteration starts where the position stands at
-    the first `next`, so several calls of `iter` change nothing.
+    `len` is the number of micro-batches of a whole epoch on this rank. Iteration starts at the position at the first
+    `next`, so repeated calls of `iter` have no effect.
 
     Args:
         rows: Map-style rows; number -1 is a padding row.
-        order_of: Epoch, and the rule of the run's order -> its global micro-batches.
+        order_of: Maps an epoch and the run's order rule to the global micro-batches.
         batch_size: Rows per micro-batch.
-        widths: As of `EvaluationLoader`.
-        grouped: Whether the order groups rows by length; without that, it is the same under all rules.
+        widths: See `EvaluationLoader`.
+        grouped: True if the order groups rows by length; otherwise it does not depend on the rule.
     """
 
     def __init__(self, rows: Dataset, order_of: Callable[[int, OrderRule], BatchOrder],
@@ -169,14 +171,14 @@ class StatefulLoader:
             yield batch
 
     def peek(self, first: int, count: int) -> list[Batch]:
-        """Micro-batches `first` to `first + count` of this rank in the epoch under way; the position stays."""
+        """Micro-batches `first` to `first + count` of this rank in the current epoch; the position does not change."""
         world_size = self._shard.world_size
         order = self._order_of(self._epoch, self._rule)
         upcoming = batches_of_rank(order, first * world_size, self._shard.rank, world_size)
         return [self._collate([self._rows[number] for number in batch]) for batch in islice(upcoming, count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, global micro-batches of it handed out, and what they were made of."""
+        """Position as plain JSON: epoch, number of its global micro-batches handed out, and settings of the batches."""
         return {"epoch": self._epoch, "batches": self._handed_out, "batch_size": self._batch_size,
                 "num_rows": self._num_rows, **self._rule.state()}
 
@@ -196,7 +198,7 @@ class StatefulLoader:
 
 
 def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raise UserError unless a saved position is one of batches made by these settings."""
+    """Raise UserError unless a saved position was written with these settings."""
     for key, value in settings.items():
         if state.get(key) != value:
             raise UserError(f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value};"

@@ -1,4 +1,4 @@
-"""Several rows in one of `max_length` tokens, kept apart by segment and position ids."""
+"""Packing of several rows into one of `max_length` tokens, separated by segment and position ids."""
 
 from bisect import bisect_left, insort
 from typing import Any
@@ -8,14 +8,15 @@ from torch.utils.data import Dataset
 
 from lmmods.core.labels import IGNORED
 
-CHUNK = 50_000  # rows considered at a time; bounds memory, and more fill no fuller
+CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Place each row, longest first, into the fullest pack that still has room.
+    """Place each row, longest first, into the fullest pack that still has room (best-fit decreasing).
 
     Args:
         lengths: Tokens of each row, none above `capacity`.
+        capacity: Tokens of a pack.
 
     Returns:
         The row numbers of each pack. Every row is in exactly one.
@@ -46,12 +47,12 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 class PackedSet(Dataset):
     """Items packed into rows of at most `max_length` tokens. Item -1 is None, a padding row.
 
-    Which items share a pack is drawn once from the seed; the number of packs is the same in each epoch. Pack number +
-    draw * len(self) is of the items of that draw.
+    The assignment of items to packs is drawn once from the seed, so the number of packs is the same in each epoch. Pack
+    number + draw * len(self) consists of the items of that draw.
 
     Args:
-        items: Data set with `lengths` and items {input_ids, labels, index, row, draw}, perhaps `weight`, numbered as
-            `NumberedSet`'s.
+        items: Data set with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight`, numbered
+            like those of `NumberedSet`.
     """
 
     def __init__(self, items: Any, max_length: int, seed: int) -> None:
@@ -67,7 +68,7 @@ class PackedSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens removed from the rows of each pack."""
+        """Tokens cut from the rows of each pack."""
         truncated = self.items.truncated
         return np.array([truncated[pack].sum() for pack in self._packs], np.int64)
 
@@ -78,7 +79,7 @@ class PackedSet(Dataset):
         rows = [self.items[item + draw * len(self.items)] for item in self._packs[place].tolist()]
         sizes = [len(row["input_ids"]) for row in rows]
         labels = np.concatenate([row["labels"] for row in rows])
-        labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # nothing before it in its document predicts a first token
+        labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # the token before belongs to another document
         weights = {"weight": np.repeat([row["weight"] for row in rows], sizes)} if "weight" in rows[0] else {}
         return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **weights,
                 "position_ids": np.concatenate([np.arange(size) for size in sizes]),

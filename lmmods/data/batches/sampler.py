@@ -1,8 +1,8 @@
-"""The order of training rows, and how it is cut into micro-batches.
+"""The order of training rows, and its division into micro-batches.
 
 The order is a pure function of seed, epoch, row lengths and the rows of an optimiser step. Micro-batches are
-consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r. So a step holds the same rows however
-it is cut, and a run continues at the same row with another batch size or another number of devices.
+consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r. So a step holds the same rows for
+every batch split, and a run continues at the same row with another batch size or another number of devices.
 """
 
 from collections.abc import Iterator
@@ -21,28 +21,28 @@ VERSION, GROUPED = "order", "rows_per_step"  # keys of a saved position
 
 @dataclass(frozen=True)
 class OrderRule:
-    """What the order of a run depends on beside data, seed and epoch; it stays as it was when the run began.
+    """Rule that determines a run's order together with data, seed and epoch. It never changes during a run.
 
     Args:
         rows_per_step: Rows that are grouped together: those of an optimiser step.
         version: 1 is the order of earlier versions, which grouped the rows of a micro-batch (`rows_per_step` is its
-            size) and let no micro-batch reach from one buffer of a stream into the next.
+            size) and had no micro-batch across two buffers of a stream.
     """
 
     rows_per_step: int
     version: int = RULE
 
     def state(self) -> dict[str, int]:
-        """Keys for a saved position."""
+        """Keys of a saved position."""
         return {VERSION: self.version, GROUPED: self.rows_per_step}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "OrderRule":
-        """The rule of a saved position, which of earlier versions names none."""
+        """Return the rule of a saved position; positions of earlier versions name none."""
         return cls(state.get(GROUPED, state.get("batch_size")), state.get(VERSION, 1))
 
     def check(self, state: dict[str, Any], batch_size: int) -> None:
-        """Raise UserError where a run that goes on from a saved position would take its rows in another order."""
+        """Raise UserError if a run resumed from a saved position would take its rows in another order."""
         if self.version == 1 and state["batch_size"] != batch_size:
             raise UserError(
                 f"This run was begun by an earlier version, which drew the order of rows from data.batch_size: with "
@@ -56,8 +56,8 @@ class BatchOrder:
     Args:
         order: All row numbers, batch after batch (int64).
         batch_size: Rows per batch; the last chunk of `order` may be shorter.
-        batches: Which chunk comes when; None takes them as they are.
-        offset: Added to each row number, for rows that differ from epoch to epoch.
+        batches: Order of the chunks; None keeps them as they are.
+        offset: Added to each row number, for rows that differ between epochs.
     """
 
     def __init__(self, order: np.ndarray, batch_size: int, batches: np.ndarray | None = None, offset: int = 0) -> None:
@@ -65,11 +65,11 @@ class BatchOrder:
         self._batches = np.arange(-(-len(order) // batch_size)) if batches is None else batches
 
     def shifted(self, offset: int) -> "BatchOrder":
-        """The same batches with `offset` added to each row number."""
+        """Return the same batches with `offset` added to each row number."""
         return BatchOrder(self._order, self._batch_size, self._batches, offset)
 
     def first(self, count: int) -> "BatchOrder":
-        """The first `count` batches alone."""
+        """Return the first `count` batches only."""
         return BatchOrder(self._order, self._batch_size, self._batches[:count], self._offset)
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class BatchOrder:
 
     @property
     def rows(self) -> np.ndarray:
-        """All row numbers, batches kept together; the short one comes last."""
+        """All row numbers, batches kept together; the short batch comes last."""
         return self._order + self._offset
 
     def __getitem__(self, number: int) -> list[int]:
@@ -87,13 +87,16 @@ class BatchOrder:
 
 def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule, shuffle: bool = True,
                    group_by_length: bool = False, begun: int = 0) -> BatchOrder:
-    """Each row once, in an order drawn from the seed.
+    """Return each row once, in an order drawn from the seed.
 
     Args:
+        lengths: Tokens of each row.
+        batch_size: Rows per micro-batch.
         seed: Seed of the run, epoch, and whatever else the order depends on.
-        shuffle: Draw an order; otherwise rows come as they are stored.
+        rule: Order rule of the run.
+        shuffle: Draw an order; otherwise rows come in stored order.
         group_by_length: Put rows of similar length into a step.
-        begun: Rows that the step under way has already, from before this order.
+        begun: Rows that the current step already has from before this order.
     """
     if not shuffle:
         return BatchOrder(np.arange(len(lengths)), batch_size)
@@ -109,11 +112,11 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
 
 
 def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, random: np.random.Generator) -> np.ndarray:
-    """Sort within random stretches of the shuffled rows, then shuffle the steps of `size` rows.
+    """Sort within random chunks of the shuffled rows, then shuffle the steps of `size` rows.
 
-    What is left for the last step, and what completes the one under way, are drawn from all rows: the shortest of a
-    stretch would come last in every epoch. Rows of a step come longest first, so that each micro-batch, on whatever
-    rank, is of similar rows.
+    Rows of the incomplete last step, and those that complete the current one, are drawn from all rows: otherwise the
+    shortest of a chunk would come last in every epoch. Rows of a step come longest first, so that each micro-batch, on
+    any rank, has rows of similar length.
     """
     start = min(-begun % size, len(order))
     num_steps = (len(order) - start) // size
@@ -129,10 +132,10 @@ def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> int:
-    """Micro-batches of `now` rows that are as many rows as `batches` of `before`.
+    """Convert a number of micro-batches of `before` rows to micro-batches of `now` rows.
 
     Args:
-        num_rows: Rows of the epoch, whose last micro-batch may be short; None where it has no end.
+        num_rows: Rows of the epoch, whose last micro-batch may be short; None if it is endless.
 
     Raises:
         UserError: They end inside a micro-batch of `now` rows.
@@ -149,18 +152,18 @@ def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> i
 
 
 def evaluation_order(lengths: np.ndarray, batch_size: int) -> BatchOrder:
-    """Each row once, longest first: least padding, and a lack of memory shows at once."""
+    """Return each row once, longest first: this minimises padding, and a lack of memory shows at once."""
     order = np.argsort(-lengths, kind="stable")
     return BatchOrder(order, batch_size)
 
 
 def batches_per_rank(num_batches: int, world_size: int) -> int:
-    """Micro-batches that each rank gets from `num_batches` global ones."""
+    """Return the number of micro-batches of each rank out of `num_batches` global ones."""
     return -(-num_batches // world_size)
 
 
 def batches_of_rank(order: BatchOrder, start: int, rank: int, world_size: int) -> Iterator[list[int]]:
-    """This rank's batches from global batch `start` on; every rank gets equally many, the last may be padding."""
+    """Yield this rank's batches from global batch `start` on; as many on all ranks, so the last may be padding."""
     for first in range(start, len(order), world_size):
         number = first + rank
         yield order[number] if number < len(order) else [PADDING_ROW]

@@ -1,9 +1,9 @@
-"""Training on more than memory or disk holds: rows are encoded buffer by buffer, as they are read.
+"""Streaming: training on more data than memory or disk holds. Rows are encoded buffer by buffer while they are read.
 
-A shuffle buffer of rows is a small data set of its own, arranged and shuffled like any other. The rows of all buffers
-follow each other without a gap, and are then cut into batches, so that each step has the same rows under every cut.
-Every rank reads and encodes the whole stream and takes its shard of the batches. So the batches do not depend on the
-number of ranks, and a position is a few numbers; the price is that tokenising does not get faster with ranks.
+A shuffle buffer of rows is a small data set, arranged and shuffled like any other. The rows of all buffers are
+concatenated and then divided into batches, so that each step has the same rows under every batch split. Every rank
+reads and encodes the whole stream and takes its shard of the batches. So the batches do not depend on the number of
+ranks, and a position is a few numbers; the price is that tokenising does not get faster with more ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from lmmods.data.store.arrow_store import MemoryStore
 from lmmods.data.store.cache import encode_batches
 from lmmods.data.store.rows import RowSet
 
-ENDLESS = 10**12  # length of a loader that never ends; sized, so that nobody fetches ahead to find its end
+ENDLESS = 10**12  # `len` of an endless loader; with a length, nobody prefetches to find its end
 
 
 @dataclass
@@ -32,9 +32,9 @@ class StreamSource:
     """One source of a stream.
 
     Args:
-        rows: Starts reading anew at each call.
-        weight: Rows of this source come in proportion to its weight until it is exhausted.
-        info: What was found out about it.
+        rows: Each call starts reading from the beginning.
+        weight: Rows are drawn in proportion to the weight of their source until it is exhausted.
+        info: Facts about the source, for the report.
     """
 
     rows: Callable[[], Iterator[Row]]
@@ -44,7 +44,7 @@ class StreamSource:
 
 
 def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: int) -> Iterator[list[list[Row]]]:
-    """Buffers of `size` rows drawn from the sources, rows of each source in a list of its own."""
+    """Yield buffers of `size` rows drawn from the sources, as one list of rows per source."""
     random = np.random.default_rng([seed, epoch])
     readers = [source.rows() for source in sources]
     weights = np.array([source.weight for source in sources], float)
@@ -65,13 +65,13 @@ def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: in
 
 
 def draw_number(epoch: int, buffer: int) -> int:
-    """A number for each buffer of each epoch, no two the same (Cantor's pairing)."""
+    """Return a distinct number for each buffer of each epoch (Cantor's pairing function)."""
     return (epoch + buffer) * (epoch + buffer + 1) // 2 + buffer
 
 
 def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], tallies: list[Tally], num_proc: int = 1
                   ) -> RowSet:
-    """Rows of a buffer as a set in memory, counted in the `tallies` of their sources."""
+    """Encode the rows of a buffer to a set in memory, counted in the `tallies` of their sources."""
     stores = []
     for source, rows, tally in zip(sources, buffer, tallies, strict=True):
         parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
@@ -82,7 +82,7 @@ def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], tallies:
 
 
 def first_usable_buffer(sources: list[StreamSource], size: int, seed: int) -> RowSet:
-    """The first buffer with a row that can be used; the counts of its stores go back to the stream's beginning.
+    """Return the first buffer with a usable row; the counts of its stores start at the beginning of the stream.
 
     Raises:
         UserError: There is no such row in the whole stream.
@@ -105,12 +105,13 @@ def _useless(sources: list[StreamSource], tallies: list[Tally]) -> UserError:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a stream stands.
+    """Position in a stream.
 
     Args:
+        epoch: Number of the pass over the stream.
         buffer: Number of the buffer within its epoch.
-        done: Rows of the buffer that have been handed out (under the order of earlier versions: micro-batches).
-        begun: Rows that the step under way already had when the buffer began.
+        done: Rows of the buffer that have been handed out (micro-batches under the order of earlier versions).
+        begun: Rows that the current step already had when the buffer began.
     """
 
     epoch: int = 0
@@ -120,14 +121,14 @@ class Position:
 
 
 class StreamLoader:
-    """Training batches without end, epoch after epoch of a stream, with a position that can be saved.
+    """Endless training batches over epochs of a stream, with a position that can be saved.
 
     Args:
-        arrange: Encoded rows -> data set of rows for batches, with `lengths`.
-        order_of: (lengths, epoch, buffer, rule of the run's order, rows of the step under way) -> global micro-batches
-            of a buffer.
+        arrange: Converts encoded rows to the data set of items, with `lengths`.
+        order_of: Maps (lengths, epoch, buffer, order rule of the run, rows that the current step has) to the global
+            micro-batches of a buffer.
         batch_size: Rows per micro-batch.
-        settings: Seed and size of the buffer: a position can only be continued with the same.
+        settings: Seed and size of the buffer; a position can only be continued with the same ones.
     """
 
     def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],
@@ -154,7 +155,7 @@ class StreamLoader:
             yield self._collate([items[number] for _, items, number in group[own]])
 
     def _rows(self) -> Iterator[tuple[Position, Any, int]]:
-        """Every row from the position on: the position after it, its data set and its number in that."""
+        """Yield every row from the position on: the position after it, its data set and its number there."""
         begun, done = self._position.begun, self._position.done
         for epoch, buffer, items in self._read_ahead():
             rows = self._order_of(items.lengths, epoch, buffer, self._rule, begun).rows.tolist()
@@ -163,7 +164,7 @@ class StreamLoader:
             begun, done = (begun + len(rows)) % self._rule.rows_per_step, 0
 
     def _batches_by_buffer(self) -> Iterator[Batch]:
-        """As earlier versions had them: the last batch of a buffer may be short."""
+        """Batches in the order of earlier versions: the last batch of a buffer may be short."""
         rank, world_size = self._shard.rank, self._shard.world_size
         done = self._position.done
         for epoch, buffer, items in self._read_ahead():
@@ -175,7 +176,7 @@ class StreamLoader:
             done = 0
 
     def _read_ahead(self) -> Iterator[tuple[int, int, Any]]:
-        """`_buffers`, of which the next is encoded while one is trained on."""
+        """Iterate over `_buffers`, encoding the next buffer in a thread while the current one is used."""
         with ThreadPoolExecutor(1) as ahead:
             buffers = self._buffers()
             upcoming = ahead.submit(next, buffers)
@@ -185,11 +186,11 @@ class StreamLoader:
                 yield buffer
 
     def _buffers(self) -> Iterator[tuple[int, int, Any]]:
-        """(epoch, buffer, data set) from the position on, without end."""
+        """Yield (epoch, buffer, data set) from the position on, endlessly."""
         start = self._position.buffer
         for epoch in count(self._position.epoch):
             tallies = [Tally() for _ in self._sources]
-            useful = start > 0  # what lies before the position was
+            useful = start > 0  # buffers before the position had usable rows
             size, seed = self._settings["window_size"], self._settings["seed"]
             for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch)):
                 if number < start:
@@ -218,14 +219,14 @@ class StreamLoader:
                 say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(summary)}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, buffer of it (`window`), what of that was handed out, settings."""
+        """Position as plain JSON: epoch, its buffer (`window`), what of that was handed out, settings."""
         at, old = self._position, self._rule.version == 1
         place = {"batches": at.done} if old else {"rows": at.done, "begun": at.begun}
         return {"epoch": at.epoch, "window": at.buffer, **place, "batch_size": self._batch_size, **self._settings,
                 **self._rule.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, also with another batch size or on another number of ranks.
+        """Continue at a saved position, also with another batch size or number of ranks.
 
         Raises:
             UserError: The position belongs to other settings, or is of an earlier version's order and another batch

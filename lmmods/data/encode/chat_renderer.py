@@ -1,8 +1,8 @@
-"""Conversations in the chat template that a tokenizer carries, and which of it the assistant wrote.
+"""Renders conversations with a tokenizer's own chat template, and finds the parts that the assistant wrote.
 
-What the model is to write is found from the template itself: between its {% generation %} marks, or as what a turn adds
-to the prompt that inference would show for it. Templates such as Qwen3's write earlier turns differently (without their
-reasoning), so that no single text holds the prompts of all turns; such a conversation becomes one row for each turn.
+What the model is to learn is found from the template itself: between its {% generation %} marks, or as what a turn adds
+to the prompt that inference would show for it. Templates such as Qwen3's render earlier turns differently (without
+their reasoning), so that no single text holds the prompts of all turns; such a conversation becomes one row per turn.
 """
 
 import json
@@ -20,18 +20,19 @@ from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import RenderedRow, Segment, Turns, only_turn, scored_turns
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
-PROBE = "\U0010fffd"  # an answer that no other begins like
-OPENED = re.compile(r"<[^<>]*>")  # what a prompt opens and leaves to the answer to close
+PROBE = "\U0010fffd"  # an answer that shares no prefix with real ones
+OPENED = re.compile(r"<[^<>]*>")  # a tag that a prompt opens for the answer to close
+# An unfinished tag at the end of a text.
 IN_TAG = re.compile(r"<[^<>\s]*$")
 
 
 def is_template_file(template: str | None) -> bool:
-    """Whether `data.template` is a file of Jinja rather than a name."""
+    """True if `data.template` is a Jinja file rather than a name."""
     return template is not None and template.endswith((".jinja", ".jinja2", ".j2"))
 
 
 def read_template_file(path: str) -> str:
-    """Jinja out of a file. Raises UserError when it cannot be read."""
+    """Read a Jinja file. Raises UserError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -40,7 +41,7 @@ def read_template_file(path: str) -> str:
 
 
 class ChatTemplateRenderer:
-    """Renders with the chat template that the tokenizer carries.
+    """Renders with the tokenizer's chat template.
 
     Args:
         tokenizer: transformers tokenizer with a chat template.
@@ -49,7 +50,7 @@ class ChatTemplateRenderer:
         template_kwargs: Variables of the template, for example {"enable_thinking": False}; a row may set its own.
 
     Raises:
-        UserError: The chat template is no Jinja, or a variable has a name that is taken.
+        UserError: The chat template is not valid Jinja, or a variable has a reserved name.
     """
 
     apart = False
@@ -61,7 +62,7 @@ class ChatTemplateRenderer:
                             "leave it out")
         variables = tokenizer.special_tokens_map
         self._template = ChatTemplate(tokenizer.get_chat_template(), variables)
-        with_tools = tokenizer.get_chat_template(tools=[{}])  # some tokenizers have another one for it
+        with_tools = tokenizer.get_chat_template(tools=[{}])  # some tokenizers have a separate template for tools
         self._tool_template = (self._template if with_tools == self._template.source
                                else ChatTemplate(with_tools, variables))
         self.encoder = encoder
@@ -72,7 +73,7 @@ class ChatTemplateRenderer:
             self.notes.append("the chat template writes the date: tokens differ from day to day")
 
     def prompt(self, conversation: Conversation) -> list[Segment]:
-        """Segments up to where the assistant is to answer, equal to `apply_chat_template(add_generation_prompt=True)`.
+        """Segments up to the assistant's answer, equal to `apply_chat_template(add_generation_prompt=True)`.
 
         Raises:
             RowProblem: The template refuses the conversation.
@@ -94,16 +95,16 @@ class ChatTemplateRenderer:
 
     @cached_property
     def behind(self) -> str:
-        """What the template writes behind the end of each turn, whoever had the last word.
+        """Text that the template always appends to the conversation, whoever has the last turn.
 
-        Phi-3's writes an end of text there, Command A's the beginning of an answer.
+        Phi-3's appends an end of text, Command A's the beginning of an answer.
         """
         asked: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": "b"}
         try:
             written = _Turns(self, Conversation([asked, answer]))
             texts = [written.text(num_turns, False) for num_turns in (1, 2)]
-        except RowProblem:  # one that knows no such turns ends none of them
+        except RowProblem:  # the template does not support such turns
             return ""
         same = os.path.commonprefix([text[::-1] for text in texts])[::-1]
         tokens = self.encoder.control_pattern
@@ -114,8 +115,10 @@ class ChatTemplateRenderer:
 
     @cached_property
     def terminator(self) -> str:
-        """What ends a last turn that the template leaves open: the token that would open the next turn, as in all turns
-        before, else the tokenizer's end token."""
+        """Terminator of a last turn that the template leaves open.
+
+        It is the token that would open the next turn, as for all turns before, else the tokenizer's end token.
+        """
         asked: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": PROBE}
         with suppress(RowProblem):
@@ -126,7 +129,7 @@ class ChatTemplateRenderer:
         return self.eos_token
 
     def ends(self) -> list[str]:
-        """Control tokens with which turns of the assistant end: answers, and calls of tools where it knows them."""
+        """Control tokens that end turns of the assistant: answers, and tool calls if the template supports them."""
         function = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
         call = {"type": "function", "function": {"name": "a", "arguments": {}}, "id": "a12345678"}
         asked: Message = {"role": "user", "content": "a"}
@@ -138,7 +141,7 @@ class ChatTemplateRenderer:
                              Conversation([asked, *calls, answer], [{"type": "function", "function": function}])):
             if conversation.tools and "tools" not in self._tool_template.names:
                 continue
-            with suppress(RowProblem):  # a template that knows no such turns ends none of them
+            with suppress(RowProblem):  # the template does not support such turns
                 for row in self.rows(conversation, "all"):
                     ends = {part.response: part for part in row.segments if part.response >= 0 and part.text.strip()}
                     found += [part.text for part in ends.values() if part.template]
@@ -149,7 +152,7 @@ class ChatTemplateRenderer:
 
 
 class _Span(NamedTuple):
-    """Characters [start, end) that the assistant wrote, and whether a control token ends them."""
+    """Characters [start, end) that the assistant wrote; `closed` is True if a control token ends them."""
 
     start: int
     end: int
@@ -157,11 +160,11 @@ class _Span(NamedTuple):
 
 
 class _Turns:
-    """The turns of a conversation as the template writes them.
+    """The turns of a conversation as the template renders them.
 
     Args:
         renderer: Template and tokens.
-        conversation: All of it.
+        conversation: The whole conversation.
     """
 
     def __init__(self, renderer: ChatTemplateRenderer, conversation: Conversation) -> None:
@@ -172,7 +175,7 @@ class _Turns:
         self.text = self._chat.text
 
     def whole(self, scored: list[int]) -> RenderedRow | None:
-        """All turns with those at the places `scored` to learn; None where inference would show one otherwise.
+        """One row of all turns, which learns those at `scored`; None if inference would show one of them differently.
 
         Raises:
             RowProblem: The template refuses the conversation, or does not show a turn.
@@ -185,11 +188,11 @@ class _Turns:
                 return None
             spans = [[self._closed(text, span)] for _, span in answers]
         if any(not parts[-1].closed and text[parts[-1].end:].strip() for parts in spans):
-            return None  # what ends an answer here would stand in later prompts, where inference does not show it
+            return None  # the terminator added here would be in later prompts, but inference does not show it
         return self._row(text, scored, spans, self._conversation)
 
     def turn(self, place: int) -> RenderedRow:
-        """The turns up to that at `place`, which alone is to learn. Raises RowProblem as `whole` does."""
+        """A row of the turns up to `place`, which learns only that one. Raises RowProblem as `whole` does."""
         text, spans = self.text(place + 1, False), self._marked_spans([place], place + 1)
         if spans is None:
             text, span = self._answer(place)
@@ -205,7 +208,7 @@ class _Turns:
         return RenderedRow(self.segments(text, spans), conversation, unshown, unlike)
 
     def _marked_spans(self, scored: list[int], num_turns: int) -> list[list[_Span]] | None:
-        """What {% generation %} marks of each scored turn; None without marks."""
+        """Spans that {% generation %} marks in each scored turn; None without marks."""
         if not self._template.has_marks or BEGIN not in (marked := self._chat.marked(num_turns, False)):
             return None
         spans, at = [], 0
@@ -216,14 +219,14 @@ class _Turns:
         text = self.text(num_turns, False)
         answers = [place for place, message in enumerate(self._conversation.messages[:num_turns])
                    if message["role"] == "assistant"]
-        first = {place: number for number, place in enumerate(answers)}  # span of each turn
+        first = {place: number for number, place in enumerate(answers)}  # index of each turn's first span
         if len(spans) != len(answers):
             first = {place: self._chat.marked(place, False).count(BEGIN) if place else 0 for place in answers}
         after = dict(zip(answers, [*list(first.values())[1:], len(spans)], strict=True))
         return [[self._with_end(text, *span) for span in spans[first[place]: after[place]]] for place in scored]
 
     def _with_end(self, text: str, start: int, end: int) -> _Span:
-        """A marked part, with the control token that ends the turn where it stands just behind the mark."""
+        """A marked span, including the control token that ends the turn if it directly follows the mark."""
         inner = list(self._control.finditer(text, start, end))
         if inner and not text[inner[-1].end():end].strip():
             return _Span(start, end, True)
@@ -231,11 +234,12 @@ class _Turns:
         return _Span(start, behind.end(), True) if behind else _Span(start, end, False)
 
     def _answer(self, place: int) -> tuple[str, _Span]:
-        """The text of a row that ends in the turn at `place`, and what of it is that turn's.
+        """The text of a row that ends in the turn at `place`, and the span of that turn.
 
-        The turn is what it adds to its prompt. Some templates open each answer with <think> and leave that out of turns
-        without reasoning: there it begins where the two part. Others write what was asked differently once it is
-        answered, as Mistral's, which then leave out the system turn: there the turn follows the prompt of inference.
+        The turn is what it adds to its prompt. Some templates open each answer with <think> in the prompt and omit that
+        in turns without reasoning: then the turn begins where the two texts diverge. Others, such as Mistral's, render
+        the question differently once it is answered (they omit the system turn): then the turn is appended to the
+        prompt of inference.
         """
         prompt, answered = self.text(place, True), self.text(place + 1, False)
         if answered.startswith(prompt):
@@ -250,14 +254,15 @@ class _Turns:
         return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
 
     def _common(self, text: str, other: str) -> int:
-        """Characters with which both begin, no part of a tag or of a token's name among them."""
+        """Length of the common prefix, not ending inside a tag or a control token."""
         same = os.path.commonprefix([text, other])
         common = len(IN_TAG.sub("", same))
         return next((token.start() for token in self._control.finditer(other)
                      if token.start() < common < token.end()), common)
 
     def _span(self, answered: str, start: int) -> _Span:
-        """From `start` up to the control token that ends the turn; line breaks behind it belong to the next prompt."""
+        """The span from `start` to the control token that ends the turn; line breaks after it are the next
+        prompt's."""
         answered = answered.removesuffix(self._renderer.behind)
         found = list(self._control.finditer(answered, start))
         if not found or answered[found[-1].end():].strip():
@@ -265,13 +270,13 @@ class _Turns:
         return _Span(start, found[-1].end(), True)
 
     def _closed(self, text: str, span: _Span) -> _Span:
-        """The same; a turn without a terminator, as GLM's, ends with the token that opens the next one."""
+        """Close a span: without a terminator, as in GLM's template, the token that opens the next turn ends it."""
         space = len(text) - span.end - len(text[span.end:].lstrip())
         following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
 
     def _unshown(self, place: int, text: str, spans: list[_Span]) -> list[str]:
-        """Keys of a scored turn that the template leaves out. Raises RowProblem where too little is left to learn."""
+        """Keys of a scored turn that the template leaves out. Raises RowProblem if too little is left to learn."""
         message = self._chat.messages[place]
         written = "".join(text[span.start:span.end] for span in spans)
         if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
@@ -282,7 +287,7 @@ class _Turns:
         return ["messages.reasoning_content"] if reasoning not in written else []
 
     def segments(self, text: str, turns: list[list[_Span]]) -> list[Segment]:
-        """The text as segments, the parts of the n-th of these turns with response number n."""
+        """Split the text into segments; the spans of the n-th turn get response number n."""
         segments, at = [], 0
         for number, spans in enumerate(turns):
             for span in spans:
@@ -306,25 +311,25 @@ class _Turns:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A conversation and the texts that a chat template makes of its beginnings.
+# A conversation, and the texts of its first turns in a chat template.
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of the key under which templates look for it
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # keys that templates read reasoning from
 
 
 class ChatText:
     """Texts of the first turns of a conversation.
 
-    Special tokens typed in it are replaced by private characters while the template runs, so they come out as text.
+    Special tokens typed by users are replaced by private-use characters during rendering, so that they stay text.
 
     Args:
-        conversation: All of it.
-        template: Writes it.
+        conversation: The whole conversation.
+        template: Template that renders it.
         encoder: Knows the control tokens.
-        template_kwargs: Variables of the template; the conversation's own go before.
+        template_kwargs: Variables of the template; the conversation's own take precedence.
 
     Raises:
-        RowProblem: The conversation sets a variable that it may not.
+        RowProblem: The conversation sets a reserved variable.
     """
 
     def __init__(self, conversation: Conversation, template: ChatTemplate, encoder: TextEncoder,
@@ -342,7 +347,7 @@ class ChatText:
         self._calls_as_text = False
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """What the template is given of a turn; reasoning under the name by which the template looks for it."""
+        """A turn as passed to the template, with reasoning under the keys that the template reads."""
         turn = as_given(message)
         turn.pop("reasoning_content", None)
         if reasoning := message.get("reasoning_content"):
@@ -361,11 +366,11 @@ class ChatText:
         return _mapped(value, lambda text: pattern.sub(lambda match: hidden[match.group()], text)), hidden
 
     def text(self, num_turns: int, open_response: bool) -> str:
-        """The first turns as text. Raises RowProblem where the template refuses them."""
+        """The first turns as text. Raises RowProblem if the template refuses them."""
         return without_marks(self.marked(num_turns, open_response))
 
     def marked(self, num_turns: int, open_response: bool) -> str:
-        """The same with BEGIN and END around what the template marks as generated."""
+        """Like `text`, with BEGIN and END around what the template marks as generated."""
         key = num_turns, open_response
         if key not in self._texts:
             if not num_turns:
@@ -379,7 +384,7 @@ class ChatText:
                                            False))
 
     def _written(self, messages: list[dict[str, Any]], open_response: bool) -> str:
-        """Arguments of calls are objects; JSON where the template refuses them, as one that joins them to text does."""
+        """Render with arguments of calls as objects, or as JSON for templates that refuse objects."""
         if not self._calls_as_text:
             try:
                 return self._template.render_marked(messages, open_response, **self._given)
@@ -393,7 +398,7 @@ class ChatText:
 
 
 def as_given(message: Message) -> dict[str, Any]:
-    """A turn as `apply_chat_template` takes it: an input stands below its instruction."""
+    """A turn as `apply_chat_template` takes it: an input follows its instruction."""
     turn: dict[str, Any] = {key: value for key, value in message.items() if key not in ("input", "scored")}
     if "input" in message:
         turn["content"] += "\n\n" + message["input"]
@@ -401,7 +406,7 @@ def as_given(message: Message) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts in lists and objects, keys too."""
+    """All strings in nested lists and dicts, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -414,7 +419,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with all texts changed."""
+    """Apply `change` to all strings in nested lists and dicts."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

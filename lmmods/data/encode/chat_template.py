@@ -1,11 +1,11 @@
-"""A tokenizer's chat template, run as what it is: a stranger's program.
+"""A tokenizer's chat template, run as untrusted code.
 
-It runs in transformers' own sandbox (Jinja's ImmutableSandboxedEnvironment with its filters and globals), and all that
-it computes is counted besides. Python cannot stop a call into C, so none is begun whose cost the count does not bound:
-a template calls what METHODS names and the filters; whatever can grow is measured before it is made, and what compares,
-searches or copies is charged by the size of what it is given. A template that would not end, or would fill the memory,
-is stopped after a number of steps that depends on the conversation alone, never on the clock. Counters belong to a
-thread.
+It runs in transformers' own sandbox (Jinja's ImmutableSandboxedEnvironment with its filters and globals), with a budget
+for all that it computes. Python cannot interrupt a call into C, so no call is made whose cost the budget does not
+bound: a template may call filters and the methods in METHODS; whatever can grow is measured before it is created, and
+comparisons, searches and copies are charged by the size of their arguments. A template that would not end, or would
+fill the memory, is stopped after a number of steps that depends on the conversation alone, never on the clock. Counters
+are per thread.
 """
 
 import re
@@ -32,52 +32,52 @@ from lmmods.core.errors import UserError
 from lmmods.data.sources.conversation import RowProblem
 
 MAX_SOURCE = 1_000_000  # characters of a template; those of published models have up to 20,000
-# What a conversation may cost. Published templates need a hundredth of it.
-STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 10_000, 20  # nodes of the template that are computed
-STEPS_PER_ROUND = 10  # of a loop or a macro, however little it holds
-CHARACTERS, CHARACTERS_PER_CHARACTER = 10_000_000, 100  # of texts, and elements of lists, that come about on the way
-LARGE, CHARACTERS_PER_LARGE = 2_000_000, 20  # a conversation from so many characters on, and what each of them may cost
-ELEMENT = 8  # characters that count for an element of a list or an object, beside its own
-MAX_BITS = 10_000  # of a number
-MAX_DIGITS = 400  # to round to; a float has no more
-MAX_KEYS = 1000  # of an object that a template writes out, names apart: numbers can be chosen to collide
-SHORT = 100  # a literal up to so many characters costs no more than the step that writes it
-QUADRATIC = 100  # what a call of quadratic time costs: the square of its size by this
+# Budget of a conversation. Published templates need a hundredth of it.
+STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 10_000, 20  # evaluated nodes of the template
+STEPS_PER_ROUND = 10  # least cost of an iteration of a loop or a call of a macro
+CHARACTERS, CHARACTERS_PER_CHARACTER = 10_000_000, 100  # of intermediate texts, and elements of lists
+LARGE, CHARACTERS_PER_LARGE = 2_000_000, 20  # characters from which a conversation is large, and budget of each beyond
+ELEMENT = 8  # cost in characters of an element of a list or an object, besides its content
+MAX_BITS = 10_000  # largest number
+MAX_DIGITS = 400  # precision of rounding; a float has no more
+MAX_KEYS = 1000  # of a dict literal, besides constant strings: numbers can be chosen with colliding hashes
+SHORT = 100  # a literal up to this length costs no more than its step
+QUADRATIC = 100  # divisor: a call of quadratic time costs the square of its size divided by this
 
-# Not offered: no conversation needs them, and their cost is not to be foreseen.
+# Disabled: no conversation needs them, and their cost cannot be predicted.
 NOT_OFFERED = {"lipsum", "cycler", "joiner", "urlize", "pprint", "xmlattr"}
-# Results can be as large as two of the arguments multiplied.
+# Functions with results as large as the product of two arguments.
 EXPANDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "indent", "slice", "batch", "format",
              "wordwrap", "truncate", "strftime_now"}
-BACKWARDS = {"rfind", "rindex", "rsplit", "rpartition"}  # Python's search from the end takes the product of both texts
-# Filters that neither go through what they are given nor write it out, so that its size does not matter.
+BACKWARDS = {"rfind", "rindex", "rsplit", "rpartition"}  # Python's reverse search takes the product of both lengths
+# Filters that neither iterate over their argument nor print it, so that its size does not matter.
 LIGHT = {"length", "count", "first", "last", "default", "d", "list", "items", "map", "select", "selectattr", "reject",
          "rejectattr", "attr", "abs", "float", "round"}
-ITERATING = {"join", "sort", "sum", "groupby", "min", "max", "unique"}  # go through what comes bit by bit, all at once
-# Tests that take as long as what they compare is large.
+ITERATING = {"join", "sort", "sum", "groupby", "min", "max", "unique"}  # consume iterators as a whole
+# Tests that take time in proportion to their arguments.
 COMPARING = {"in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge",
              ">=", "lower", "upper"}
-PREFIXES = {"startswith", "endswith", "removeprefix", "removesuffix"}  # look at the ends of a text alone
+PREFIXES = {"startswith", "endswith", "removeprefix", "removesuffix"}  # look only at the ends of a text
 CONTAINERS = list | tuple | dict | set | KeysView | ValuesView | ItemsView | Namespace
-PASSED = Environment | Context | EvalContext  # what Jinja gives to filters beside their arguments
-MARKS = BEGIN, END = "\U0010fffe", "\U0010ffff"  # around what a template marks as generated; no characters of any text
+PASSED = Environment | Context | EvalContext  # passed by Jinja to filters besides their arguments
+MARKS = BEGIN, END = "\U0010fffe", "\U0010ffff"  # around text marked as generated; noncharacters, so in no text
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 class LimitReached(Exception):
-    """A template does more than the conversation can need. The message says what it does."""
+    """A template exceeds its budget or calls something disabled. The message says what it does."""
 
 
 class ChatTemplate:
-    """A chat template that can be rendered by any thread and process.
+    """A chat template that can be rendered in any thread and process.
 
     Args:
-        source: Jinja.
-        variables: What it knows beside the conversation: the tokenizer's special tokens.
-        name: What messages call it.
+        source: Jinja source.
+        variables: Variables besides the conversation: the tokenizer's special tokens.
+        name: Name in messages.
 
     Raises:
-        UserError: It is no Jinja.
+        UserError: It is not valid Jinja.
     """
 
     def __init__(self, source: str, variables: dict[str, Any], name: str = "the tokenizer's chat template") -> None:
@@ -86,32 +86,32 @@ class ChatTemplate:
             raise UserError(f"{name} has {len(source):,} characters, more than {MAX_SOURCE:,}; "
                             "name a data.template instead")
         try:
-            self.names = _names(source)  # of variables that it reads
+            self.names = _names(source)  # names of variables that it reads
         except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError, LimitReached) as error:
             raise UserError(f"{name} cannot be compiled ({type(error).__name__}: "
                             f"{str(error)[:200]}); name a data.template instead") from error
 
     @property
     def has_marks(self) -> bool:
-        """Whether it says with {% generation %} what the assistant writes."""
+        """True if the template marks the assistant's text with {% generation %}."""
         return "{%" in self.source and re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
-        """The conversation as text, equal to `tokenizer.apply_chat_template`.
+        """Render the conversation as text, equal to `tokenizer.apply_chat_template`.
 
         Args:
             messages: Turns, [{"role", "content", ...}].
-            add_generation_prompt: End where the assistant is to answer.
+            add_generation_prompt: End with the prompt for the assistant's answer.
             given: `tools`, `documents` and variables of the template.
 
         Raises:
             RowProblem: The template refuses the conversation.
-            UserError: The template does not end, or its text does not, or it calls what it is not offered.
+            UserError: The template exceeds its budget, or calls something disabled.
         """
         return without_marks(self.render_marked(messages, add_generation_prompt, **given))
 
     def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
-        """The same with BEGIN and END around what {% generation %} marks."""
+        """Like `render`, with BEGIN and END around text marked by {% generation %}."""
         template = _compiled(self.source)
         size = sum(len(value) if value.__class__ is str else _size(value, {})
                    for message in messages for value in message.values()) + _size(given, {})
@@ -133,16 +133,16 @@ class ChatTemplate:
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """Within it, `apply_chat_template` of every tokenizer renders under the limits of ChatTemplate.
+    """Context in which `apply_chat_template` of every tokenizer renders under the limits of ChatTemplate.
 
-    It raises its UserError where one is reached, and else what transformers raises.
+    It raises ChatTemplate's UserError if a limit is reached, otherwise transformers' errors.
     """
     with rendering_by(_Compiled):
         yield
 
 
 class _Compiled:
-    """A ChatTemplate as transformers takes it."""
+    """Adapter of ChatTemplate to the interface that transformers expects."""
 
     def __init__(self, source: str) -> None:
         self._template = ChatTemplate(source, {})
@@ -155,7 +155,7 @@ class _Compiled:
 
 
 def without_marks(text: str) -> str:
-    """The text without BEGIN and END."""
+    """Remove BEGIN and END from a text."""
     return text.replace(BEGIN, "").replace(END, "")
 
 
@@ -166,7 +166,7 @@ def _what(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """The innermost line of the template, whose frames Jinja gives the lines of its source."""
+    """The innermost template line of a traceback; Jinja's frames have the line numbers of its source."""
     lines, frame = [], error.__traceback__
     while frame is not None:
         lines += [frame.tb_lineno] if frame.tb_frame.f_code.co_filename == "<template>" else []
@@ -192,11 +192,11 @@ def _names(source: str) -> frozenset[str]:
     _compiled(source)
     tree = CountingSandbox().parse(source)
     used = {node.name for node in tree.find_all(nodes.Name)}
-    return frozenset(meta.find_undeclared_variables(tree)) | used & {"strftime_now"}  # which Jinja takes for its own
+    return frozenset(meta.find_undeclared_variables(tree)) | used & {"strftime_now"}  # a known global of Jinja
 
 
 class GenerationMarks(Extension):
-    """{% generation %}: BEGIN and END around what stands in it."""
+    """Jinja tag {% generation %}: puts BEGIN and END around its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's
 
@@ -209,8 +209,8 @@ class GenerationMarks(Extension):
         return f"{BEGIN}{caller()}{END}"
 
 
-# Methods that a template may call. Those of texts take a time in proportion to the text and what is given to them,
-# but for those named above.
+# Methods that a template may call. Those of strings take time in proportion to the string and their arguments, except
+# those named above.
 METHODS: dict[type, set[str]] = {
     str: {"capitalize", "casefold", "count", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
           "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "lstrip",
@@ -229,7 +229,7 @@ METHODS: dict[type, set[str]] = {
 
 
 class CountingSandbox(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, with what it computes counted."""
+    """transformers' environment for chat templates, with a budget for all that it computes."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -243,7 +243,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         self.tests = {name: _weighing(test) if name in COMPARING else test for name, test in theirs.tests.items()}
         self.filters = {name: _refusing(name) if name in NOT_OFFERED else _counted(name, function)
                         for name, function in theirs.filters.items()}
-        # names that no template can write
+        # names with a space, which no template can spell
         self.filters |= {" step": _step, " text": _text, " weigh": _weighed, " key": _weighed_key,
                          " part": _weighed_part}
         self.finalize = pass_environment(lambda _, value: _weighed(value))
@@ -254,13 +254,13 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         if kind is BuiltinMethodType or kind is MethodType:
             args = __self._checked_method(__obj, args, kwargs)
             if isinstance(__obj.__self__, dict) and __obj.__name__ != "copy":
-                return super().call(__context, __obj, *args, **kwargs)  # parts of what is there already
+                return super().call(__context, __obj, *args, **kwargs)  # returns existing values: nothing to charge
         elif kind is FunctionType or not isinstance(__obj, Macro | LoopContext | BlockReference | Undefined):
             args = __self._checked_function(__obj, args, kwargs)
         return _weighed(super().call(__context, __obj, *args, **kwargs))
 
     def _checked_method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a method that is offered, its cost paid."""
+        """Check that a method may be called and charge its cost. Returns its arguments."""
         owner, name = method.__self__, method.__name__
         kind = str if isinstance(owner, Markup) else type(owner)
         offered = METHODS.get(kind, {"fromkeys"} if owner is self.globals["dict"] else ())
@@ -278,21 +278,21 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         return args
 
     def _checked_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a function that is offered, its cost paid."""
-        is_ours = isinstance(function, FunctionType)  # a template has no way to make one, nor to reach one of Python's
+        """Check that a function may be called and charge its cost. Returns its arguments."""
+        is_ours = isinstance(function, FunctionType)  # a template can neither create nor reach Python functions
         if not is_ours and all(function is not offered for offered in self.globals.values()):
             raise LimitReached(f"calling a {type(function).__name__} is not offered to chat templates")
         args = tuple(map(_listed, args))
         if function.__class__ is FunctionType and function.__name__ in EXPANDING:
             _check_product(function.__name__, (*args, *kwargs.values()))
         for value in args:
-            if isinstance(value, list | tuple):  # of pairs: keys that are numbers can all collide
+            if isinstance(value, list | tuple):  # pairs of dict(): numeric keys can all have colliding hashes
                 _spend_characters(len(value) ** 2 // QUADRATIC)
             _weighed(value)
         return args
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format`, each field measured before it is made."""
+        """`str.format` that measures each field before it is created."""
         if super().wrap_str_format(value) is None:
             return None
         text = value.__self__
@@ -309,7 +309,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         return wraps(value)(format)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """All operators: results can be larger than what they are made of, and take longer."""
+        """Charge operators: their results can be larger than their operands, and take longer."""
         if isinstance(left, int | float) and isinstance(right, int | float):
             if left.__class__ is int and right.__class__ is int:
                 bits = left.bit_length(), right.bit_length()
@@ -326,7 +326,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
-    """Measures each field, whose width can come from an argument, before it is made."""
+    """Measures each field before it is created, since its width can come from an argument."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         _spend_steps(STEPS_PER_ROUND)
@@ -342,7 +342,7 @@ class _MarkupFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 class _CountingNodes(NodeTransformer):
-    """Puts a count into the body of each loop and macro, and a scale around what is put together, compared or cut."""
+    """Inserts counts into the body of each loop and macro, and weighs what is concatenated, compared or sliced."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         node = self._counted_body(node)
@@ -359,7 +359,7 @@ class _CountingNodes(NodeTransformer):
     visit_Macro = visit_CallBlock = visit_Block = _counted_body
 
     def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:
-        """Its own text is written as it is, so a long one is counted beside it."""
+        """Charge long constant text separately, since it is written without a filter."""
         self.generic_visit(node)
         size = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
         if size <= SHORT:
@@ -386,7 +386,7 @@ class _CountingNodes(NodeTransformer):
         return self._weighed_list(node)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        """What is compared with a short literal costs no more than the step, but where that is looked for."""
+        """Weigh compared values. Comparing with a short literal costs no more than its step, unless it is a search."""
         self.generic_visit(node)
         sides = [node.expr, *(operand.expr for operand in node.ops)]
         if len(sides) > 2 or not any(map(_is_short, sides)):
@@ -407,7 +407,7 @@ class _CountingNodes(NodeTransformer):
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Whether it is a literal of little size, or a list of some."""
+    """True for a short literal, or a short list of them."""
     if isinstance(node, nodes.List | nodes.Tuple):
         return len(node.items) <= SHORT and all(map(_is_short, node.items))
     return isinstance(node, nodes.Const) and (not isinstance(node.value, str) or len(node.value) <= SHORT)
@@ -444,7 +444,7 @@ def _text(size: int) -> None:
 
 
 def _weighed(value: Any) -> Any:
-    """The value, whose size has been counted."""
+    """Charge the size of a value and return it."""
     kind = value.__class__
     if kind is str:
         _spend_characters(len(value))
@@ -454,27 +454,27 @@ def _weighed(value: Any) -> Any:
 
 
 def _weighed_key(value: Any) -> Any:
-    """What a part of a list or an object is asked for by."""
+    """Charge the size of a key or an index and return it."""
     if value.__class__ is not int:
         _weighed(value)
     return value
 
 
 def _weighed_part(value: Any) -> Any:
-    """A text or list that is cut or searched for something short: what stands in its elements is left where it is."""
+    """Charge the length, not the content, of a text or list that is sliced or searched for something short."""
     if not isinstance(value, dict | KeysView) and hasattr(value, "__len__"):
         _spend_characters(len(value))
     return value
 
 
 def _size(value: Any, known: dict[int, int]) -> int:
-    """Characters that a value would be written with, each part that stands in it twice counted twice."""
+    """Length of a value when printed; parts that occur twice count twice."""
     if isinstance(value, str | bytes | range):
         return len(value) + 1
     if not isinstance(value, CONTAINERS):
         return _size_of_single(value)
     if (found := known.get(id(value))) is None:
-        known[id(value)] = 1  # a list in itself is written as "[...]"
+        known[id(value)] = 1  # a list that contains itself is printed as "[...]"
         parts: Iterable[Any] = value
         if isinstance(value, Namespace):
             parts = namespace_values(value).items()
@@ -490,14 +490,14 @@ def _size_of_single(value: Any) -> int:
     if value is None or isinstance(value, float | Undefined):
         return 1
     if isinstance(value, LoopContext):
-        raise LimitReached("a loop taken for a value")  # whose elements, of any size, can be reached through it
-    return SHORT + len(str(getattr(value, "name", "")))  # a macro, whose name is written
+        raise LimitReached("a loop taken for a value")  # it gives access to elements of any size
+    return SHORT + len(str(getattr(value, "name", "")))  # a macro, printed with its name
 
 
 def _check_product(name: str, values: Iterable[Any]) -> None:
-    """Refuse a call whose result could be larger than all that is left."""
+    """Refuse a call whose result could exceed the remaining budget."""
     sizes = [max([1, *(int(digits) for digits in re.findall(r"\d{1,18}", value))]) if isinstance(value, str) else 1
-             for value in values if isinstance(value, str) and re.search(r"[%{]", value)]  # widths in formats
+             for value in values if isinstance(value, str) and re.search(r"[%{]", value)]  # widths in format strings
     for value in values:
         sizes.append(abs(value) if isinstance(value, int) else _size(value, {}))
     largest = sorted([1, 1, *sizes])[-2:]
@@ -544,7 +544,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _listed(value: Any) -> Any:
-    """What comes bit by bit as a list, so that it can be weighed."""
+    """Turn an iterator into a list, so that it can be weighed."""
     return list(_counted_items(value)) if hasattr(value, "__next__") else value
 
 
@@ -560,21 +560,21 @@ def _check_round(value: Any, precision: Any = 0, method: Any = "common") -> None
 
 
 def _check_square(*args: Any, **kwargs: Any) -> None:
-    """Pay for what takes the square of a text's length, or of the number of elements that collide."""
+    """Charge quadratic time: in the length of a text, or in the number of elements with colliding hashes."""
     for value in args:
         if isinstance(value, str | list | tuple):
             _spend_characters(len(value) ** 2 // QUADRATIC)
 
 
 def _check_sum(*args: Any, **kwargs: Any) -> None:
-    """Lists are added one by one, each sum a copy."""
+    """Refuse large sums of lists: each partial sum is a copy."""
     start = kwargs.get("start", args[3] if len(args) > 3 else 0)
     if not isinstance(start, int | float):
         _check_product("sum", args[1:])
 
 
 def _check_indent(value: Any, ensure_ascii: Any = False, indent: Any = None, *rest: Any, **more: Any) -> None:
-    """Each element stands in a line of its own, behind as many indents as lists are around it."""
+    """Refuse large indentation: each element is on its own line, indented by its depth."""
     if indent is not None:
         width = indent if isinstance(indent, int) else len(str(indent))
         _check_product("tojson", (value, _depth(value, {}) * abs(width)))
@@ -590,6 +590,6 @@ def _depth(value: Any, known: dict[int, int]) -> int:
     return found
 
 
-# What single filters cost beside the size of what they are given and give.
+# Extra costs of single filters, besides the sizes of their arguments and results.
 CHECKS: dict[str, Callable[..., None]] = {"round": _check_round, "striptags": _check_square, "wordwrap": _check_square,
                                           "unique": _check_square, "sum": _check_sum, "tojson": _check_indent}

@@ -1,4 +1,4 @@
-"""Rows of conversations to ids and labels. Free of torch, so that worker processes start fast."""
+"""Encoding of conversations to ids and labels. Does not import torch, so that worker processes start fast."""
 
 import re
 from bisect import bisect_left
@@ -22,14 +22,14 @@ Cut = TypeVar("Cut")
 
 
 def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> Cut:
-    """What a conversation is that begins at the first of these turns from which it is within the limits.
+    """Bisect for the fewest turns to drop: build the conversation from the first turn at which it fits the limits.
 
     Args:
-        places: Of turns, ascending: the more is left out, the shorter it is.
-        encoded: Makes it of the turns from a place on; None where that is over the limits.
+        places: Turns to begin at, ascending: later ones give a shorter conversation.
+        encoded: Builds the conversation from a turn on; None if it exceeds the limits.
 
     Raises:
-        RowProblem: It is too long from the last of them on.
+        RowProblem: It is too long even from the last of them on.
     """
     made = cache(encoded)
     first = bisect_left(places, True, key=lambda place: made(place) is not None)
@@ -40,7 +40,7 @@ def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> 
 
 @dataclass
 class Limits:
-    """Length policy of a row, in tokens; None is no limit of that kind. `on_overflow` is as SFTDataFields has it."""
+    """Length policy of a row, in tokens; None means no limit of that kind. `on_overflow` is as in SFTDataFields."""
 
     max_length: int
     source_max_length: int | None
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass
 class Choices:
-    """What of a conversation is written and learned, as SFTDataFields has it."""
+    """Settings of what is rendered and learned of a conversation, as in SFTDataFields."""
 
     train_on: str = "responses"
     turns: Turns = "all"
@@ -67,16 +67,17 @@ class Truncation(NamedTuple):
     answer: int = 0
 
 
+# Reasoning that a template or data set wrote inline.
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass
 class SFTEncoder:
-    """Rows of one format to ids, labels, and the length of the prompt of the last response.
+    """Encodes rows of one format to ids, labels, and the length of the prompt of the last response.
 
     Args:
-        choices: What is learned.
-        prompts_only: Rows may lack a response, and end where it is to begin.
+        choices: Settings of what is rendered and learned.
+        prompts_only: Rows may lack a response; encode them only up to where it begins.
     """
 
     dataset_format: str
@@ -125,11 +126,11 @@ class SFTEncoder:
         return Encoded(columns, np.array([place for place, *_ in fitted], np.int64), sorted(dropped), counts)
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
-        """The conversation of a row, prepared. Raises RowProblem where it holds none."""
+        """Read and prepare the conversation of a row. Raises RowProblem if it holds none."""
         return self.prepared(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
 
     def prepared(self, conversation: Conversation) -> Conversation:
-        """With the system prompt and without the reasoning that the settings say. Raises RowProblem for bad text."""
+        """Apply the settings of system prompt and reasoning. Raises RowProblem for invalid text."""
         for message in conversation.messages:
             check_unicode(message["content"])
             if len(message) > 2:
@@ -144,13 +145,13 @@ class SFTEncoder:
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def prompts(self, conversations: list[list[Message]]) -> list[list[int]]:
-        """Token ids of conversations up to where the response begins. Raises RowProblem where one cannot be written."""
+        """Token ids of conversations up to the response. Raises RowProblem if one cannot be rendered."""
         asked = [self.prepared(Conversation(messages)) for messages in conversations]
         rendered = [self.renderer.prompt(conversation) for conversation in asked]
         return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rendered])]
 
     def written(self, conversation: Conversation, counts: Counter) -> list[RenderedRow]:
-        """Rows of a prepared conversation, what became of it counted. Raises RowProblem."""
+        """Render a prepared conversation to rows, and count what happened to it. Raises RowProblem."""
         messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         for key in conversation.unused:
@@ -166,7 +167,7 @@ class SFTEncoder:
         if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
             if answered == 1:
                 raise RowProblem("the conversation begins with the assistant")
-            messages = [{**messages[0], "scored": False}, *messages[1:]]  # nothing was asked
+            messages = [{**messages[0], "scored": False}, *messages[1:]]  # an opening without a question is not learned
         if any(_is_empty(message) for message in messages[:answered]):
             raise RowProblem("empty response")
         if messages is not conversation.messages or answered < len(messages):
@@ -185,7 +186,7 @@ class SFTEncoder:
 
     def _fitted(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
                 ) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Ids, labels, prompt length and removed tokens of a row within the limits. Raises RowProblem."""
+        """Ids, labels, prompt length and number of removed tokens of a row within the limits. Raises RowProblem."""
         prompt = self._prompt_length(response)
         if self.limits.on_overflow == "truncate_turns" and self.excess(prompt, len(ids) - prompt) != (0, 0, 0):
             before, num_turns = len(ids), len(row.conversation.messages)
@@ -198,7 +199,7 @@ class SFTEncoder:
         return self._labelled(ids, response, place, counts)
 
     def _with_fewer_turns(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray]:
-        """The row without as many of its oldest exchanges as it must lose; the system turn and the tools stay.
+        """Drop as few of the oldest exchanges as needed; the system turn and the tools are kept.
 
         Raises:
             RowProblem: The last exchange alone is too long.
@@ -210,7 +211,7 @@ class SFTEncoder:
             replace(conversation, messages=[*messages[:start], *messages[first:]])))
 
     def _encoded(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray] | None:
-        """The one row of a conversation; None where it is over the limits or nothing in it is learned."""
+        """Encode a conversation as one row; None if it exceeds the limits or learns nothing."""
         if self.prompts_only:
             rows = [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
         else:
@@ -223,7 +224,7 @@ class SFTEncoder:
 
     def _labelled(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
                   ) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Apply the length policy in tokens and make the labels. Raises RowProblem when the row is dropped."""
+        """Apply the length policy in tokens and build the labels. Raises RowProblem if the row is dropped."""
         prompt = self._prompt_length(response)
         removed = self.truncation(prompt, len(ids) - prompt, place)
         if any(removed):
@@ -238,11 +239,11 @@ class SFTEncoder:
         return ids, labels, prompt - removed.left - removed.right, sum(removed)
 
     def _prompt_length(self, response: np.ndarray) -> int:
-        """Tokens before the last response, by the response number of each token."""
+        """Number of tokens before the last response, from the response number of each token."""
         return len(response) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
 
     def excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
-        """Tokens over the limits: of the prompt, of the answer, and of both together beside those."""
+        """Tokens over the limits: of the prompt, of the answer, and of both together besides those."""
         limits = self.limits
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
@@ -250,15 +251,15 @@ class SFTEncoder:
 
     def shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
                    ) -> tuple[np.ndarray, np.ndarray]:
-        """Without what is truncated; the begin token stays."""
+        """Remove the truncated tokens; the begin token is kept."""
         first, left = int(ids[0] == self.text.bos_id), removed.left
         if left and response[first + left] == response[first + left - 1]:
-            response = np.where(response == response[first + left], -1, response)  # its beginning is gone
+            response = np.where(response == response[first + left], -1, response)  # its beginning is cut off
         keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
         return ids[keep], response[keep]
 
     def truncation(self, prompt: int, answer: int, place: int) -> "Truncation":
-        """Tokens to remove from a prompt and its answer. Raises RowProblem when the row is dropped."""
+        """Number of tokens to remove from a prompt and its answer. Raises RowProblem if the row is dropped."""
         limits = self.limits
         source, target, total = self.excess(prompt, answer)
         if not source + target + total:

@@ -1,4 +1,4 @@
-"""What an encoder makes of a batch of rows."""
+"""Encoders: batches of rows to token ids."""
 
 import re
 from collections import Counter
@@ -17,29 +17,30 @@ from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
 
 EXAMPLES_PER_REASON = 3
-UNUSED = "unused:"  # counts that begin with it are of rows whose key of the rest holds something that is not used
+UNUSED = "unused:"  # prefix of counts; the rest names a key that rows fill but that is not used
 
 
 class Ragged(NamedTuple):
-    """A column of lists: all values in a row, and the length of each list."""
+    """A column of lists: all values concatenated, and the length of each list."""
 
     values: np.ndarray
     lengths: np.ndarray
 
     @classmethod
     def of(cls, lists: list[np.ndarray]) -> "Ragged":
-        """Column of these int32 arrays."""
+        """Build the column from int32 arrays."""
         values = np.concatenate(lists) if lists else np.empty(0, np.int32)
         return cls(values.astype(np.int32, copy=False), np.array([len(item) for item in lists], np.int64))
 
 
 class Encoded(NamedTuple):
-    """What an encoder made of a batch of rows.
+    """The result of encoding a batch of rows.
 
     Args:
         columns: `input_ids` (Ragged) and others, one entry per kept row.
-        positions: Place in the batch of each kept row.
-        dropped: (place in the batch, reason) of each other row.
+        positions: Position in the batch of each kept row.
+        dropped: (position in the batch, reason) of each other row.
+        counts: Counts by name, for the report.
     """
 
     columns: dict[str, Ragged | np.ndarray]
@@ -49,17 +50,17 @@ class Encoded(NamedTuple):
 
 
 class RowError(Exception):
-    """A row that must stop the run: RowError(place in the batch, message)."""
+    """A row that must stop the run: RowError(position in the batch, message)."""
 
 
 class Encoder(Protocol):
-    """Rows to token ids; picklable. Raises RowError."""
+    """Converts rows to token ids; picklable. Raises RowError."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded: ...
 
 
 class Tally:
-    """Adds up what encoders counted and dropped."""
+    """Sums up what encoders counted and dropped."""
 
     def __init__(self) -> None:
         self.num_rows = self.num_kept = 0
@@ -78,13 +79,13 @@ class Tally:
         self._counts.update(encoded.counts)
 
     def summary(self) -> dict[str, Any]:
-        """Counts, and for each reason to drop a row their number and the first places; plain JSON."""
+        """Counts, and for each reason the number of dropped rows and their first locations; plain JSON."""
         return {"rows_read": self.num_rows, "rows_kept": self.num_kept, "dropped": self._dropped,
                 "counts": dict(self._counts)}
 
 
 def describe_dropped(info: dict[str, Any]) -> str:
-    """How many rows were read and why they were dropped, in words, from `Tally.summary` and `rows_read`."""
+    """Describe the number of rows read and the reasons for dropping rows, from `Tally.summary`."""
     reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
                         for reason, entry in info["dropped"].items())
     return f"{info['rows_read']} read: {reasons}"
@@ -100,24 +101,26 @@ def arrow_column(column: Ragged | np.ndarray) -> pa.Array:
 # ---------------------------------------------------------------------------------------------------------------------
 # Text and control tokens to ids, in batches.
 #
-# Special tokens come only from templates: text is encoded with their recognition switched off, so what a user types
-# stays text. A response is encoded apart from its prompt, hence the prompt at inference is an exact prefix of the
-# training row. Tokenizers that put a space in front of every text they get (Llama's) must not do so in the middle of a
-# row; there a text is encoded behind a line break whose ids are removed again.
+# Special tokens come only from templates: text is encoded without recognising them, so that user input stays text. A
+# response is encoded separately from its prompt, so the prompt at inference is an exact prefix of the training row.
+# Tokenizers that prepend a space to every text (Llama's) must not do so within a row; there a text is encoded after a
+# line break, whose ids are then removed.
 
-CONTEXTS = ("\n", ".", "?")  # one that the tokenizer keeps apart from what follows
+CONTEXTS = ("\n", ".", "?")  # tried in turn: the tokenizer must not merge it with what follows
 
 
 class Run(NamedTuple):
-    """A stretch of one kind. `content` is text, or the id of a control token. `response` is -1 in prompts, else the
-    number of the response it belongs to."""
+    """A piece of text or a control token.
+
+    `content` is the text or the token's id; `response` is -1 in prompts, else the number of the response.
+    """
 
     content: str | int
     response: int
 
 
 class TextEncoder:
-    """Encodes runs with a tokenizer's fast backend; picklable, and independent of the tokenizer it is made from."""
+    """Encodes runs with a tokenizer's fast backend; picklable, and independent of the tokenizer it is built from."""
 
     def __init__(self, tokenizer) -> None:
         self.eos_id: int | None = tokenizer.eos_token_id
@@ -159,7 +162,7 @@ class TextEncoder:
         return joint[1:] == self._ids(["a"])[0]
 
     def split_control(self, text: str) -> list[str | int]:
-        """Template text split at its control tokens: texts and ids in order, nothing empty."""
+        """Split template text at its control tokens: non-empty texts and ids, in order."""
         if text not in self._split:
             if len(self._split) > 10_000:
                 self._split.clear()
@@ -175,12 +178,12 @@ class TextEncoder:
         return [part for part in [*parts, text[at:]] if part != ""]
 
     def runs(self, segments: Iterable[tuple[str, bool, int]]) -> list[Run]:
-        """Segments (text, whether control tokens are recognised in it, response number) as runs.
+        """Convert segments (text, True if control tokens are recognised in it, response number) to runs.
 
-        Neighbouring texts of one response number become one run, so that they are encoded jointly.
+        Adjacent texts of one response number become one run, so that they are encoded jointly.
         """
         runs: list[Run] = []
-        texts: list[str] = []  # of the run that is being joined
+        texts: list[str] = []  # texts of the current run
         joined = -1
         for text, template, response in segments:
             for part in self.split_control(text) if template else (text,):
@@ -195,10 +198,10 @@ class TextEncoder:
         return [*runs, Run("".join(texts), joined)] if texts else runs
 
     def encode_rows(self, rows: list[list[Run]], apart: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids and response numbers (int32, one pair per row) of rows of runs.
+        """Return ids and response numbers (int32, one pair per row) of rows of runs.
 
         Args:
-            apart: A response begins as a text of its own, with the tokenizer's own leading space.
+            apart: Encode the start of a response as a separate text, with the tokenizer's own leading space.
         """
         texts: list[str] = []
         inner: list[bool] = []
@@ -214,7 +217,7 @@ class TextEncoder:
         return [self._join(runs, encoded) for runs in rows]
 
     def _continues(self, before: Run | None) -> bool:
-        """Whether a run after `before` stands where the tokenizer's own leading space does not belong."""
+        """True if a run after `before` must not get the tokenizer's own leading space."""
         if not self._adds_space or before is None:
             return False
         return isinstance(before.content, str) or not self._adds_space_after_control
@@ -248,16 +251,18 @@ class TextEncoder:
         return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_texts(self, texts: list[str], continues: list[bool]) -> list[list[int]]:
-        """Ids of plain texts. `continues` marks those that go on where another text stopped."""
+        """Return ids of plain texts. `continues` marks texts that continue another one."""
         return self._encode(texts, [flag and self._adds_space for flag in continues])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows with a text to ids. Free of torch, so that worker processes start fast.
+# Encoding rows of plain text. Does not import torch, so that worker processes start fast.
 
 def ends_of(row: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether a row begins and ends its document. Only a piece of a text file does not; other rows may have columns of
-    the same names."""
+    """Return whether a row begins and ends its document.
+
+    Only pieces of text files do not. Other rows may have columns of the same names, so the types are checked.
+    """
     starts, ends = row.get("starts"), row.get("ends")
     if len(row) == 3 and isinstance(starts, bool) and isinstance(ends, bool):
         return starts, ends
@@ -265,7 +270,7 @@ def ends_of(row: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def check_text_column(first: Row, column: str) -> None:
-    """Raise UserError where the first row of a source lacks the column of its texts."""
+    """Raise UserError if the first row of a source lacks the text column."""
     if column not in first.values:
         raise UserError(f"{first.file}:{first.line}: no column {column!r}; the columns are {', '.join(first.values)}. "
                         "Name yours with data.text_column")
@@ -273,13 +278,15 @@ def check_text_column(first: Row, column: str) -> None:
 
 @dataclass
 class TextRowEncoder:
-    """Rows with a text to ids: `begin`, the text, `end`. A piece of a document gets what stands at its ends only.
+    """Encodes rows of text: `begin`, the text, `end`. A piece of a document gets these only at the document's ends.
 
     Args:
+        column: Column of the text.
+        text: Text encoder.
         begin: Ids before each document.
-        end: Ids behind each document.
+        end: Ids after each document.
         longest: Longest row, truncated on the left; None is no limit.
-        gap: Token that is recognised in the text; None is none.
+        gap: Control token that is recognised in the text; None is none.
     """
 
     column: str

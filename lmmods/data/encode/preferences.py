@@ -1,4 +1,4 @@
-"""Rows of preferences to ids and labels: the answers of a row follow one prompt and are cut alike."""
+"""Encoding of preferences to ids and labels: the answers of a row follow one prompt, truncated alike for all."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Tokens = tuple[np.ndarray, np.ndarray]  # ids, and the response number of each
 
 
 class _Row(NamedTuple):
-    """A row of batches before it is encoded: one answer, or a wanted one and one that is not."""
+    """A row of batches before encoding: one answer, or a wanted and an unwanted one."""
 
     place: int
     rendered: list[RenderedRow]
@@ -26,20 +26,21 @@ class _Row(NamedTuple):
 
 @dataclass
 class PreferenceEncoder:
-    """Rows of preferences to pairs, or to single answers.
+    """Encodes rows of preferences as pairs, or as single answers.
 
     Args:
-        conversations: Writes and cuts conversations.
-        answers: What a row of batches holds. Pairs become two rows where it holds one answer.
+        conversations: Renders and truncates conversations.
+        answers: Content of a row of batches. For single answers, a pair becomes two rows.
     """
 
     conversations: SFTEncoder
     answers: Answers
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns `input_ids` and `labels`, in which the answers of a row follow each other, each behind the prompt;
-        `chosen_length` (tokens of the first of them with its prompt), `prompt_length`, `desirable` (1 or 0; 1 for
-        pairs), `weight`, `truncated`.
+        """Columns of one row each per pair or answer.
+
+        `input_ids` and `labels` concatenate the answers of a row, each after the prompt; `chosen_length` (tokens of the
+        first of them with its prompt), `prompt_length`, `desirable` (1 or 0; 1 for pairs), `weight`, `truncated`.
 
         Raises:
             RowError: A row is too long under on_overflow: error.
@@ -91,7 +92,7 @@ class PreferenceEncoder:
         judged = [Judged(encoder.prepared(conversation), is_wanted) for conversation, is_wanted in read_answers(
             encoder.dataset_format, row, encoder.roles, encoder.turn_fields)]
         told: set[str] = set()
-        for conversation, _ in judged:  # of both answers a row has not used a key once
+        for conversation, _ in judged:  # count an unused key once per row, not per answer
             conversation.unused = tuple(key for key in conversation.unused if key not in told)
             told.update(conversation.unused)
         if self.answers == "pair":
@@ -107,7 +108,7 @@ class PreferenceEncoder:
                 for conversation, is_wanted in judged]
 
     def _written(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
-        """A conversation whose answers from the turn at `start` on are scored. Raises RowProblem."""
+        """Render a conversation whose answers from the turn at `start` on are scored. Raises RowProblem."""
         messages = [{**message, "scored": False} if message["role"] == "assistant" and place < start else message
                     for place, message in enumerate(conversation.messages)]
         found = self.conversations.written(replace(conversation, messages=messages), counts)
@@ -123,7 +124,7 @@ class PreferenceEncoder:
                                         encoder.renderer.apart)
 
     def _fitted(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
-        """Ids and labels of each answer within the limits, the prompt's length, and the tokens removed.
+        """Ids and labels of each answer within the limits, the prompt's length, and the number of removed tokens.
 
         Raises:
             RowProblem: The row cannot be used.
@@ -153,7 +154,7 @@ class PreferenceEncoder:
         return self.conversations.shortened(*tokens, _prompt_length(tokens), removed) if any(removed) else tokens
 
     def _with_fewer_turns(self, rendered: list[RenderedRow]) -> list[Tokens]:
-        """The answers without as many of the prompt's oldest exchanges as the longer of them must lose.
+        """Drop as few of the prompt's oldest exchanges as the longer answer needs.
 
         Raises:
             RowProblem: The last exchange alone is too long.
@@ -172,19 +173,19 @@ class PreferenceEncoder:
         return fewest_left_out(asked, fitting)
 
     def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
-        """The answers with the system turn and the turns from `first` on; None where a template makes more rows."""
+        """The answers with the system turn and the turns from `first` on; None if a template splits them."""
         shorter = [replace(each, messages=[*each.messages[:start], *each.messages[first:]]) for each in conversations]
         rows = [self.conversations.renderer.rows(each, "all") for each in shorter]
         return self._encoded([found[0] for found in rows]) if all(len(found) == 1 for found in rows) else None
 
 
 def _prompt_length(tokens: Tokens) -> int:
-    """Tokens before the first that is scored."""
+    """Number of tokens before the first scored one."""
     return int(np.argmax(tokens[1] >= 0))
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Number of turns that two conversations share, before an answer in both. Raises RowProblem."""
+    """Number of turns that two conversations share before an answer in both. Raises RowProblem."""
     shared = next((place for place, pair in enumerate(zip(chosen, rejected)) if not _is_same(*pair)),
                   min(len(chosen), len(rejected)))
     if shared == len(chosen) == len(rejected):
@@ -200,6 +201,6 @@ def _is_same(one: Message, other: Message) -> bool:
 
 
 def _last_answer(conversation: Conversation) -> int:
-    """Place of the last turn of the assistant; 0 where there is none, which is found later."""
+    """Position of the last turn of the assistant; 0 if there is none, which is reported later."""
     messages = conversation.messages
     return next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant"), 0)

@@ -1,7 +1,7 @@
-"""Conversation to text by named templates, which are data; chat_renderer.py does it by a tokenizer's own template.
+"""Rendering of conversations by named templates, which are data; chat_renderer.py uses a tokenizer's own template.
 
-A renderer gives segments. In a `template` segment special tokens are recognised, in others never. The response number
-(0, 1, ... or -1 in prompts) marks what a model is trained to write, its terminator included.
+A renderer returns segments. Special tokens are recognised in `template` segments only. The response number (0, 1, ...
+or -1 in prompts) marks what a model is trained to write, including its terminator.
 """
 
 import json
@@ -15,7 +15,7 @@ from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
 
 class Segment(NamedTuple):
-    """A stretch of a rendered row."""
+    """A piece of a rendered row."""
 
     text: str
     template: bool
@@ -27,9 +27,9 @@ class RenderedRow(NamedTuple):
 
     Args:
         segments: Its text.
-        conversation: The turns in it, with `scored` as this row has it.
-        unshown: Keys of what the conversation holds and the template does not write.
-        unlike_inference: Number of responses to learn that do not follow the prompt which inference shows.
+        conversation: The turns in it, with `scored` as for this row.
+        unshown: Keys that the conversation fills and the template does not render.
+        unlike_inference: Number of learned responses that do not follow the prompt of inference.
     """
 
     segments: list[Segment]
@@ -42,25 +42,25 @@ Turns = Literal["all", "last", "split"]
 
 
 def only_turn(conversation: Conversation, place: int) -> Conversation:
-    """The conversation up to the turn at `place`, which alone is scored."""
+    """The conversation up to the turn at `place`, with only that turn scored."""
     messages = [{**message, "scored": False} if message["role"] == "assistant" and number < place else message
                 for number, message in enumerate(conversation.messages[: place + 1])]
     return replace(conversation, messages=messages)
 
 
 class Renderer(Protocol):
-    """Conversations to segments.
+    """Converts conversations to segments.
 
     Args:
-        apart: Whether responses are encoded as texts of their own.
-        notes: What the report says of the template.
+        apart: True if responses are encoded as separate texts.
+        notes: Notes on the template for the report.
     """
 
     apart: bool
     notes: list[str]
 
     def prompt(self, conversation: Conversation) -> list[Segment]:
-        """The conversation up to where the model is to answer. Raises RowProblem."""
+        """The conversation up to the model's answer. Raises RowProblem."""
         ...
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
@@ -68,7 +68,7 @@ class Renderer(Protocol):
 
         Args:
             conversation: Ends in a turn of the assistant. Turns whose `scored` is False are not learned.
-            turns: `all` is one row where it holds all scored turns as inference would, else, like `split`, one row for
+            turns: `all` is one row if it shows all scored turns as inference would, else, like `split`, one row for
                 each of them; `last` is one row for the last.
         """
         ...
@@ -79,7 +79,7 @@ class Renderer(Protocol):
 
 
 def scored_turns(conversation: Conversation, turns: Turns) -> list[int]:
-    """Places of the turns to learn from."""
+    """Positions of the turns to learn."""
     places = [place for place, message in enumerate(conversation.messages)
               if message["role"] == "assistant" and message.get("scored", True)]
     return places[-1:] if turns == "last" else places
@@ -87,21 +87,21 @@ def scored_turns(conversation: Conversation, turns: Turns) -> list[int]:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat layout. {content} and {input} stand for texts, {bos} and {eos} for the tokenizer's tokens.
+    """A chat layout. {content} and {input} are replaced by texts, {bos} and {eos} by the tokenizer's tokens.
 
     Args:
         user: One user turn.
-        user_with_input: One user turn with an input; None puts the input below the instruction.
-        response: What opens a response: the generation prompt.
+        user_with_input: One user turn with an input; None puts the input after the instruction.
+        response: Opening of a response: the generation prompt.
         end: Terminator of a response.
-        after: Between a response and the next turn.
+        after: Text between a response and the next turn.
         system: The system turn; None puts the system text into the first user turn by `system_in_user`.
-        system_in_user: First user turn's content when there is a system text and no system turn.
-        tool: A tool's answer; None has no place for one.
-        default_system: Rendered in front when the conversation has no system turn.
-        default_system_with_input: The same when the first user turn has an input; None means the same text.
-        apart: The begin token stands in front with any tokenizer that has one, and a response is encoded as a text of
-            its own, before which some tokenizers put a space.
+        system_in_user: Content of the first user turn if there is a system text and no system turn.
+        tool: A tool's answer; None if unsupported.
+        default_system: System text if the conversation has no system turn.
+        default_system_with_input: The same if the first user turn has an input; None means the same text.
+        apart: Start with the begin token for every tokenizer that has one, and encode a response as a separate text,
+            before which some tokenizers put a space.
     """
 
     user: str
@@ -171,7 +171,7 @@ TEMPLATES: dict[str, Template] = {
     ),
     "plain": Template(system="{content}", user="{content}", response=""),
 }
-# As qlora.py writes its rows (Dettmers et al. 2023): alpaca's prompt ends in a space, other sets have none.
+# The rows of qlora.py (Dettmers et al. 2023): alpaca's prompt ends in a space, other data sets have no prompt text.
 TEMPLATES["qlora-alpaca"] = replace(TEMPLATES["alpaca"], response="### Response: ", apart=True)
 TEMPLATES["qlora-plain"] = replace(TEMPLATES["plain"], apart=True)
 PLACEHOLDER = re.compile(r"\{(content|input|system)\}")
@@ -182,9 +182,9 @@ class TemplateRenderer:
 
     Args:
         name: A key of TEMPLATES.
-        encoder: Tells which control tokens the vocabulary holds.
+        encoder: Knows the control tokens of the vocabulary.
         eos_token: Text of the tokenizer's end token.
-        bos_token: Text of its begin token where it uses one.
+        bos_token: Text of its begin token, if it uses one.
 
     Raises:
         UserError: The template is unknown.
@@ -210,7 +210,7 @@ class TemplateRenderer:
         return [*self._segments(self._plain(conversation), True), Segment(self.template.response, True, -1)]
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
-        """See Renderer; earlier turns never change."""
+        """See Renderer; earlier turns are rendered the same in all rows."""
         rows = [conversation]
         if turns != "all":
             rows = [only_turn(conversation, place) for place in scored_turns(conversation, turns)]
@@ -226,7 +226,7 @@ class TemplateRenderer:
         return [self.end]
 
     def _plain(self, conversation: Conversation) -> list[Message]:
-        """The turns. Raises RowProblem where the template has no place for what they do."""
+        """The turns. Raises RowProblem if the template does not support them."""
         messages = conversation.messages
         if conversation.tools or any("tool_calls" in message for message in messages):
             raise RowProblem(f"template {self.name} has no place for tools or calls of them; no named one has: take a "
@@ -285,14 +285,14 @@ class TemplateRenderer:
         return self._fill(layout, message)
 
     def _fill(self, layout: str, message: Message) -> list[Segment]:
-        """Texts are put beside the template's pieces, never into a string that is parsed again."""
+        """Insert texts as separate segments, never into a string that is parsed again."""
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
         return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
                 for place, piece in enumerate(pieces) if piece]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A named template as Jinja, so that transformers writes conversations as a run's rows were written.
+# A named template as Jinja, so that transformers renders conversations like the rows of a run.
 
 CONTENT = "message['content']"
 FIRST = "messages[0]['content']"
@@ -301,10 +301,10 @@ NO_TOOLS = "this template has no place for tools"
 
 
 def template_jinja(renderer: TemplateRenderer) -> str:
-    """The chat template that gives what the renderer gives, for messages whose contents are texts.
+    """Return a Jinja chat template equivalent to the renderer, for messages whose contents are texts.
 
-    What the renderer refuses raises an exception. Responses with their terminators stand between the marks by which
-    transformers tells which tokens the assistant writes (`return_assistant_tokens_mask`).
+    It raises an exception for whatever the renderer refuses. Responses with their terminators are inside the marks from
+    which transformers knows the assistant's tokens (`return_assistant_tokens_mask`).
     """
     template, eos = renderer.template, renderer.eos
     default = template.default_system and _joined(template.system, eos, _quoted(template.default_system))
@@ -346,7 +346,7 @@ def _user(renderer: TemplateRenderer) -> list[str]:
 
 
 def _system_in_user() -> list[str]:
-    """A system turn writes nothing: the user turn after it holds its text."""
+    """A system turn renders nothing: the user turn after it holds its text."""
     return [*_raising("not loop.first", "a system turn in the middle of the conversation"),
             *_raising("loop.last or loop.nextitem['role'] != 'user'", "a system turn without a user turn after it")]
 
@@ -356,7 +356,7 @@ def _raising(condition: str, message: str) -> list[str]:
 
 
 def _joined(layout: str, eos: str, content: str = CONTENT) -> str:
-    """A layout as an expression in which the texts stand for their places."""
+    """A layout as a Jinja expression, with its placeholders replaced by variables."""
     places = {"content": content, "system": FIRST}
     pieces = PLACEHOLDER.split(layout.replace("{eos}", eos))
     return " ~ ".join(places[piece] if place % 2 else _quoted(piece) for place, piece in enumerate(pieces) if piece)

@@ -1,4 +1,4 @@
-"""Loads a fast tokenizer and repairs what small or old repositories leave out."""
+"""Loads a fast tokenizer and adds what small or old repositories lack."""
 
 import os
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 
-# Known names of each role, looked up in this order in the vocabulary.
+# Known names of each role, looked up in the vocabulary in this order.
 KNOWN_NAMES = {
     "bos_token": ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"],
     "eos_token": ["</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|im_end|>"],
@@ -23,21 +23,21 @@ KNOWN_NAMES = {
 }
 
 
-# The name that each of `data.tokenizer_options` has in BertNormalizer of tokenizers, a character, and what it becomes
-# where the option is true.
+# For each of `data.tokenizer_options`: its name in tokenizers' BertNormalizer, a character, and the result of
+# normalising that if the option is true.
 EFFECTS = {"do_lower_case": ("lowercase", "A", "a"), "strip_accents": ("strip_accents", "é", "e"),
            "tokenize_chinese_chars": ("handle_chinese_chars", "中", " 中 ")}
 
 
 @dataclass
 class RepairedTokenizer:
-    """A tokenizer that can pad and end a text.
+    """A tokenizer with padding and end tokens.
 
     Args:
         tokenizer: transformers fast tokenizer.
-        new_tokens: Ids that the vocabulary on disk does not hold.
-        trainable_new_tokens: Those of them that mean something (all but an added padding token).
-        notes: What was repaired, in words, for the report.
+        new_tokens: Ids missing from the vocabulary on disk.
+        trainable_new_tokens: Those of them with a meaning (all but an added padding token).
+        notes: Descriptions of the repairs, for the report.
     """
 
     tokenizer: object
@@ -48,16 +48,16 @@ class RepairedTokenizer:
 
 @dataclass
 class TokenizerOptions:
-    """Which tokenizer, and what is changed about it, as DataFields and TaskFields say it.
+    """Choice of a tokenizer and changes to it, as in DataFields and TaskFields.
 
     Args:
-        pad_token: Token to pad with, existing or new; None keeps the tokenizer's, or finds one.
-        add_tokens: Tokens to be whole. Of these, marks of the chat template are special: text never holds them.
+        pad_token: Padding token, existing or new; None keeps the tokenizer's, or finds one.
+        add_tokens: Tokens that must not be split. Those in the chat template become special: text never yields them.
         options: Options of the tokenizer's class.
-        new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
-        whole_words: False makes all of `add_tokens` special, so that they are whole in templates only.
-        chat_template: Jinja that takes the place of the tokenizer's own chat template.
-        template: Text of another template in whose place that one stands; None where none is used at all.
+        new_padding: Add [PAD] if no padding token is found; otherwise another token pads.
+        whole_words: False makes all of `add_tokens` special, so that they are recognised in templates only.
+        chat_template: Jinja template that replaces the tokenizer's own chat template.
+        template: Text of another template that is used instead of the chat template; None if no template is used.
     """
 
     path: str | None
@@ -85,7 +85,7 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
     """Load the fast tokenizer of a folder or hub id and repair it.
 
     Raises:
-        UserError: No tokenizer there, none that is fast, or none that takes its options.
+        UserError: There is no tokenizer, only a slow one, or one that does not support the options.
     """
     from transformers import AutoTokenizer
 
@@ -100,7 +100,7 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
                                                       **(options.options or {}))
     except UserError:
         raise
-    except Exception as error:  # transformers raises many kinds, all of them about this path
+    except Exception as error:  # transformers raises many types, all about this path
         raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: "
                         f"{redact(str(error))[:300]}); set data.tokenizer to a folder or hub id that has one"
                         ) from error
@@ -135,7 +135,7 @@ def _set_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
 
 
 def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
-    """Make the tokens of `add_tokens` whole; those that the vocabulary holds keep their ids."""
+    """Add `add_tokens` as unsplit tokens; those in the vocabulary keep their ids."""
     tokenizer, size = result.tokenizer, len(result.tokenizer)
     written = None if options.template is None else f"{options.template}{tokenizer.chat_template}"
     vocabulary, known = tokenizer.get_vocab(), tokenizer.added_tokens_encoder
@@ -153,18 +153,18 @@ def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
 
 
 def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
-    """All of a transformers tokenizer that a token could depend on."""
+    """All of a transformers tokenizer that token ids could depend on."""
     return {"tokenizer": tokenizer.backend_tokenizer.to_str(), "chat_template": tokenizer.chat_template,
             "special": tokenizer.special_tokens_map}
 
 
 def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> RepairedTokenizer:  # noqa: ANN001
-    """Give missing roles to tokens that the vocabulary holds; make sure that there is a padding token.
+    """Assign missing roles to tokens of the vocabulary, and ensure that there is a padding token.
 
     Args:
         tokenizer: transformers tokenizer, changed in place.
-        roles: Roles that the user gives to tokens, for example {"pad_token": "<unk>"}.
-        new_padding: Add [PAD] where no padding token is found; otherwise another token pads.
+        roles: Roles that the user assigns, for example {"pad_token": "<unk>"}.
+        new_padding: Add [PAD] if no padding token is found; otherwise another token pads.
     """
     result = RepairedTokenizer(tokenizer)
     size, vocabulary = len(tokenizer), tokenizer.get_vocab()
@@ -189,10 +189,10 @@ def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> Repair
 
 
 def _padding_among(tokenizer) -> str | None:  # noqa: ANN001
-    """A token to pad with where what it means elsewhere does not matter: the unknown token, else the end token.
+    """Return an existing token for padding, where its other meaning does no harm: the unknown token, else the end
+    token.
 
-    The unknown one comes first, as other programs leave the padding token unscored wherever it stands, and a model must
-    learn to end.
+    The unknown token is preferred: other programs never score the padding token, and a model must learn to end.
     """
     ends = (tokenizer.eos_token, tokenizer.bos_token)
     return tokenizer.unk_token if tokenizer.unk_token not in (None, *ends) else ends[0] or ends[1]

@@ -1,4 +1,7 @@
-"""Questions on long contexts to windows with answer positions. Free of torch, so that worker processes start fast."""
+"""Encoding of questions on long contexts to windows with answer positions.
+
+Does not import torch, so that worker processes start fast.
+"""
 
 import json
 import re
@@ -18,14 +21,13 @@ from lmmods.data.sources.readers import Row
 from lmmods.data.sources.trees import as_list
 
 FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": None}
-NEARBY = 32  # characters around a wrong offset in which the answer is looked for
+NEARBY = 32  # characters around a wrong offset in which the answer is searched
 LISTS = ("input_ids", "token_type_ids", "offsets")  # columns with a value for each token
 Answer = tuple[int, int]  # characters of the context: [start, end)
 
 
 def flat_questions(rows: Iterable[Row]) -> Iterator[Row]:
-    """SQuAD articles (or paragraphs) to one row per question; of flat rows, cells that a CSV file had to write as text
-    are read."""
+    """Flatten SQuAD articles or paragraphs to one row per question; in flat rows, parse text cells of CSV files."""
     for row in rows:
         if "paragraphs" in row.values or "qas" in row.values:
             yield from _questions_of(row)
@@ -34,7 +36,7 @@ def flat_questions(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _from_cell(name: str, value: Any) -> Any:
-    """`answers` written as JSON, `is_impossible` as a word; an empty cell is null, all else is left as it is."""
+    """Parse `answers` from JSON and `is_impossible` from a word; an empty cell is None, all else is unchanged."""
     if name not in ("answers", "is_impossible") or not isinstance(value, str):
         return value
     if name == "is_impossible":
@@ -83,9 +85,9 @@ def gold_answers(row: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def locate(context: str, text: str, start: int) -> Answer | None:
-    """Where the answer really lies: at its offset, else at the nearest place around it, else None.
+    """Find the answer: at its offset, else at the nearest occurrence around it, else None.
 
-    A difference in white space (double spaces, line ends) is no difference.
+    Differences in white space (double spaces, line ends) are ignored.
     """
     start = min(max(start, 0), len(context))
     text = text.strip() if context[start : start + len(text)] != text else text
@@ -103,13 +105,13 @@ def locate(context: str, text: str, start: int) -> Answer | None:
 
 @dataclass
 class WindowEncoder:
-    """Rows {question, context, answers} to overlapping windows.
+    """Encodes rows {question, context, answers} as overlapping windows.
 
     Args:
         backend: JSON of the tokenizer's backend.
-        cls_id: Token that stands for "no answer here".
-        unknown_id: Token of what the vocabulary lacks.
-        question_first: Whether the question stands before the context.
+        cls_id: Token whose position means "no answer here".
+        unknown_id: Id of the unknown token.
+        question_first: True if the question precedes the context.
         prompts_only: Rows need no answers.
     """
 
@@ -135,8 +137,11 @@ class WindowEncoder:
         return WindowEncoder, astuple(self)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside
-        the context), `start_positions`, `end_positions`, `cls_position`; one entry per window."""
+        """Columns with one entry per window.
+
+        `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside the
+        context), `start_positions`, `end_positions`, `cls_position`.
+        """
         kept, dropped = [], []
         counts: Counter = Counter()
         for place, row in enumerate(rows):
@@ -208,7 +213,7 @@ class WindowEncoder:
 
 
 def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:
-    """First and last token of the answer, or the CLS position where it does not lie wholly in the window."""
+    """First and last token of the answer, or the CLS position if it is not entirely in the window."""
     context = np.flatnonzero(offsets[:, 1] > offsets[:, 0])
     if answer is None or not len(context):
         return cls, cls

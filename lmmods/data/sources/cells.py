@@ -1,4 +1,4 @@
-"""Values of a row, checked for what a layout expects them to be."""
+"""Checks of the values of a row against the types that a layout expects."""
 
 import json
 import math
@@ -7,11 +7,11 @@ from typing import Any
 from lmmods.data.sources.conversation import RowProblem
 
 Values = dict[str, Any]
-DEEPEST = 100  # lists and objects in each other: what is deeper is no data, and Python gives up at some hundreds
+DEEPEST = 100  # nesting of lists and objects; deeper values are not data, and Python's recursion ends at some hundreds
 
 
 def as_text(value: Any, name: str) -> str:
-    """Text of a cell; numbers are written out. Raises RowProblem for null, nested values and what is no number."""
+    """Text of a cell; numbers are converted. Raises RowProblem for null, nested values, NaN and infinity."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -24,7 +24,7 @@ def as_text(value: Any, name: str) -> str:
 
 
 def check_unicode(value: Any) -> None:
-    """Raises RowProblem for text that has no UTF-8 form, at any depth, and for nested values that JSON has not."""
+    """Raise RowProblem for text without a UTF-8 form, at any depth, and for nested values unknown to JSON."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -42,7 +42,7 @@ def check_unicode(value: Any) -> None:
 
 
 def parsed(text: str, name: str) -> Any:
-    """What a cell of JSON text holds, for lists and objects in files that know text alone. Raises RowProblem."""
+    """Parse a cell of JSON text: lists and objects in files whose cells are all text. Raises RowProblem."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def _no_constant(name: str) -> Any:
 
 
 def is_deeper_than(value: Any, depth: int) -> bool:
-    """Whether more than `depth` lists and objects stand in each other."""
+    """True if lists and objects are nested more than `depth` deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth + 1):
         level = [
@@ -72,7 +72,7 @@ def is_deeper_than(value: Any, depth: int) -> bool:
 
 
 def is_longer_than(value: Any, characters: int) -> bool:
-    """Whether the texts in a value, at any depth, have more characters together; each element counts as one too."""
+    """True if the strings in a value, at any depth, have more characters in total; each element counts as one, too."""
     waiting = [value]
     while waiting and characters >= 0:
         item = waiting.pop()
@@ -83,9 +83,10 @@ def is_longer_than(value: Any, characters: int) -> bool:
 
 
 def without_fillers(row: Values) -> Values:
-    """A row of an Arrow table without what that adds to nested objects: null under each key that only others have.
+    """Remove the nulls that Arrow adds to nested objects: one for each key that only other rows have.
 
-    The arguments of a call would otherwise name the parameters of all tools in the table. Columns stay, null or not.
+    Otherwise the arguments of a call would name the parameters of all tools in the table. Columns are kept, null or
+    not.
     """
     return {column: _without_nulls(value) if isinstance(value, dict | list) else value for column, value in row.items()}
 
@@ -97,5 +98,5 @@ def _without_nulls(value: Any) -> Any:
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a cell holds nothing: null, "", [] or {}."""
+    """True if a cell is empty: null, "", [] or {}."""
     return value is None or (isinstance(value, str | list | dict) and not value)

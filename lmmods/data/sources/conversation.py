@@ -1,11 +1,11 @@
-"""A conversation: what the rows of every layout become, and what templates write."""
+"""The conversation, into which rows of every layout are converted and which templates render."""
 
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 
 class RowProblem(Exception):
-    """Why one row cannot be used. The reason is counted in the data report."""
+    """Reason why one row cannot be used, counted in the data report."""
 
 
 class _Turn(TypedDict):
@@ -14,18 +14,18 @@ class _Turn(TypedDict):
 
 
 class Message(_Turn, total=False):
-    """A turn. Roles are system, user, assistant and tool; all else is there only where the row has it.
+    """A turn. Roles are system, user, assistant and tool; the other keys exist only if the row has them.
 
     Args:
-        role: Who speaks.
+        role: Role of the speaker.
         content: The text; "" for a turn that only calls tools.
-        input: Text that a user's instruction works on, which templates place by themselves.
-        reasoning_content: What the assistant thought before it answered.
+        input: Text that a user's instruction applies to, which templates place separately.
+        reasoning_content: The assistant's reasoning before its answer.
         tool_calls: The assistant's calls, [{"type": "function", "function": {"name": text, "arguments": an object, or
-            text where it is not JSON}, "id": text where the row has one}].
+            text if it is not JSON}, "id": text if the row has one}].
         tool_call_id: The call that a tool answers.
         name: The tool that answers, or a name of the speaker.
-        scored: Whether the turn is learned from; True where it is not there.
+        scored: True (the default) if the turn is learned.
     """
 
     input: str
@@ -38,15 +38,15 @@ class Message(_Turn, total=False):
 
 @dataclass
 class Conversation:
-    """The turns of a row, and what a chat template is given beside them.
+    """The turns of a row, and further inputs of a chat template.
 
     Args:
         messages: The turns in order.
         tools: Specifications of the tools that the assistant may call, [{"type": "function", "function": {...}}].
         documents: Texts that the assistant may use, [{"title": ..., "text": ...}].
         template_kwargs: Variables of the chat template that this row sets, for example {"enable_thinking": False}.
-        weight: How much the row counts in the loss, 0 or more.
-        unused: Keys of the row, and of its turns as `turns.key`, that hold something and are not read.
+        weight: Weight of the row in the loss, 0 or more.
+        unused: Non-empty keys of the row, and of its turns as `turns.key`, that are not read.
     """
 
     messages: list[Message]

@@ -1,4 +1,4 @@
-"""Rows of many layouts to one: a conversation.
+"""Conversion of rows of many layouts to conversations.
 
 Layouts whose rows hold several conversations, or a part of one, are regrouped first (trees.py).
 """
@@ -17,17 +17,17 @@ from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_tree
 from lmmods.data.sources.turns import Reading, Roles, in_order, specifications
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the rows of single layouts become. Each converter takes what it knows out of a row and returns its messages.
+# Converters of single layouts. Each takes the keys that it knows out of a row and returns its messages.
 
 Converter = Callable[[Reading], list[Message]]
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
 def pair(prompt: str, response: str, context: str | None = None, end_marker: str = "") -> Converter:
-    """Converter of rows that hold a prompt and a response: texts, or lists of turns, as TRL has them.
+    """Return a converter of rows with a prompt and a response: texts, or lists of turns as in TRL.
 
-    A row without response becomes a prompt alone. A `history` of [question, answer] pairs, as LLaMA-Factory has it,
-    comes first.
+    A row without response becomes a prompt alone. A `history` of [question, answer] pairs, as in LLaMA-Factory, comes
+    first.
     """
 
     def convert(row: Reading) -> list[Message]:
@@ -49,7 +49,7 @@ def pair(prompt: str, response: str, context: str | None = None, end_marker: str
 def _history(row: Reading) -> list[Message]:
     history = row.values["history"]
     if not isinstance(history, list):
-        return []  # of another meaning; it is named as not used
+        return []  # has another meaning; reported as unused
     row.values.pop("history")
     messages: list[Message] = []
     for exchange in history:
@@ -61,7 +61,7 @@ def _history(row: Reading) -> list[Message]:
 
 
 def turns(column: str) -> Converter:
-    """Converter of rows that hold a list of turns; a `chosen` beside it is the answer to them."""
+    """Return a converter of rows with a list of turns; a `chosen` column is the answer to them."""
 
     def convert(row: Reading) -> list[Message]:
         messages = row.turns(column)
@@ -74,7 +74,7 @@ def turns(column: str) -> Converter:
 
 
 def marked(column: str, user: str, assistant: str) -> Converter:
-    """Converter of rows that hold a whole conversation as one text with a marker before each turn."""
+    """Return a converter of rows that hold a whole conversation as one text with a marker before each turn."""
     return lambda row: _transcript(row.text(column), column, user, assistant)
 
 
@@ -94,7 +94,7 @@ def whole_text(row: Reading) -> list[Message]:
 
 
 def preferred(row: Reading) -> list[Message]:
-    """hh-rlhf and its kin: the chosen conversation, or the chosen answer to the prompt in another column."""
+    """hh-rlhf and similar: the chosen conversation, or the chosen answer to the prompt in another column."""
     chosen = row.values.get("chosen")
     asked = next((name for name in ("prompt", "instruction", "question") if row.values.get(name) is not None), None)
     answer = row.turns("chosen") if isinstance(chosen, list) else []
@@ -107,7 +107,7 @@ def preferred(row: Reading) -> list[Message]:
         return _transcript(row.text(asked) + row.text("chosen"), asked, HUMAN, ASSISTANT)
     if answer and answer[0]["role"] != "assistant":
         if any(message["content"] == prompt for message in answer):
-            row.values.pop(asked)  # it stands in the conversation
+            row.values.pop(asked)  # the conversation contains it
         before = row.turns(asked) if isinstance(prompt, list) else []
         return answer if answer[: len(before)] == before else before + answer
     return pair(asked, "chosen", "input" if asked == "instruction" else None)(row) + answer
@@ -121,7 +121,7 @@ COMMAND = re.compile(r'(\w+)\(((?:"(?:[^"\\]|\\.)*"|[^()"])*)\)(?:\s*,\s*|\s*$)'
 
 
 def moss(row: Reading) -> list[Message]:
-    """moss-003: {"turn_1": {"Human", "Inner Thoughts", "Commands", "Tool Responses", "MOSS"}, ...}, with marks."""
+    """moss-003: {"turn_1": {"Human", "Inner Thoughts", "Commands", "Tool Responses", "MOSS"}, ...}, with markers."""
     chat = row.values.pop("chat", None)
     exchanges = in_order(chat) if isinstance(chat, dict) else chat
     if isinstance(exchanges, list):
@@ -130,7 +130,7 @@ def moss(row: Reading) -> list[Message]:
 
 
 def _moss_turns(turn: Values) -> list[Values]:
-    """Turns of one exchange: the question, the call of a tool and what it gave, the answer."""
+    """Turns of one exchange: the question, a tool call and its result, the answer."""
     if "MOSS" not in turn and "Human" not in turn:
         return [turn]
     turn = dict(turn)
@@ -155,7 +155,7 @@ def _unmarked(value: Any, key: str) -> str | None:
 
 
 def _called(commands: str) -> Values:
-    """Calls of commands like `Search("x"), Calculate("1+1")`; text of another form stays text."""
+    """Parse commands like `Search("x"), Calculate("1+1")` as calls; text of another form stays text."""
     calls, at = [], 0
     while at < len(commands):
         found = COMMAND.match(commands, at)
@@ -167,7 +167,7 @@ def _called(commands: str) -> Values:
 
 
 def moss_text(row: Reading) -> list[Message]:
-    """moss-002: one text in which <eoh> ends what the human says and <eoa> what the assistant does."""
+    """moss-002: one text in which <eoh> ends a turn of the user and <eoa> one of the assistant."""
     *pieces, rest = re.split(r"<(eo[a-z])>", row.text("plain_text"))
     if rest.strip() or not pieces:
         raise RowProblem("plain_text does not end in <eoh> or <eoa>")
@@ -186,7 +186,7 @@ def _moss_system(row: Reading, column: str) -> list[Message]:
 
 
 def batch(row: Reading) -> list[Message]:
-    """OpenAI's batch files: the messages of a request, and the answer where the response stands beside it."""
+    """OpenAI's batch files: the messages of a request, and the answer if the row has the response, too."""
     body = _object(row.values.pop("body", None), "body")
     for key in ("tools", "functions"):
         if key in body:
@@ -212,10 +212,10 @@ def _object(value: Any, name: str) -> Values:
 
 
 END_OF_TEXT = "<|endoftext|>"
-LARGEST_WEIGHT = 3e38  # as float32 has it
+LARGEST_WEIGHT = 3e38  # below the largest float32
 MEDIA = ("images", "videos", "audios")
 BESIDE = {"system", "tools", "functions", "documents", "chat_template_kwargs", "weight", "kto_tag", *MEDIA,
-          *(column.removesuffix("s") for column in MEDIA)}  # what rows of any layout may hold
+          *(column.removesuffix("s") for column in MEDIA)}  # columns that rows of any layout may have
 IN_TREES = ("message_id", "parent_id", "message_tree_id", "rank")
 
 
@@ -224,12 +224,12 @@ class Format:
     """A row layout.
 
     Args:
-        columns: Columns that every row of this layout has; detection looks for them.
-        convert: Row -> messages; takes what it uses out of the row. Raises RowProblem.
-        sniff: Further test on the first row, where columns do not decide.
-        regroup: Rows as read -> rows of one conversation each.
-        template: Template that these rows need, whatever else is set.
-        spent: Keys of rows and turns that have told the layout, or the order of turns, and say nothing more.
+        columns: Columns that every row of this layout has; used by detection.
+        convert: Converts a row to messages; takes the keys that it uses out of the row. Raises RowProblem.
+        sniff: Further test on the first row, if the columns do not decide.
+        regroup: Converts rows as read to rows of one conversation each.
+        template: Template that these rows need, overriding all settings.
+        spent: Keys of rows and turns that only identify the layout or the order of turns.
     """
 
     columns: tuple[str, ...]
@@ -261,7 +261,7 @@ FORMATS: dict[str, Format] = {
     "hh-rlhf": Format(("chosen",), preferred),
     "unnatural-instructions": Format(("instruction", "instances"), pair("instruction_with_input", "output"),
                                      _instances_have("instruction_with_input"), flat_instances,
-                                     spent=("instruction",)),  # instruction_with_input has it whole
+                                     spent=("instruction",)),  # contained in instruction_with_input
     "self-instruct-nested": Format(("instruction", "instances"), pair("instruction", "output", "input"),
                                    regroup=flat_instances),
     "alpaca": Format(("instruction", "output"), pair("instruction", "output", "input")),
@@ -284,16 +284,16 @@ ALIASES = {"alpaca-clean": "alpaca", "longform": "input-output", "gsm8k": "quest
 
 def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None
                       ) -> Conversation:
-    """The conversation of a row.
+    """Convert a row to a conversation.
 
     Args:
         layout: Name of the row's format.
-        row: The row as read; left as it is.
-        roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
-        turn_fields: Fields of a message -> keys of the file's turns, beside the usual keys.
+        row: The row as read; not modified.
+        roles: Maps names of roles in the file to system, user, assistant or tool, besides the usual names.
+        turn_fields: Maps fields of a message to keys of the file's turns, besides the usual keys.
 
     Raises:
-        RowProblem: The row holds none that can be used.
+        RowProblem: The row has no usable conversation.
         UserError: The layout is unknown.
     """
     form = find_format(layout)
@@ -308,7 +308,7 @@ def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[
 
 
 def _read_beside(reading: Reading, conversation: Conversation, form: Format) -> None:
-    """Take what rows of any layout may hold beside their turns. Raises RowProblem."""
+    """Take the columns that rows of any layout may have besides their turns. Raises RowProblem."""
     values = reading.values
     for column in MEDIA:
         one = column.removesuffix("s")
@@ -335,7 +335,7 @@ def _read_beside(reading: Reading, conversation: Conversation, form: Format) -> 
         conversation.template_kwargs = settings
     documents = values.get("documents")
     if isinstance(documents, list) and documents and all(isinstance(item, dict) for item in documents):
-        conversation.documents = values.pop("documents")  # what has another form is named as not used
+        conversation.documents = values.pop("documents")  # other forms are reported as unused
     check_unicode([conversation.tools, conversation.template_kwargs, conversation.documents])
 
 
@@ -352,7 +352,7 @@ def _weight(value: Any) -> float:
 
 
 def find_format(name: str) -> Format:
-    """Format by name. Raises UserError naming the known ones."""
+    """Return a format by name. Raises UserError that lists the known ones."""
     name = ALIASES.get(name, name)
     if name not in FORMATS:
         raise UserError(f"data.dataset_format {name!r} is unknown; known are {', '.join([*FORMATS, *ALIASES])}")
@@ -360,11 +360,12 @@ def find_format(name: str) -> Format:
 
 
 def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
-    """Name of the first format that fits a row. Raises UserError: none fits; names the columns found.
+    """Return the name of the first format that fits a row. Raises UserError that lists the columns: none fits.
 
     Args:
         row: The first row of a source.
-        prompts_only: The rows may lack the column of the response, which is then found by the other columns.
+        where: Its file and line.
+        prompts_only: The rows may lack the column of the response; the other columns then decide.
     """
     for name, layout in FORMATS.items():
         if all(column in row for column in layout.columns) and layout.sniff(row):

@@ -8,30 +8,30 @@ from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.data.sources.formats import detect_format, read_conversation
 from lmmods.data.sources.turns import Roles
 
-# What the batches hold of a row: a pair; one answer; or one, and beside it the answer of another row.
+# Content of a row of batches: a pair; one answer; or one answer and that of another row.
 Answers = Literal["pair", "single", "mismatched"]
 LABELS = ("label", "kto_tag")
 LISTS = ("completions", "answers", "responses", "candidates")
 TEXTS = ("response", "answer", "completion", "output", "text", "content")
-SCORES = ("overall_score", "score", "rating", "reward")  # the higher, the better
+SCORES = ("overall_score", "score", "rating", "reward")  # higher is better
 SCORE_LISTS = ("scores", "ratings", "rewards")
-WANTED = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 is True to Python
+WANTED = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 == True
 
 
 class Judged(NamedTuple):
-    """A conversation that ends in an answer, and whether the answer is wanted."""
+    """A conversation that ends in an answer; `is_wanted` is True if the answer is desirable."""
 
     conversation: Conversation
     is_wanted: bool
 
 
 def label_of(row: Values) -> str | None:
-    """The column that says whether a row's only answer is wanted; None where it has none."""
+    """Return the label column of a row with a single answer; None if it has none."""
     return next((name for name in LABELS if name in row and "rejected" not in row), None)
 
 
 def holds_preference(row: Values) -> bool:
-    """Whether a row holds a better and a worse answer, or one with a label."""
+    """True if a row holds a better and a worse answer, or one with a label."""
     if "rejected" in row or _answers_column(row) is not None:
         return True
     label = label_of(row)
@@ -44,7 +44,7 @@ def _is_label(value: Any) -> bool:
 
 
 def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> str:
-    """Layout of the conversations in a row of preferences.
+    """Return the layout of the conversations in a row of preferences.
 
     Args:
         row: The first row of a source.
@@ -66,7 +66,7 @@ def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> 
 
 
 def as_asked(row: Values) -> Values:
-    """The row with its better answer alone."""
+    """The row with only its better answer."""
     if "rejected" not in row and (column := _answers_column(row)) is not None:
         try:
             row = _best_and_worst(row, column)
@@ -76,10 +76,10 @@ def as_asked(row: Values) -> Values:
 
 
 def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None) -> list[Judged]:
-    """The answers of a row: a wanted one and one that is not, or a single one. Arguments as of `read_conversation`.
+    """The answers of a row: a wanted and an unwanted one, or a single one. Arguments as in `read_conversation`.
 
     Raises:
-        RowProblem: The row holds none that can be used.
+        RowProblem: The row has no usable answers.
         UserError: The layout is unknown.
     """
     if (label := label_of(row)) is not None and _answers_column(row) is None:
@@ -103,7 +103,7 @@ def _is_wanted(value: Any, name: str) -> bool:
 
 
 def _continues(row: Values) -> bool:
-    """Whether the answers of a row follow a list of turns in another column (LLaMA-Factory's ShareGPT pairs)."""
+    """True if the answers of a row continue a list of turns in another column (LLaMA-Factory's ShareGPT pairs)."""
     column = next((name for name in ("messages", "conversations", "conversation") if name in row), None)
     if column is None or any(row.get(name) is not None for name in ("prompt", "instruction", "question")):
         return False
@@ -122,7 +122,7 @@ def _answers_column(row: Values) -> str | None:
 
 
 def _best_and_worst(row: Values, column: str) -> Values:
-    """A row's list of answers as the pair of the highest and the lowest score. Raises RowProblem."""
+    """Reduce a row's list of answers to the pair with the highest and the lowest score. Raises RowProblem."""
     rest = {name: value for name, value in row.items() if name != column}
     answers = row[column]
     if all(isinstance(answer, dict) for answer in answers):

@@ -1,7 +1,7 @@
-"""Files to rows: one generator per file type, each error naming file and line.
+"""File readers: one generator of rows per file type, each error naming file and line.
 
-The standard library reads json, jsonl, csv and txt because `datasets` and `pyarrow` report a broken line without its
-number, and refuse files whose rows differ in type. Parquet and Arrow go through pyarrow.
+The standard library reads json, jsonl, csv and txt, because `datasets` and `pyarrow` report a broken line without its
+number, and refuse files whose rows differ in type. Parquet and Arrow are read by pyarrow.
 """
 
 import codecs
@@ -27,25 +27,25 @@ from lmmods.data.sources.cells import DEEPEST, is_deeper_than, is_longer_than, w
 from lmmods.data.sources.source import check_regular, compression, file_type
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be any number
+DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be arbitrary
 BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also a number of more than 4300 digits, or a key twice
-TEXT_PIECE = 1 << 14  # characters: longer documents come in pieces, so that memory stays flat and val_size can choose
-# Characters of a row: ten million tokens, the longest context of a model, have fewer. A compressed file of a few
-# megabytes can hold a row of gigabytes.
+TEXT_PIECE = 1 << 14  # characters; longer documents are divided, which bounds memory and lets val_size choose
+# Characters of a row: ten million tokens, the longest context of a model, have fewer. Without a limit, a compressed
+# file of a few megabytes could expand to a row of gigabytes.
 LONGEST = 64_000_000
-LONG_PIECE = 1 << 20  # characters of the pieces that a longer line of text is read in
-LONGEST_DOCUMENT = 512_000_000  # characters of a .json that is no array of records, which is parsed as a whole
+LONG_PIECE = 1 << 20  # characters of the pieces of a longer line of text
+LONGEST_DOCUMENT = 512_000_000  # characters of a .json that is no array of records: it is parsed as a whole
 TOO_LONG = f"a row of more than {LONGEST:,} characters, longer than any model could take"
 READ_AT_ONCE = 1 << 20  # bytes
 DocumentUnit = str  # "file", "paragraph" or "line"
 
 
 class Row(NamedTuple):
-    """One record as it stands in the file.
+    """One record as stored in a file.
 
     Args:
-        line: Counts from 1 (row number in formats without lines).
-        problem: Why the record was left out while it was read; its values are then none.
+        line: Line number from 1 (row number in formats without lines).
+        problem: Reason why the record was skipped during reading; its values are then empty.
     """
 
     file: str
@@ -55,11 +55,11 @@ class Row(NamedTuple):
 
 
 def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
-    """Rows of one file, by its extension.
+    """Yield the rows of one file, read by its extension.
 
     Args:
-        path: Local path or fsspec URL; passwords and tokens of a URL are left out of what the rows are known by.
-        documents: What a document of a .txt file is: the `file`, each `paragraph` (blank lines part them) or `line`.
+        path: Local path or fsspec URL; secrets in a URL are removed from the rows' file name.
+        documents: Unit of a document in a .txt file: the `file`, each `paragraph` (separated by blank lines) or `line`.
 
     Raises:
         UserError: The file is missing, damaged, in another encoding than UTF-8, or of an unknown type.
@@ -85,20 +85,20 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
     except Exception as error:
         if is_local and codec != "zstd":
             raise
-        # file systems of others, and zstandard, raise kinds of their own
+        # other file systems, and zstandard, raise exceptions of their own
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {redact(str(error))[:300]})") from error
 
 
 class Part(NamedTuple):
-    """A part of a line of more than LONGEST characters; `ends` holds for its last one."""
+    """A part of a line of more than LONGEST characters; `ends` is True for the last one."""
 
     text: str
     ends: bool
 
 
 def _decoded(file: BinaryIO, path: str) -> Iterator[str]:
-    """The text piece by piece, decoded strictly; a leading byte order mark is dropped."""
-    start, line, rest, is_last = 0, 1, b"", False  # of the bytes that are not decoded yet
+    """Yield the text in pieces, decoded strictly, without a leading byte order mark."""
+    start, line, rest, is_last = 0, 1, b"", False  # start: offset of the bytes not decoded yet
     while not is_last:
         read = file.read(READ_AT_ONCE)
         is_last = not read
@@ -123,7 +123,7 @@ def _decoded(file: BinaryIO, path: str) -> Iterator[str]:
 
 
 def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Part]]:
-    """Lines with their numbers and ends; one of more than LONGEST characters comes in parts and is never held whole."""
+    """Yield lines with numbers and line ends; one of more than LONGEST characters in parts, never held whole."""
     number, held, size, is_parted = first, [], 0, False
     for text in texts:
         *whole, last = text.split("\n")
@@ -162,7 +162,8 @@ def _jsonl_rows(lines: Iterable[tuple[int, str | Part]], path: str) -> Iterator[
 
 
 def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    """An array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines under a .json name."""
+    """Rows of an array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines in a .json
+    file."""
     texts = _decoded(file, path)
     window = _Window(texts)
     at = window.skip_space(0)
@@ -203,15 +204,15 @@ def _is_record(text: str) -> bool:
 
 
 class _Window:
-    """What is held of a JSON text that is read piece by piece; places in it count from where the window begins."""
+    """The buffered part of a JSON text that is read in pieces; positions count from the start of the window."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self.text, self.has_ended = "", False
-        self.first_line = 1  # that the window begins in
+        self.first_line = 1  # line in which the window begins
         self._texts, self._line, self._counted = texts, 1, 0
 
     def read(self, at: int) -> int:
-        """Let go of what lies before a place and read on, as much as is held; returns the place."""
+        """Discard what lies before a position and read as much again as is held; returns the position's new value."""
         self.first_line = self.line(at)
         held, size = [self.text[at:]], 0
         while size <= len(held[0]) and not self.has_ended:
@@ -223,13 +224,13 @@ class _Window:
         return 0
 
     def line(self, at: int) -> int:
-        """The line of a place that does not lie before the one asked for last."""
+        """Line number of a position, which must not lie before the last one asked for."""
         self._line += self.text.count("\n", self._counted, at)
         self._counted = at
         return self._line
 
     def skip_space(self, at: int) -> int:
-        """The place of what is no space from a place on, or the end."""
+        """Position of the next character that is no space, or the end."""
         while True:
             end = SPACE.match(self.text, at).end()
             if end < len(self.text) or self.has_ended:
@@ -237,8 +238,7 @@ class _Window:
             at = self.read(end)
 
     def line_end(self) -> int:
-        """Where the first line ends, with something behind it, or the end, or where more is held than a document has.
-        """
+        """End of the first line, once something follows it; or the end of the text, or of the largest document."""
         while True:
             end = self.text.find("\n")
             if end >= 0 and self.text[end:].strip() or self.has_ended or len(self.text) > LONGEST_DOCUMENT:
@@ -246,10 +246,10 @@ class _Window:
             self.read(0)
 
     def value(self, at: int) -> tuple[Any, int]:
-        """The value that begins at a place, and the place behind it; TOO_LONG for one of more than LONGEST characters.
+        """Parse the value at a position; returns it (TOO_LONG if it has more than LONGEST characters) and its end.
 
         Raises:
-            _Broken: It is none, with the line.
+            _Broken: It is not valid JSON, with the line.
         """
         while True:
             try:
@@ -270,7 +270,7 @@ class _Window:
             at = self.read(at)
 
     def _skip(self, at: int, broken: Exception) -> tuple[int, int]:
-        """Read over a list, an object or a text; returns the place behind it and the characters that it has."""
+        """Skip a list, an object or a string; returns its end and its length in characters."""
         depth, is_text, size = 0, False, 0
         while True:
             begun = at
@@ -282,7 +282,7 @@ class _Window:
             elif self.has_ended:
                 raise broken
             else:
-                at = len(self.text.rstrip("\\")) if is_text else len(self.text)  # what is escaped may follow
+                at = len(self.text.rstrip("\\")) if is_text else len(self.text)  # an escaped character may follow
                 at = max(at, begun)
             size += at - begun
             if found and depth <= 0 and not is_text:
@@ -296,7 +296,7 @@ class _Broken(Exception):
 
 
 def _json_array(window: _Window, start: int, path: str) -> Iterator[Row]:
-    """Elements one by one, so that each knows its line and only one is held as objects."""
+    """Parse elements one by one, so that each knows its line and only one is held as objects."""
     at, separator = window.skip_space(start + 1), ","
     if window.text[at : at + 1] == "]":
         separator, at = "]", at + 1
@@ -321,7 +321,7 @@ def _json_array(window: _Window, start: int, path: str) -> Iterator[Row]:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether a value is a record that is a bare list of turns."""
+    """True if a value is a record that is a bare list of turns."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
@@ -338,7 +338,7 @@ def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. JSON's own rule, that the last of two values counts, would lose one in silence."""
+    """Build an object and refuse duplicate keys: Python would silently keep the last of two values."""
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
@@ -347,7 +347,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """Python's words for broken JSON, but for those that speak of Python's own limits."""
+    """Python's message for broken JSON, except for those about Python's own limits."""
     is_limit = isinstance(error, ValueError) and "int_max_str_digits" in str(error)
     return "a number of more than 4300 digits" if is_limit else str(error)
 
@@ -355,13 +355,13 @@ def _why(error: Exception) -> str:
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 SPACE = re.compile(r"[ \t\r\n]*")
 BRACKET = re.compile(r'["\[\]{}]')
-REST_OF_TEXT = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # up to the mark that ends it
+REST_OF_TEXT = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # to the closing quote, without backtracking
 
 
 def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str = ",") -> Iterator[Row]:
     csv.field_size_limit(LONGEST)
     left_out: list[Row] = []
-    line = size = 0  # where the record that is read begins, and its characters so far
+    line = size = 0  # of the current record: its first line, and its characters so far
 
     def lines() -> Iterator[str]:
         nonlocal line, size
@@ -421,10 +421,10 @@ def _read_tsv(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
 
 
 def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    """Documents as rows {"text", "starts", "ends"}.
+    """Yield documents as rows {"text", "starts", "ends"}.
 
-    A long document comes in pieces, parted at line ends; `starts` holds for its first piece and `ends` for its last. A
-    line of more than LONGEST characters is itself parted, before spaces where it has some.
+    A long document is divided at line ends; `starts` is True for its first piece and `ends` for its last. A line of
+    more than LONGEST characters is itself divided, before spaces if it has some.
     """
     piece: list[str] = []
     size, first, starts = 0, 1, True
@@ -452,7 +452,7 @@ def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
 
 
 def _parted(text: str) -> Iterator[str]:
-    """Parts of a text of up to LONG_PIECE characters, parted before spaces where there are some."""
+    """Divide a text into parts of up to LONG_PIECE characters, before spaces if there are some."""
     at = 0
     while len(text) - at > LONG_PIECE:
         end = text.rfind(" ", at + 1, at + LONG_PIECE + 1)
@@ -471,7 +471,7 @@ def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterato
     try:
         table = pa.parquet.ParquetFile(file, page_checksum_verification=True)
         groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
-        # so many rows at a time that their text is no more than that of the longest row
+        # so few rows at a time that their text is no longer than the longest row may be
         sizes = [max(1, min(1000, LONGEST * group.num_rows // max(group.total_byte_size, 1))) for group in groups]
         batches = itertools.chain.from_iterable(table.iter_batches(size, row_groups=[number])
                                                 for number, size in enumerate(sizes))
@@ -496,10 +496,10 @@ def _read_arrow(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
 def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
     number = 0
     for batch in batches:
-        batch.validate(full=True)  # offsets of a damaged file would lead anywhere in memory
+        batch.validate(full=True)  # offsets in a damaged file could point anywhere in memory
         _check_names(batch.schema.names, path)
         is_nested = any(pa.types.is_nested(column.type) for column in batch.schema)
-        # the same bytes may stand for the values of many rows
+        # in these types many rows may share the same bytes
         is_shared = any(SHARED.search(str(column.type)) for column in batch.schema)
         is_small = batch.nbytes * (batch.num_rows if is_shared else 1) <= LONGEST
         for part in [batch] if is_small else (batch.slice(place, 1) for place in range(batch.num_rows)):
@@ -512,7 +512,7 @@ def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
                     yield Row(path, number, without_fillers(values) if is_nested else values)
 
 
-SHARED = re.compile("dictionary|run_end|view")  # types of Arrow
+SHARED = re.compile("dictionary|run_end|view")  # Arrow types whose rows can share values
 
 
 READERS: dict[str, Callable[[BinaryIO, str, DocumentUnit], Iterator[Row]]] = {

@@ -1,4 +1,4 @@
-"""The rows that come out of a source, its column names mapped, and the hash of their contents."""
+"""Reading of the rows of a source, with column names mapped, and the hash of its contents."""
 
 import difflib
 import glob
@@ -34,11 +34,11 @@ NAMED_FILES = {"chip2": "unified_chip2.jsonl"}
 
 
 class SourceReader:
-    """Rows of one source, column names mapped, limited. Iterating it again reads again.
+    """Rows of one source, with column names mapped and limited in number. Each iteration reads them again.
 
     Args:
-        documents: What a document of a .txt file is, see `read_file`.
-        streaming: Read a hub data set as it comes over the network instead of downloading it first.
+        documents: Unit of a document in a .txt file, see `read_file`.
+        streaming: Read a hub data set over the network during iteration instead of downloading it first.
 
     Raises:
         UserError: Nothing readable is found at the path.
@@ -47,14 +47,14 @@ class SourceReader:
     def __init__(self, source: Source, documents: str = "file", streaming: bool = False) -> None:
         self.source = source
         self.documents = documents
-        self.replaced: Counter[str] = Counter()  # of the last reading: rows whose own column gave way to a mapped one
+        self.replaced: Counter[str] = Counter()  # in the last reading: columns of rows that a mapped one replaced
         self.files = find_files(source.path)
         unused = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
         if self.files and unused:
             raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
         self._is_adopted = False
-        self._hashes: list[str] = []  # of the files, where this process has hashed them
+        self._hashes: list[str] = []  # of the files, if this process has hashed them
         self._is_sampled = False
 
     def __iter__(self) -> Iterator[Row]:
@@ -94,26 +94,27 @@ class SourceReader:
         return sum(os.path.getsize(path) for path in self.files if "://" not in path)
 
     def fingerprint(self) -> str:
-        """Changes when a row could change: content and paths of files, or the hub's own fingerprint; all settings.
+        """Hash that changes when a row could change: content and paths of files, or the hub's own fingerprint; all
+        settings.
 
-        It is the same under another password or token.
+        It does not depend on passwords or tokens.
         """
         parts = (redacted(asdict(self.source)), self.documents, list(map(redact, self.files)), self.content)
         return hashlib.blake2b(repr(parts).encode()).hexdigest()
 
     @cached_property
     def content(self) -> str | None:
-        """Hash of all bytes of the files, wherever they lie; of hub data the hub's own. None where it has none."""
+        """Hash of all bytes of the files, local or remote; for hub data the hub's own. None if there is none."""
         return self._content_by(sampled=False)
 
     def sampled_content(self) -> str | None:
-        """The same of blocks of each file, for what is too large to be read before training starts."""
+        """Like `content`, from sampled blocks of each file, for files too large to be read before training starts."""
         return self._content_by(sampled=True)
 
     def described(self) -> dict[str, Any]:
-        """What a manifest says of the source: its `path`, and `files` with size and hash, or what the hub tells.
+        """The manifest's entry for the source: its `path`, and `files` with size and hash, or the hub's fingerprint.
 
-        Nothing is read for it that has been hashed before.
+        Files that have been hashed are not read again.
         """
         told = {key: value for key, value in vars(self.source).items() if key in ("path", "name", "split", "revision")
                 and value is not None}
@@ -126,17 +127,17 @@ class SourceReader:
                                   for path, digest in zip(self.files, self._hashes, strict=True)}}
 
     def adopt(self, content: str | None) -> None:
-        """Take the content from another process of the run, which has hashed it.
+        """Adopt the content hash of another process of the run.
 
         Raises:
-            UserError: This process has hashed it too, and found another.
+            UserError: This process has computed another hash.
         """
         if "content" not in vars(self):
             self.content, self._is_adopted = content, True
         self._check_same(content)
 
     def check_adopted(self) -> None:
-        """Hash what another process has hashed, before a store is built here. Raises UserError where it differs."""
+        """Verify an adopted hash before a store is built here. Raises UserError if it differs."""
         if self._is_adopted:
             self._check_same(self._content_by(sampled=False))
 
@@ -147,7 +148,7 @@ class SourceReader:
 
     def _content_by(self, sampled: bool) -> str | None:
         if self._hub_rows is not None:
-            return rows_fingerprint(self._hub_rows)  # what streams from the hub has none
+            return rows_fingerprint(self._hub_rows)  # None for a stream from the hub
         hashed = fingerprints.sampled_file if sampled else fingerprints.whole_file
         self._hashes = [_remote_key(path) if "://" in path else hashed(path) for path in self.files]
         self._is_sampled = sampled
@@ -155,7 +156,7 @@ class SourceReader:
 
 
 def _taken(values: dict, name: str) -> tuple[Any] | None:
-    """Take a column out of a row, or what `a.b` leads to in its objects, which stay as they are; None if it is none."""
+    """Take a column out of a row, or the value at `a.b` in its objects, which are copied; None if it is missing."""
     if name in values:
         return (values.pop(name),)
     first, _, rest = name.partition(".")
@@ -167,9 +168,9 @@ def _taken(values: dict, name: str) -> tuple[Any] | None:
 
 
 def _remote_key(path: str) -> str:
-    """What a file system of fsspec tells apart the versions of a file by."""
+    """Return fsspec's key for the version of a remote file."""
     filesystem, name = fsspec.core.url_to_fs(path)
-    by_name = "http" in filesystem.protocol  # its key is a hash of the name alone, which nobody has to look up
+    by_name = "http" in filesystem.protocol  # its key is a hash of the name alone, so redact secrets
     return str(filesystem.ukey(redact(name) if by_name else name))
 
 
@@ -184,25 +185,24 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
                                          split=source.split or "train", revision=source.revision, streaming=streaming)
     except UserError:
         raise
-    except Exception as error:  # datasets raises many kinds, all of them about this path
+    except Exception as error:  # datasets raises many types, all about this path
         raise UserError(f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
                         f"loaded ({type(error).__name__}: {redact(str(error))[:300]})") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The data files that a path, folder, glob or URL stands for.
+# Resolution of a path, folder, glob or URL to data files.
 #
-# Nothing but regular files is ever opened: a pipe would be waited for, and a device read without end. Nothing that
-# could
-# hold rows is passed over in silence: what looks like a data file and is none is refused by its name.
+# Only regular files are ever opened: a pipe would block, and a device would never end. Nothing that could hold rows is
+# skipped silently: whatever looks like a data file but is not one is refused by name.
 
-# Of datasets' save_to_disk.
+# Metadata written by datasets' save_to_disk.
 BOOKKEEPING = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 READABLE = f"readable are {', '.join(sorted(READERS))} and .gz of these"
 
 
 def find_files(named: str) -> list[str]:
-    """Sorted data files of a local path, folder, glob or URL; empty when the path can only name a hub data set.
+    """Sorted data files of a local path, folder, glob or URL; empty if the path can only name a hub data set.
 
     Raises:
         UserError: Nothing readable is there.
@@ -255,10 +255,10 @@ def _files_in_folder(folder: str) -> list[str]:
 
 
 def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, each with the names of what is no folder; hidden ones are left out.
+    """Yield a folder and its subfolders, each with the names of its files; hidden ones are skipped.
 
-    Links to folders are followed, after all others, and each folder is met once: so a loop of links ends, and a folder
-    that a link leads to a second time is not read twice.
+    Links to folders are followed last, and each folder is visited once, so that loops of links end and no folder is
+    read twice.
     """
     met: set[tuple[int, int]] = set()
     waiting, links = [folder], []
@@ -281,7 +281,7 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """Like the standard library's, but `**` meets each folder once, however links may lead around."""
+    """Like glob.iglob, but `**` visits each folder once, even if links form a loop."""
     parts = pattern.split("/")
     if "**" not in parts:
         yield from glob.glob(pattern)
@@ -296,7 +296,7 @@ def _glob(pattern: str) -> Iterator[str]:
 
 
 def _local_path(url: str) -> str | None:
-    """The path that a file:// URL stands for; None for other URLs, whose local parts are checked."""
+    """The path of a file:// URL; None for other URLs, whose local parts are checked."""
     for part in url.split("::")[1:]:
         local = _local_path(part) if "://" in part else part
         if local is not None and os.path.lexists(local):
@@ -322,7 +322,7 @@ def _find_remote(url: str) -> list[str]:
             names = [name for name in filesystem.find(path) if _is_data(name.rsplit("/", 1)[-1])]
         else:
             return [url]
-    except Exception as error:  # each file system raises kinds of its own, all of them about this URL
+    except Exception as error:  # each file system raises its own types, all about this URL
         raise UserError(f"{url}: cannot be opened ({type(error).__name__}: {redact(str(error))[:300]})") from error
     if not names:
         raise UserError(f"{url}: no readable file there; {READABLE}")

@@ -1,4 +1,4 @@
-"""Nested and scattered rows to rows of one conversation each."""
+"""Regrouping of nested and scattered rows to rows of one conversation each."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from lmmods.data.sources.readers import Row
 def flat_instances(rows: Iterable[Row]) -> Iterator[Row]:
     """self-instruct and unnatural-instructions: one row per instance and reformulation of an instruction.
 
-    Damaged rows pass as they are; conversion then says what they lack.
+    Damaged rows pass unchanged; conversion reports them.
     """
     for row in rows:
         items = [item for key in ("instances", "reformulations") for item in as_list(row.values.get(key))]
@@ -22,11 +22,11 @@ def flat_instances(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
-    """OASST1 message rows: one conversation per tree, the best-ranked reply at each turn.
+    """OASST1 message rows: one conversation per tree, with the best-ranked reply at each turn.
 
-    Holds all messages of the source, as the rows of a tree need not lie together. A message whose parent is not there
-    begins a conversation. Messages without a usable id, and those whose parents lead round in a circle, pass as they
-    are; conversion then says what they lack.
+    Holds all messages of the source in memory, since the rows of a tree need not be adjacent. A message whose parent is
+    missing starts a conversation. Messages without a usable id, or in a cycle of parents, pass unchanged; conversion
+    reports them.
     """
     messages_read = []
     for row in rows:
@@ -54,7 +54,7 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _unrooted(roots: list[Row], replies: dict[Any, list[Row]], messages: list[Row]) -> Iterator[Row]:
-    """Messages to which no root leads."""
+    """Messages that are not reachable from any root."""
     waiting, reached = list(roots), set()
     while waiting:
         row = waiting.pop()
@@ -66,7 +66,7 @@ def _unrooted(roots: list[Row], replies: dict[Any, list[Row]], messages: list[Ro
 
 
 def oasst_trees(rows: Iterable[Row]) -> Iterator[Row]:
-    """OASST1 tree rows (`prompt` with nested `replies`): one conversation per tree, the best-ranked reply each time."""
+    """OASST1 tree rows (`prompt` with nested `replies`): one conversation per tree, of the best-ranked replies."""
     for row in rows:
         messages, node = [], row.values.get("prompt")
         while isinstance(node, dict):
@@ -83,5 +83,5 @@ def _rank(message: dict[str, Any]) -> float:
 
 
 def as_list(value: Any) -> list:
-    """A list as it is; for anything else an empty one."""
+    """The value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []

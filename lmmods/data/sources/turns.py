@@ -1,6 +1,6 @@
-"""Rows as they are read, and turns of any trainer's naming to messages.
+"""A row during reading, and conversion of turns with any trainer's key names to messages.
 
-What is asked of a row is taken out of it; what is left at the end was not used, which the data report says.
+Values are taken out of a row when they are used; what remains is reported as unused in the data report.
 """
 
 import re
@@ -11,7 +11,7 @@ from lmmods.data.sources.cells import Values, as_text, is_blank, parsed
 from lmmods.data.sources.conversation import Message, RowProblem
 
 Roles = dict[str, str]
-CALLS = "function_call"  # a turn of the assistant whose text is a call
+CALLS = "function_call"  # role of a turn of the assistant whose text is a call
 ROLES: Roles = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter", "question", "instruction"), "user"),
@@ -21,13 +21,13 @@ ROLES: Roles = {
     ),
     **dict.fromkeys((CALLS, "tool_call", "tool-call"), CALLS),
 }
-# Who speaks, where a turn holds what several say: {"Human": ..., "MOSS": ...}, {"system", "input", "output"} of xtuner.
+# Speakers in a turn that holds several texts: {"Human": ..., "MOSS": ...}, xtuner's {"system", "input", "output"}.
 SPEAKERS: Roles = {
     "system": "system",
     **dict.fromkeys(("human", "user", "prompter", "prompt", "question", "instruction", "query", "input"), "user"),
     **dict.fromkeys(("gpt", "assistant", "bot", "moss", "completion", "answer", "response", "output"), "assistant"),
 }
-# Keys that a turn may have a field under; the first that is not null counts.
+# Possible keys of each field of a turn; the first that is not null counts.
 KEYS: dict[str, tuple[str, ...]] = {
     "role": ("role", "from", "speaker", "author"),
     "content": ("content", "value", "text", "message"),
@@ -37,7 +37,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "name": ("name",),
     "scored": ("weight", "train", "training", "trainable", "loss", "output_with_loss"),
 }
-DETAILS = ("train_detail", "training_detail")  # axolotl's spans inside of a turn
+DETAILS = ("train_detail", "training_detail")  # axolotl's spans within a turn
 SHOWN = {"image": "an image", "image_url": "an image", "input_image": "an image", "audio": "audio",
          "audio_url": "audio", "input_audio": "audio", "video": "a video", "video_url": "a video", "file": "a file",
          "input_file": "a file", "document": "a file"}
@@ -50,16 +50,16 @@ def _keys(turn_fields: tuple[tuple[str, str], ...]) -> dict[str, tuple[str, ...]
 
 
 class Reading:
-    """One row while it is read.
+    """One row during reading.
 
     Args:
-        row: Columns of the row; left as it is.
-        roles: Names of roles in the file -> roles, beside the usual names.
-        turn_fields: Fields of a message -> keys of the file's turns, beside the usual keys.
+        row: Columns of the row; not modified.
+        roles: Maps names of roles in the file to roles, besides the usual names.
+        turn_fields: Maps fields of a message to keys of the file's turns, besides the usual keys.
 
     Attributes:
-        values: What nobody has asked for yet.
-        unused: Keys inside of columns that hold something and were not read.
+        values: Columns not used yet.
+        unused: Non-empty keys within columns that were not read.
     """
 
     __slots__ = ("_keys", "_roles", "unused", "values")
@@ -73,31 +73,31 @@ class Reading:
     # Columns
 
     def text(self, column: str) -> str:
-        """Text of a column. Raises RowProblem where there is none."""
+        """Take the text of a column. Raises RowProblem if there is none."""
         if column not in self.values:
             raise RowProblem(f"{column} is missing")
         return as_text(self.values.pop(column), column)
 
     def optional(self, column: str) -> str:
-        """Text of a column, "" where there is none. Raises RowProblem."""
+        """Take the text of a column, "" if there is none. Raises RowProblem."""
         value = self.values.pop(column, None)
         return "" if value is None else as_text(value, column)
 
     def said(self, column: str, role: str) -> list[Message]:
-        """Turns of a column: those it holds, or its text as one turn of `role`. Raises RowProblem."""
+        """Take the turns of a column: those it holds, or its text as one turn of `role`. Raises RowProblem."""
         value = self.values.get(column)
-        if isinstance(value, str):  # as nearly all are
+        if isinstance(value, str):  # the usual case
             return [{"role": role, "content": self.values.pop(column)}]
         if isinstance(value, list | dict) and self._holds_turns(value):
             return self.turns(column)
         return [{"role": role, "content": self.text(column)}]
 
     def turns(self, column: str) -> list[Message]:
-        """Turns of a column that holds nothing else. Raises RowProblem."""
+        """Take the turns of a column that must hold some. Raises RowProblem."""
         return self.messages(self.values.pop(column, None), column)
 
     def leave(self, values: Values, name: str) -> None:
-        """Say of what is left in a nested object that it was not used."""
+        """Report the remaining keys of a nested object as unused."""
         self.unused.update(dict.fromkeys(f"{name}.{key}" for key, value in values.items() if not is_blank(value)))
 
     def _holds_turns(self, value: list | dict) -> bool:
@@ -107,14 +107,14 @@ class Reading:
     # Turns
 
     def messages(self, turns: Any, name: str) -> list[Message]:
-        """Messages of a list of turns, an object of them in the order of its keys' numbers, or one turn.
+        """Convert a list of turns, an object of turns with numbered keys, or one turn to messages.
 
         Args:
-            turns: The turns; also as JSON text, as CSV files have them.
-            name: What they are called in messages.
+            turns: The turns; also as JSON text, as in CSV files.
+            name: Their name in error messages.
 
         Raises:
-            RowProblem: They are none, or one cannot be used.
+            RowProblem: They are not turns, or one cannot be used.
         """
         if isinstance(turns, str):
             try:
@@ -135,7 +135,7 @@ class Reading:
         return messages
 
     def _key(self, turn: Values, field: str) -> str | None:
-        """The key under which a turn has a field; None where it has none."""
+        """The key under which a turn has a field; None if it has none."""
         for key in self._keys[field]:
             if turn.get(key) is not None:
                 return key
@@ -152,7 +152,7 @@ class Reading:
         if role is None:
             raise RowProblem(f"{name} holds the unknown role {said[:40]!r} (map it with data.roles)")
         content = None if content_key is None else turn.pop(content_key)
-        if not turn and isinstance(content, str) and role != CALLS:  # as most turns are
+        if not turn and isinstance(content, str) and role != CALLS:  # the usual case of a turn
             return {"role": role, "content": content}
         message: Message = {"role": "assistant" if role == CALLS else role, "content": ""}
         if isinstance(content, list):
@@ -167,7 +167,7 @@ class Reading:
         return message
 
     def _joined(self, parts: list, message: Message, name: str) -> str:
-        """Texts of a content in parts. Raises RowProblem for a part that cannot be shown."""
+        """Join the texts of a content in parts. Raises RowProblem for a part that cannot be shown."""
         texts = []
         for part in parts:
             part = {"text": part} if isinstance(part, str) else part
@@ -187,7 +187,7 @@ class Reading:
         return "".join(texts)
 
     def _add_calls(self, message: Message, content: Any, turn: Values, role: str, name: str) -> Any:
-        """Put the calls and the reasoning of an assistant's turn into its message; returns the content without them."""
+        """Move calls and reasoning of an assistant's turn into its message; returns the remaining content."""
         found = [call for key in self._keys["tool_calls"] if key in turn for call in calls(
             turn.pop(key), f"{name}.{key}")]
         if role == CALLS and isinstance(content, str) and (spoken := spoken_calls(content)):
@@ -200,7 +200,7 @@ class Reading:
         return content
 
     def _add_rest(self, message: Message, turn: Values, name: str) -> None:
-        """Put what else a turn says of itself into its message; what is left then was not used."""
+        """Move the remaining fields of a turn into its message; all others are reported as unused."""
         for field in ("tool_call_id", "name"):
             key = self._key(turn, field)
             if key is not None and not is_blank(turn[key]):
@@ -216,9 +216,9 @@ class Reading:
             self.leave(turn, name)
 
     def _speakers(self, turn: Values, name: str) -> list[Message]:
-        """Messages of a turn that holds what several speakers say, in the order of its keys.
+        """Messages of a turn that holds the texts of several speakers, in the order of its keys.
 
-        What is not said by anyone belongs to the assistant's turn.
+        Other keys belong to the assistant's turn.
         """
         spoken: list[tuple[str, Any]] = []
         for key in () if self._key(turn, "content") else tuple(turn):
@@ -241,7 +241,8 @@ def _flag(value: Any, name: str) -> bool:
 
 
 def in_order(turns: Values) -> list | Values:
-    """Turns of an object like {"turn_1": {...}, "turn_2": {...}}, by the numbers in its keys; else what it was."""
+    """Sort turns of an object like {"turn_1": {...}, "turn_2": {...}} by the numbers in its keys; other values are
+    unchanged."""
     there = {key: turn for key, turn in turns.items() if turn is not None}
     if not there or not all(isinstance(turn, dict) for turn in there.values()):
         return turns
@@ -249,18 +250,18 @@ def in_order(turns: Values) -> list | Values:
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts by the numbers in a key, however long; every second part of the split is one."""
+    """Sort key that orders by the numbers in a key, however long; every second part of the split is a number."""
     parts = enumerate(re.split(r"(\d+)", key))
     return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (0, part) for place, part in parts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tools as chat templates read them: their specifications, and the calls of them.
+# Tools in the form that chat templates read: specifications and calls.
 
 def specifications(value: Any, name: str) -> list[Values]:
-    """[{"type": "function", "function": {...}}] of a list of tools, one tool, or JSON text of either.
+    """Convert a list of tools, one tool, or JSON text of either to [{"type": "function", "function": {...}}].
 
-    A bare {"name", "description", "parameters"} is put into such an object. Raises RowProblem.
+    A bare {"name", "description", "parameters"} is wrapped. Raises RowProblem.
     """
     return [_specification(item, name) for item in _items(value, name)]
 
@@ -279,10 +280,9 @@ def _specification(item: Any, name: str) -> Values:
 
 
 def calls(value: Any, name: str) -> list[Values]:
-    """Calls in OpenAI's form, of a list of them, one call, or JSON text of either.
+    """Convert a list of calls, one call, or JSON text of either to OpenAI's form.
 
-    Arguments that are written as JSON text become the object, since templates write them as JSON themselves. Raises
-    RowProblem.
+    Arguments as JSON text become an object, since templates convert them to JSON themselves. Raises RowProblem.
     """
     return [_call(item, name) for item in _items(value, name)]
 
@@ -316,7 +316,7 @@ def _arguments(value: Any, name: str) -> Values | str:
 
 
 def spoken_calls(text: str) -> list[Values]:
-    """Calls that a turn writes as its text: {"name", "arguments"} or a list of these; [] for any other text."""
+    """Calls that a turn contains as its text: {"name", "arguments"} or a list of these; [] for any other text."""
     try:
         found = parsed(text, "")
         items = found if isinstance(found, list) else [found]

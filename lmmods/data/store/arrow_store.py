@@ -1,6 +1,6 @@
 """The tokenised store: Arrow files in the cache, memory-mapped by every process.
 
-A store is a folder named by the fingerprint of everything that matters (cache.py), written once (building.py):
+A store is a folder named by the fingerprint of everything that it depends on, written once (cache.py):
 
     encoded.arrow   one row per kept row: the encoder's columns, and `index`, which points into rows.arrow
     rows.arrow      one row per row read: `row` (JSON), `file` (number), `line`
@@ -25,11 +25,11 @@ FILES = ("encoded.arrow", "rows.arrow", "info.json")
 
 
 def damage(folder: Path, contents: bool = True, files: Sequence[str] = FILES) -> str | None:
-    """What is wrong with a store, in words; None where nothing is.
+    """Describe the damage of a store; None if there is none.
 
     Args:
-        contents: Also hold each byte against its checksum, at about 3 GiB in a second.
-        files: What it must hold.
+        contents: Also verify the checksum of each file, at about 3 GiB per second.
+        files: Files that it must hold.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -61,7 +61,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Tells this store from others."""
+        """Name that identifies this store."""
         return self.folder.name
 
     def __len__(self) -> int:
@@ -69,20 +69,20 @@ class Store:
         return self.info["rows_kept"]
 
     def row(self, number: int) -> dict[str, Any]:
-        """The encoder's columns of kept row `number`; lists as int32 arrays that read the file."""
+        """Return the encoder's columns of kept row `number`; lists as int32 arrays that map the file."""
         return {name: column[number] for name, column in self._columns.items()}
 
     def column(self, name: str) -> np.ndarray:
-        """A column of numbers, or the lengths of a column of lists."""
+        """Return a column of numbers, or the lengths of a column of lists."""
         column = self._columns[name]
         return column.lengths if isinstance(column, _ListColumn) else column
 
     def source_row(self, index: int) -> dict[str, Any]:
-        """The row as read. `index` counts all rows read."""
+        """Return the row as read. `index` counts all rows read."""
         return json.loads(self._rows["row"][index].as_py())
 
     def location(self, index: int) -> str:
-        """file:line of the row as read."""
+        """Return file:line of the row as read."""
         return f"{self.info['files'][self._rows['file'][index].as_py()]}:{self._rows['line'][index].as_py()}"
 
 
@@ -90,8 +90,8 @@ class MemoryStore:
     """The rows of one shuffle buffer of a stream, with the interface of Store.
 
     Args:
-        parts: Batches of rows and what the encoder made of them.
-        info: What was found out about the source.
+        parts: Batches of rows with their encoded columns.
+        info: Facts about the source.
     """
 
     def __init__(self, parts: list[tuple[list[Row], Encoded]], info: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class MemoryStore:
 
     @property
     def name(self) -> str:
-        """Tells this buffer's source from others."""
+        """Name that identifies this buffer's source."""
         return self.info["path"]
 
     row = Store.row
@@ -135,7 +135,7 @@ def _open_table(path: Path) -> dict[str, pa.ChunkedArray]:
 
 
 def _numbers(array: pa.Array) -> np.ndarray:
-    """A view of an array without nulls. Arrow's to_numpy would import pandas, which takes longer than all the rest."""
+    """View an array without nulls. Not Arrow's to_numpy: it imports pandas, which takes longer than everything else."""
     return np.from_dlpack(array)
 
 

@@ -1,4 +1,4 @@
-"""Which store a source has, and building it when the cache lacks it or holds a damaged one."""
+"""The cache of stores: finds the store of a source, and builds it if it is missing or damaged."""
 
 import errno
 import gc
@@ -30,8 +30,8 @@ from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import FILES, MANIFEST, Store, damage
 
-BYTES_PER_PROCESS = 20_000_000  # below this a second process costs more to start than it saves
-ATTEMPTS = 3  # to open a store that other processes replace at the same time
+BYTES_PER_PROCESS = 20_000_000  # below this, starting another process costs more than it saves
+ATTEMPTS = 3  # at opening a store that other processes may replace meanwhile
 Prepare = Callable[[], tuple[Iterable[Row], Encoder, dict[str, Any]]]
 
 
@@ -40,7 +40,7 @@ class Cache:
     """A folder of stores.
 
     Args:
-        folder: Where; None is $LMMODS_CACHE, or lmmods in the user's cache folder.
+        folder: Its path; None is $LMMODS_CACHE, or lmmods in the user's cache folder.
         num_proc: Processes that tokenise; None decides by the size of the source.
     """
 
@@ -50,14 +50,15 @@ class Cache:
 
     def store(self, reader: SourceReader, settings: dict[str, Any], prepare: Prepare, rebuild: bool = False,
               contents: bool = True) -> Store:
-        """The store of a source.
+        """Return the store of a source.
 
         Args:
-            settings: Everything besides its contents that a token could depend on; `task` names the store.
-            prepare: Gives rows, encoder and info of a store that must be built.
-            rebuild: Build the store anew, once in the life of this object.
-            contents: Hold each byte of a store that is found against its checksum, once in the life of this object;
-                otherwise the sizes only, where another process does that.
+            reader: Reader of the source.
+            settings: Everything but the contents that tokens could depend on; `task` is part of the store's name.
+            prepare: Returns rows, encoder and info for a store that must be built.
+            rebuild: Rebuild the store, once in the life of this object.
+            contents: Verify the checksums of an existing store, once in the life of this object; otherwise only its
+                sizes, because another process verifies it.
 
         Raises:
             UserError: The source is damaged or holds no usable row, or the cache cannot be written.
@@ -71,13 +72,15 @@ class Cache:
         return store
 
     def _opened(self, folder: Path, reader: SourceReader, prepare: Prepare, rebuild: bool, contents: bool) -> Store:
-        """The store, made anew where it is missing or damaged. Other processes may do the same at the same time."""
+        """Open the store, rebuilt if missing or damaged. Other processes may do the same at the same time."""
         wrong: object = None
         for _ in range(ATTEMPTS):
             with _reported(folder):
                 if rebuild and folder not in self._checked:
                     remove(folder)
                 elif os.path.lexists(folder):
+                    # The inode tells a damaged store from a new one that another process may put in its place
+                    # meanwhile.
                     identity = folder.lstat().st_ino
                     wrong = wrong or damage(folder, contents and folder not in self._checked)
                     if wrong is not None:
@@ -91,9 +94,9 @@ class Cache:
             try:
                 with _reported(folder):
                     return Store(folder)
-            except FileNotFoundError:  # another process found it damaged and took it away
+            except FileNotFoundError:  # another process found it damaged and removed it
                 rebuild, wrong = False, None
-            except (ValueError, KeyError, TypeError, pa.ArrowException) as error:  # where only sizes were compared
+            except (ValueError, KeyError, TypeError, pa.ArrowException) as error:  # only sizes were compared
                 rebuild, wrong = False, error
         raise UserError(f"{folder}: the cache cannot be read, and writing it anew does not help ({wrong}); set "
                         "data.cache_dir or LMMODS_CACHE to another folder")
@@ -106,7 +109,7 @@ class Cache:
 
 @contextmanager
 def _reported(folder: Path) -> Iterator[None]:
-    """Errors of the file system as one message; a file that is gone is the caller's matter."""
+    """Convert errors of the file system to one message; a missing file is left to the caller."""
     try:
         yield
     except FileNotFoundError:
@@ -117,10 +120,10 @@ def _reported(folder: Path) -> Iterator[None]:
 
 
 def remove(folder: Path, identity: int | None = None) -> None:
-    """Remove a store; renamed first, so that no process meets half of it.
+    """Remove a store; renamed first, so that no process sees half of it.
 
     Args:
-        identity: Inode of the one that is meant; where another process has put a new one, that stays.
+        identity: Inode of the store to remove; a new one that another process has put there is kept.
     """
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     try:
@@ -136,7 +139,7 @@ def remove(folder: Path, identity: int | None = None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Writes a store: rows are encoded in parallel and appended batch by batch, so that memory stays flat.
+# Writing a store: rows are encoded in parallel and appended batch by batch, so that memory stays bounded.
 
 ROWS_PER_BATCH = 1000
 CHARACTERS_PER_BATCH = 1 << 20
@@ -152,13 +155,14 @@ def fingerprint(settings: dict[str, Any]) -> str:
 
 def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: int = 1,
                 info: dict[str, Any] | None = None) -> None:
-    """Encode `rows` and write the store `folder`, or leave the one that another process finished first.
+    """Encode `rows` and write the store `folder`, or keep the one that another process finished first.
 
     Args:
-        folder: Where the store is to be. Until it is complete it has another name.
-        rows: What to encode; read once, never held as a whole.
+        folder: Path of the store. It has a temporary name until it is complete.
+        rows: Rows to encode; iterated once, never held as a whole.
+        encoder: Encoder of the rows.
         num_proc: Processes that encode; 1 works in this process.
-        info: Goes into info.json.
+        info: Added to info.json.
 
     Raises:
         UserError: A row is broken, or the cache cannot be written.
@@ -166,10 +170,10 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
     with reporting_writes(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    frozen_before = gc.get_freeze_count() > 0  # by the command line, for good
-    gc.freeze()  # else each collection walks through all of torch: a tenth of the time
+    frozen_before = gc.get_freeze_count() > 0  # frozen for good by the command line
+    gc.freeze()  # otherwise each collection walks through all objects of torch: 10 % of the time
     try:
-        # a bar on terminals only, and only where there is something to wait for
+        # bar on terminals only, and only after two seconds
         with _Writer(temporary) as writer, tqdm(desc="tokenising", unit=" rows", disable=None, delay=2) as bar:
             for batch, encoded in encode_batches(rows, encoder, num_proc):
                 with reporting_writes(folder.parent):
@@ -189,7 +193,7 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
 
 
 def commit(temporary: Path, folder: Path, files: Sequence[str] = FILES) -> None:
-    """Give a finished folder of these files its name, unless another process was faster."""
+    """Rename a finished folder of these files to its final name, unless another process was faster."""
     try:
         temporary.rename(folder)
     except OSError:
@@ -199,7 +203,7 @@ def commit(temporary: Path, folder: Path, files: Sequence[str] = FILES) -> None:
 
 @contextmanager
 def reporting_writes(folder: Path) -> Iterator[None]:
-    """What the file system refuses to write, as one message."""
+    """Convert failed writes to one message."""
     try:
         yield
     except OSError as error:
@@ -210,7 +214,7 @@ def reporting_writes(folder: Path) -> Iterator[None]:
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Batches of about equal text, so that one with long documents takes no more memory than others."""
+    """Yield batches with about equal amounts of text, so that long documents do not need more memory."""
     batch: list[Row] = []
     size = 0
     for row in rows:
@@ -224,7 +228,7 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
-    """Batches of rows and what the encoder makes of them, in order; a few are under way at a time.
+    """Yield batches of rows with their encoded columns, in order; a bounded number is in flight.
 
     Raises:
         UserError: The encoder refuses a row.
@@ -235,6 +239,7 @@ def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iter
         try:
             while batch := next(batches, None):
                 waiting.append((batch, pool.submit(encode, [row.values for row in batch if row.problem is None])))
+                # Bounds memory: without it all rows would be read into the queue.
                 if len(waiting) > 2 * num_proc:
                     yield _result(*waiting.popleft())
             while waiting:
@@ -245,12 +250,12 @@ def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iter
 
 @contextmanager
 def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Callable]]:
-    """Where encoding runs. One process has two threads: one's Python works while the other's tokenizer does."""
+    """Executor of the encoding. One process has two threads: Python code of one overlaps with the other's tokenizer."""
     if num_proc == 1:
         with ThreadPoolExecutor(2) as threads:
             yield threads, encoder
         return
-    # Not forked: this process may hold JAX's threads. Each worker has one core, so the tokenizer's own threads are off.
+    # Not forked: this process may have JAX's threads. Each worker has one core, so the tokenizer's own threads are off.
     with ProcessPoolExecutor(num_proc, get_context("forkserver"), _start_worker, (encoder,)) as processes:
         yield processes, _encode_in_worker
 
@@ -290,7 +295,7 @@ def _encode_in_worker(rows: list[dict[str, Any]]) -> Encoded:
 
 
 class _Writer:
-    """Writes the two tables batch by batch and adds up the counts."""
+    """Writes the two tables batch by batch and sums up the counts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -302,7 +307,7 @@ class _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError, pa.ArrowException):  # what is open now is given up, and why has been reported
+        with suppress(OSError, pa.ArrowException):  # abandoned after an error that has been reported
             self._close()
 
     def _close(self) -> None:
@@ -312,14 +317,14 @@ class _Writer:
                 writer.close()
 
     def finish(self, info: dict[str, Any]) -> None:
-        """Close the tables, write info.json and, last, what all files must be found as."""
+        """Close the tables, write info.json and, last, the manifest: a store without one counts as damaged."""
         self._close()
         (self._folder / "info.json").write_text(json.dumps(info))
         manifest = stamps(sorted(self._folder.iterdir()))
         (self._folder / MANIFEST).write_text(json.dumps(manifest))
 
     def add(self, batch: list[Row], encoded: Encoded) -> None:
-        """Append a batch of rows and what became of them."""
+        """Append a batch of rows and their encoded columns."""
         files = [self._files.setdefault(row.file, len(self._files)) for row in batch]
         self._write("rows.arrow", {
             "row": pa.array([json.dumps(row.values, default=str) for row in batch], pa.large_string()),

@@ -1,7 +1,7 @@
-"""Log-probabilities of answers under the reference that they are compared with: computed once, kept beside the tokens.
+"""Log-probabilities of answers under the reference model: computed once, stored beside the tokens.
 
-They are a folder of the cache, named by the fingerprint of all that decides about them, and are the same numbers on
-either engine:
+They are a folder of the cache, named by the fingerprint of everything they depend on, with the same numbers on both
+engines:
 
     logps.npy       [rows, answers] float32
     manifest.json   its size and checksum
@@ -26,18 +26,18 @@ COMPUTING = "Computing the log-probabilities of the answers of {rows} rows ({rol
 
 @dataclass(frozen=True)
 class ReferenceStore:
-    """The log-probabilities of one set of rows.
+    """The stored log-probabilities of one set of rows.
 
     Args:
-        folder: Where they are, or will be.
-        shape: Rows and answers.
+        folder: Path, existing or not yet.
+        shape: Numbers of rows and answers.
     """
 
     folder: Path
     shape: tuple[int, int]
 
     def read(self) -> np.ndarray | None:
-        """The log-probabilities [rows, answers], or None where they are still to be computed."""
+        """Return the log-probabilities [rows, answers], or None if they have not been computed."""
         if not self.folder.exists():
             return None
         wrong = damage(self.folder, files=(LOGPS,))
@@ -51,7 +51,7 @@ class ReferenceStore:
         return None
 
     def write(self, logps: np.ndarray) -> None:
-        """Keep what has been computed, or leave what another process wrote first. Raises UserError."""
+        """Store the log-probabilities, or keep those that another process wrote first. Raises UserError."""
         parent = self.folder.parent
         with reporting_writes(parent):
             parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rows of several stores as one numbered set, and its division into training and validation."""
+"""Rows of several stores as one numbered set, and its division into training and validation rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from lmmods.data.store.arrow_store import Store
 
 
 class RowSet(Dataset):
-    """Chosen kept rows of stores that stand one behind the other.
+    """Selected kept rows of concatenated stores.
 
-    Item i is the encoder's columns of the i-th chosen row with `index` counted over all rows read; item -1 is None, a
-    padding row.
+    Item i holds the encoder's columns of the i-th selected row, with `index` counted over all rows read; item -1 is
+    None, a padding row.
 
     Args:
         chosen: Numbers of kept rows (int64), counted through all stores; None is all.
@@ -38,7 +38,7 @@ class RowSet(Dataset):
         return {**row, "index": int(row["index"] + self._index_starts[place])}
 
     def column(self, name: str) -> np.ndarray:
-        """A column of numbers of the chosen rows, or the lengths of a column of lists."""
+        """Return a column of numbers of the selected rows, or the lengths of a column of lists."""
         return np.concatenate([store.column(name) for store in self.stores])[self.chosen]
 
     @property
@@ -48,30 +48,30 @@ class RowSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens removed from each row."""
+        """Tokens cut from each row."""
         return self.column("truncated")
 
     @property
     def index(self) -> np.ndarray:
-        """For each chosen row, its number among all rows read."""
+        """Number of each selected row among all rows read."""
         columns = [store.column("index") + start for store, start in zip(self.stores, self._index_starts, strict=False)]
         return np.concatenate(columns)[self.chosen]
 
     def subset(self, places: np.ndarray) -> "RowSet":
-        """The chosen rows at these places, in this order."""
+        """Return the selected rows at these positions, in this order."""
         return RowSet(self.stores, self.chosen[places])
 
     def source_row(self, index: int) -> dict[str, Any]:
-        """The row as read."""
+        """Return the row as read."""
         place = self._store_of(index)
         return self.stores[place].source_row(int(index - self._index_starts[place]))
 
     def info(self, index: int) -> dict[str, Any]:
-        """info.json of the store that the row comes from."""
+        """Return info.json of the store that the row comes from."""
         return self.stores[self._store_of(index)].info
 
     def location(self, index: int) -> str:
-        """file:line of the row as read."""
+        """Return file:line of the row as read."""
         place = self._store_of(index)
         return self.stores[place].location(int(index - self._index_starts[place]))
 
@@ -82,14 +82,16 @@ class RowSet(Dataset):
 
 
 def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSet]:
-    """Training and validation rows: disjoint, together complete, the same for the same rows read and seed.
+    """Split into training and validation rows: disjoint, together complete, deterministic for the rows read and the
+    seed.
 
-    The draw is over rows as read and passes over those that were dropped, so that settings that drop or truncate rows
-    move as few others across as can be. Raises UserError: nothing is left on one side.
+    The draw is over rows as read and skips dropped ones, so that settings which drop or truncate rows move as few
+    others as possible to the other side. Raises UserError: nothing is left on one side.
 
     Args:
-        rows: All kept rows. What was made of one row as read (the windows of a question) stays together.
+        rows: All kept rows. Those that come from one row as read (the windows of a question) stay together.
         val_size: Share of the usable rows (float) or number of them (int) for validation.
+        seed: Seed of the draw.
     """
     total = sum(store.info["rows_read"] for store in rows.stores)
     index = rows.index
@@ -108,7 +110,7 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
 
 
 def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
-    """Rows repeated or thinned by the weights of their stores: 2 takes each twice, 0.5 a seeded half of them."""
+    """Repeat or subsample rows by the weights of their stores: 2 takes each twice, 0.5 a random half by the seed."""
     if all(weight == 1 for weight in weights):
         return rows
     store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
@@ -123,7 +125,7 @@ def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
 
 
 class PromptSet(Dataset):
-    """Prompts that `prompt_of` makes of kept rows. Item -1 is None, a padding row."""
+    """Prompts built by `prompt_of` from kept rows. Item -1 is None, a padding row."""
 
     def __init__(self, rows: RowSet, prompt_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._rows, self._prompt_of = rows, prompt_of
