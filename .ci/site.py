@@ -1,4 +1,4 @@
-"""Pages of the site that lie outside docs/, and the recipes that pages link to; a link that leads nowhere is an error."""
+"""Add to the site the pages that lie outside docs/ and the recipes that pages link to, and adapt the links."""
 
 import re
 from pathlib import Path

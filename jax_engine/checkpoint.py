@@ -18,8 +18,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, decays
 from lmmods.runs.checkpoint_format import AccumulatedGradients, CheckpointContent, check_manifest
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint
-from lmmods.runs.checkpoint_pieces import Shares
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
+from lmmods.runs.checkpoint_shards import WriterRank
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity, check_parameters
 from lmmods.runs.progress import Cut, read_progress
@@ -40,7 +40,7 @@ class Checkpointer:
         self._latest: Path | None = None  # checkpoint restored or saved last
         self._writer = BackgroundWriter()
         several = jax.process_count() > 1
-        self._shares = Shares(jax.process_index(), jax.process_count()) if several else None
+        self._writer_rank = WriterRank(jax.process_index(), jax.process_count()) if several else None
 
     # Restoring -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Checkpointer:
         with run.stopwatch.paused():
             content = self._content()
             kept = self._policy.decide(path.name)
-            self._writer.save(path, content, lambda: self._settle(path, kept), self._shares,
+            self._writer.save(path, content, lambda: self._settle(path, kept), self._writer_rank,
                               lambda: machines.barrier("checkpoint begins"))
 
     def _settle(self, path: Path, kept: KeptCheckpoints) -> None:
@@ -110,7 +110,7 @@ class Checkpointer:
     def _content(self) -> CheckpointContent:
         """Return the content of a checkpoint of the current position. All processes must call this."""
         run, network, progress = self._run, self._run.task.network, self._run.progress
-        fetch, accumulation = run.parallel.pieces if self._shares else run.parallel.fetch_state, {}
+        fetch, accumulation = run.parallel.shards if self._writer_rank else run.parallel.fetch_state, {}
         state = fetch(run.state)
         if run.num_accumulated:
             added = run.parallel.add_up(run.accumulation)
@@ -179,7 +179,7 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     """Return the part of a checkpoint that holds parameters, optimiser and schedule.
 
     Args:
-        state: On the host (`Parallel.fetch_state` or `Parallel.pieces`).
+        state: On the host (`Parallel.fetch_state` or `Parallel.shards`).
         step: Optimiser steps taken, of `num_steps`.
         to_torch: `Network.to_torch`.
     """

@@ -26,7 +26,7 @@ from jax_engine.distributed.target import lowering_platforms, target
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.hardware import COMPILED, cache_folder, no_device
 from lmmods.core.peers import Peers, cannot_meet
-from lmmods.runs.checkpoint_pieces import Pieces, own_part
+from lmmods.runs.checkpoint_shards import Shards, own_shard
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -332,8 +332,8 @@ class Replicas(Parallel):
     def add_up(self, tree):
         return self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]
 
-    def pieces(self, tree):
-        return jax.tree.map(lambda x: Pieces(x.shape[1:], own_part(
+    def shards(self, tree):
+        return jax.tree.map(lambda x: Shards(x.shape[1:], own_shard(
             (0,) * (x.ndim - 1), x.addressable_shards[0].data[0], jax.process_index(), jax.process_count())), tree)
 
     def _place(self, x: np.ndarray) -> Array:

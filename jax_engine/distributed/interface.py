@@ -117,8 +117,8 @@ class Parallel(ABC):
         return tree
 
     @abstractmethod
-    def pieces(self, tree: Tree) -> Tree:
-        """Return this process's shards of a state for a distributed checkpoint: `Pieces` copied to host memory."""
+    def shards(self, tree: Tree) -> Tree:
+        """Return this process's shards of a state for a distributed checkpoint: `Shards` copied to host memory."""
 
 
 class Compiled:

@@ -19,7 +19,7 @@ from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_pieces import Pieces, own_part
+from lmmods.runs.checkpoint_shards import Shards, own_shard
 
 # Parameters are fully sharded over `expert` and `sequence` too, so that devices along these axes hold no copies.
 _FSDP = ("fsdp", "expert", SEQUENCE)
@@ -231,8 +231,8 @@ class ShardedMesh(Parallel):
     def fetch_state(self, tree):
         return jax.tree.map(_whole, tree)
 
-    def pieces(self, tree):
-        return jax.tree.map(_pieces, tree)
+    def shards(self, tree):
+        return jax.tree.map(_shards_of, tree)
 
     def fetch_rows(self, tree):
         return jax.tree.map(self._own_rows, tree)
@@ -272,12 +272,12 @@ def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, part)
 
 
-def _pieces(x: Array) -> Pieces:
+def _shards_of(x: Array) -> Shards:
     different = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
     copies = len(x.sharding.device_set) // len(different)
-    parts = [own_part(tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True)), shard.data,
-                      shard.replica_id, copies) for shard in x.addressable_shards]
-    return Pieces(x.shape, tuple(chain.from_iterable(parts)))
+    parts = [own_shard(tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True)), shard.data,
+                       shard.replica_id, copies) for shard in x.addressable_shards]
+    return Shards(x.shape, tuple(chain.from_iterable(parts)))
 
 
 def _whole(x: Array) -> np.ndarray:

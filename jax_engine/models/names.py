@@ -11,7 +11,7 @@ from lmmods.core.adapters import saved_name
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import some
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.checkpoint_pieces import Pieces
+from lmmods.runs.checkpoint_shards import Shards
 
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
 TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train beside an adapter
@@ -137,12 +137,12 @@ class Names:
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
         """Return the leaves of a tree like the parameters, or a part of them, by torch's names (`plain` as in `names`).
 
-        `Pieces` (shards) are split by layer.
+        `Shards` (shards) are split by layer.
         """
-        leaves = {path: leaf if isinstance(leaf, Pieces) else np.asarray(leaf) for path, leaf in flatten(tree).items()}
+        leaves = {path: leaf if isinstance(leaf, Shards) else np.asarray(leaf) for path, leaf in flatten(tree).items()}
         named = {name: leaves[path] if layer is None else leaves[path][layer]
                  for name, path, layer in self.names(plain) if path in leaves}
-        return {name: leaf if isinstance(leaf, Pieces) else np.ascontiguousarray(leaf) for name, leaf in named.items()}
+        return {name: leaf if isinstance(leaf, Shards) else np.ascontiguousarray(leaf) for name, leaf in named.items()}
 
     def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
         """Inverse of `to_torch`; the tree has only the named leaves, and lazy arrays stay lazy.

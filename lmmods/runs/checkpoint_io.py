@@ -7,7 +7,7 @@
     manifest.json           size and checksum of each file
 
 If several processes write, each has files of its own, `model-00000-of-00002.safetensors` and so on, which hold shards
-of arrays with their offsets (lmmods.runs.checkpoint_pieces). In older checkpoints the shards have no offsets and are
+of arrays with their offsets (lmmods.runs.checkpoint_shards). In older checkpoints the shards have no offsets and are
 concatenated along the first dimension. The folder gets its final name only when all of it is on disk.
 """
 
@@ -21,15 +21,15 @@ from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.atomic import commit_folder, write_json
 from lmmods.runs.checkpoint_files import PLAIN
 from lmmods.runs.checkpoint_format import CheckpointContent, check_manifest, read_tree, split, write_manifest
-from lmmods.runs.checkpoint_pieces import (
+from lmmods.runs.checkpoint_shards import (
     NUMPY,
     ArrayLibrary,
-    Shares,
+    WriterRank,
     begin_folder,
     check_filled,
     pieces_in,
     put_together,
-    write_share,
+    write_shards,
 )
 from lmmods.runs.inside import fresh_folder
 from lmmods.runs.saving import saving
@@ -109,7 +109,7 @@ def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
 def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
     """Return the arrays whose shards are in `files`, placed by their offsets or else along the first dimension."""
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
+    shards: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
     for file in files:
         told = pieces_in(file)
         for key, array in library.open(file).items():
@@ -121,10 +121,10 @@ def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str,
             else:
                 name, shape, begin = key, (), ()
             shapes[name] = shape
-            pieces.setdefault(name, []).append((begin, array))
-    for name, parts in pieces.items():
+            shards.setdefault(name, []).append((begin, array))
+    for name, parts in shards.items():
         check_filled(folder, name, sum(array.size for _, array in parts), shapes[name])
-    return {name: lazy_array.joined(shapes[name], parts) for name, parts in pieces.items()}
+    return {name: lazy_array.joined(shapes[name], parts) for name, parts in shards.items()}
 
 
 class BackgroundWriter:
@@ -135,34 +135,34 @@ class BackgroundWriter:
         self._writing: Future[None] | None = None
 
     def save(self, folder: Path, content: CheckpointContent, then: Callable[[], None] = lambda: None,
-             shares: Shares | None = None, barrier: Callable[[], None] = lambda: None,
+             writer_rank: WriterRank | None = None, barrier: Callable[[], None] = lambda: None,
              library: ArrayLibrary = NUMPY) -> None:
         """Start writing `content` once the checkpoint before it is done. Its arrays must not be modified afterwards.
 
         Args:
             then: Called by the first process when the checkpoint is complete.
-            shares: If several processes write it together and all call this: the rank of this one among them.
+            writer_rank: If several processes write it together and all call this: the rank of this one among them.
             barrier: Waits for all of them, in the calling thread.
 
         Raises:
             Exception: The error of the checkpoint before.
         """
         self.wait()
-        if shares is not None:
-            if shares.rank == 0:
+        if writer_rank is not None:
+            if writer_rank.rank == 0:
                 # The folder must be empty before any process writes into it, hence the barrier.
                 begin_folder(folder)
             barrier()
-        self._writing = self._thread.submit(self._write, folder, content, then, shares, library)
+        self._writing = self._thread.submit(self._write, folder, content, then, writer_rank, library)
 
     @staticmethod
-    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None], shares: Shares | None,
+    def _write(folder: Path, content: CheckpointContent, then: Callable[[], None], writer_rank: WriterRank | None,
                library: ArrayLibrary) -> None:
-        if shares is None:
+        if writer_rank is None:
             write_checkpoint(folder, content, library)
         else:
-            write_share(folder, content, shares, place_of, library)
-        if shares is None or shares.rank == 0:
+            write_shards(folder, content, writer_rank, place_of, library)
+        if writer_rank is None or writer_rank.rank == 0:
             then()
 
     def wait(self) -> None:

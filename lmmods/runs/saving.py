@@ -18,13 +18,13 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 @contextmanager
-def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_share: bool = False) -> Iterator[None]:
+def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_shard: bool = False) -> Iterator[None]:
     """Wrap the writing of a checkpoint: if the disk fails, delete the partial files and report it.
 
     Args:
         temporary: Its path until it is complete.
         num_bytes: Size of its arrays.
-        is_share: True if other processes write into the same folder.
+        is_shard: True if other processes write into the same folder.
 
     Raises:
         UserError: The disk failed, here or for another process that writes a part of it. Earlier checkpoints are
@@ -34,7 +34,7 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_share: bool = F
         yield
     except (OSError, SafetensorError) as error:
         reason = disk_problem(error)
-        if is_share and reason is None and not temporary.exists():
+        if is_shard and reason is None and not temporary.exists():
             raise UserError(f"{checkpoint} could not be saved: another process could not write its part of it, and "
                             "says why.") from error
         _take_away(temporary)

@@ -17,13 +17,13 @@ from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import CheckpointContent, check_manifest, join
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_pieces import ArrayLibrary, Shares, split_pieces
+from lmmods.runs.checkpoint_shards import ArrayLibrary, WriterRank, split_shards
 
 
 class FolderCheckpointIO(CheckpointIO):
     """Reads and writes checkpoint folders (lmmods.runs.checkpoint_io)."""
 
-    writer: BackgroundWriter | None = None  # created by the first `save_share`
+    writer: BackgroundWriter | None = None  # created by the first `save_shards`
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike,
                         storage_options: Callable[[], None] | None = None) -> None:
@@ -32,18 +32,18 @@ class FolderCheckpointIO(CheckpointIO):
         if storage_options is not None:
             storage_options()
 
-    def save_share(self, checkpoint: dict[str, Any], path: Path, then: Callable[[], None] | None, shares: Shares,
-                   barrier: Callable[[], None]) -> None:
-        """Start writing this process's share in the background; arguments as in `BackgroundWriter.save`."""
+    def save_shards(self, checkpoint: dict[str, Any], path: Path, then: Callable[[], None] | None,
+                    writer_rank: WriterRank, barrier: Callable[[], None]) -> None:
+        """Start writing this process's shards in the background; arguments as in `BackgroundWriter.save`."""
         if self.writer is None:
             self.writer = BackgroundWriter()
-        self.writer.save(path, frozen(checkpoint), then or (lambda: None), shares, barrier, TORCH)
+        self.writer.save(path, frozen(checkpoint), then or (lambda: None), writer_rank, barrier, TORCH)
 
     def load_checkpoint(self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
                         ) -> dict[str, Any]:
         return _of_lightning(read_checkpoint(Path(path), TORCH))
 
-    def open_checkpoint(self, path: Path, gather: Callable[[dict], dict], shares: Shares) -> dict[str, Any]:
+    def open_checkpoint(self, path: Path, gather: Callable[[dict], dict], writer_rank: WriterRank) -> dict[str, Any]:
         """Load a checkpoint with lazy arrays. A collective call: each process verifies a share of the files.
 
         Args:
@@ -54,9 +54,9 @@ class FolderCheckpointIO(CheckpointIO):
         """
         problems = {}
         try:
-            check_manifest(path, share=(shares.rank, shares.size))
+            check_manifest(path, share=(writer_rank.rank, writer_rank.size))
         except UserError as error:
-            problems = {shares.rank: str(error)}
+            problems = {writer_rank.rank: str(error)}
         if problems := gather(problems):
             raise UserError(problems[min(problems)])
         return _of_lightning(open_checkpoint(path, TORCH))
@@ -71,8 +71,8 @@ def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
 
 
 def frozen(content: CheckpointContent) -> CheckpointContent:
-    """Copy a checkpoint's data and tensors to the CPU, so that training cannot change them; `Pieces` are copies."""
-    tree, arrays = split_pieces(content, TORCH)
+    """Copy a checkpoint's data and tensors to the CPU, so that training cannot change them; `Shards` are copies."""
+    tree, arrays = split_shards(content, TORCH)
     return join(tree, {path: array.detach().to("cpu", copy=True) if torch.is_tensor(array) else array
                        for path, array in arrays.items()})
 

@@ -13,7 +13,7 @@ from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_format import write_manifest
 from lmmods.runs.checkpoint_io import place_of, write_checkpoint
-from lmmods.runs.checkpoint_pieces import Shares, begin_folder, write_share
+from lmmods.runs.checkpoint_shards import WriterRank, begin_folder, write_shards
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
 from lmmods.runs.inside import MAY_BE_LINKS, OWNER
@@ -310,7 +310,8 @@ def test_what_interrupted_writers_left_is_no_way_out(run, thesis):
     (run.checkpoints / ".step=3").symlink_to(thesis / "checkpoint")
     (run.checkpoints / "step=3").symlink_to(thesis / "checkpoint")
     for write in (lambda folder: write_checkpoint(folder, {"epoch": 1}),
-                  lambda folder: (begin_folder(folder), write_share(folder, {"epoch": 1}, Shares(0, 1), place_of))):
+                  lambda folder: (begin_folder(folder),
+                                  write_shards(folder, {"epoch": 1}, WriterRank(0, 1), place_of))):
         write(run.checkpoint("step=3"))
         run.point("last", run.checkpoint("step=3"))
     (run.checkpoints / ".dropped-step=1").symlink_to(thesis / "checkpoint")

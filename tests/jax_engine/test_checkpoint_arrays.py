@@ -15,7 +15,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray, of_file
 from lmmods.core.settings import Optimizer
 from lmmods.runs.checkpoint_io import open_checkpoint, place_of, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_pieces import Pieces, Shares, begin_folder, write_share
+from lmmods.runs.checkpoint_shards import Shards, WriterRank, begin_folder, write_shards
 from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
 
@@ -77,12 +77,12 @@ def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch
             if not isinstance(leaf, np.ndarray) or not leaf.ndim:
                 return leaf
             first, last = (len(leaf) * each // 3 for each in (rank, rank + 1))
-            return Pieces(leaf.shape, (((first, *[0] * (leaf.ndim - 1)), leaf[first:last]),))
+            return Shards(leaf.shape, (((first, *[0] * (leaf.ndim - 1)), leaf[first:last]),))
         return {**jax.tree.map(rows, pack(whole, RULES[0], 2, 9, toy.to_torch)), "global_step": 2}
 
     begin_folder(folder)
     for rank in (2, 1, 0):
-        write_share(folder, cut(rank), Shares(rank, 3), place_of)
+        write_shards(folder, cut(rank), WriterRank(rank, 3), place_of)
 
     def counting(file):
         return {key: LazyArray(array.shape, array.dtype, lambda part, array=array: asked.append(array[part].size)

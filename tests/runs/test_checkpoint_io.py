@@ -12,10 +12,10 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.extras.verify import first_difference
-from lmmods.runs import checkpoint_io, checkpoint_pieces
+from lmmods.runs import checkpoint_io, checkpoint_shards
 from lmmods.runs.checkpoint_format import check_manifest, write_manifest
 from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_pieces import Pieces, Shares
+from lmmods.runs.checkpoint_shards import Shards, WriterRank
 from lmmods.torch_engine.checkpoint_io import TORCH, frozen
 from tests.forks import Fork
 from tests.runs.test_checkpoint_format import same
@@ -53,9 +53,9 @@ def pieces_of(rank: int) -> dict:
     """What each of two processes has of a matrix cut by columns, of a vector that one holds, and of what both have."""
     matrix, step = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.array(7.0)
     columns = (slice(0, 2), slice(2, 3))[rank]
-    return {"state_dict": {"w": Pieces((4, 3), (((0, columns.start), matrix[:, columns]),)),
-                           "b": Pieces((2,), (((0,), np.ones(2)),) if rank == 0 else ())},
-            "optimizer_states": [{"state": {0: {"step": step, "m": Pieces((4, 3), (((2 * rank, 0),
+    return {"state_dict": {"w": Shards((4, 3), (((0, columns.start), matrix[:, columns]),)),
+                           "b": Shards((2,), (((0,), np.ones(2)),) if rank == 0 else ())},
+            "optimizer_states": [{"state": {0: {"step": step, "m": Shards((4, 3), (((2 * rank, 0),
                                                                                  matrix[2 * rank:2 * rank + 2]),))}}}],
             "window": {"sums": np.ones(4)}, "global_step": 3}
 
@@ -63,12 +63,12 @@ def pieces_of(rank: int) -> dict:
 def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
     """The first process writes beside training and ends the checkpoint when the other one has written its pieces."""
     first, second, events = BackgroundWriter(), BackgroundWriter(), []
-    first.save(tmp_path / "c", pieces_of(0), lambda: events.append("stands"), Shares(0, 2),
+    first.save(tmp_path / "c", pieces_of(0), lambda: events.append("stands"), WriterRank(0, 2),
                lambda: events.append("room"))
     while not (tmp_path / ".c" / "state-00000-of-00002.safetensors").exists():
         time.sleep(0.01)
     assert events == ["room"] and not (tmp_path / "c").exists()
-    second.save(tmp_path / "c", pieces_of(1), lambda: events.append("not by the second"), Shares(1, 2))
+    second.save(tmp_path / "c", pieces_of(1), lambda: events.append("not by the second"), WriterRank(1, 2))
     second.wait()
     first.wait()
     assert events == ["room", "stands"] and not (tmp_path / ".c").exists()
@@ -92,12 +92,12 @@ def test_what_torch_writes_beside_training_is_as_it_was(tmp_path):
     weights, step, best = torch.arange(12.0).view(4, 3).bfloat16(), torch.tensor(7.0), [[0.5, "step=2"]]
     writers = BackgroundWriter(), BackgroundWriter()
     for rank, writer in enumerate(writers):
-        shard = Pieces((4, 3), (((3 * rank, 0), weights[:3] if rank == 0 else weights[3:]),))
+        shard = Shards((4, 3), (((3 * rank, 0), weights[:3] if rank == 0 else weights[3:]),))
         content = frozen({"state_dict": {"w": shard}, "optimizer_states": [{"state": {0: {"step": step}}}],
                           "callbacks": {"Checkpoint": {"best": best}}})
         step += 1
         best.append([0.4, "step=4"])
-        writer.save(tmp_path / "c", content, shares=Shares(rank, 2), library=TORCH)
+        writer.save(tmp_path / "c", content, writer_rank=WriterRank(rank, 2), library=TORCH)
     for writer in writers:
         writer.wait()
     for dtype, found in ((torch.bfloat16, read_checkpoint(tmp_path / "c", TORCH)),
@@ -114,9 +114,9 @@ def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
     content["state_dict"] = {"w": whole, "b": np.ones(2)}
     content["optimizer_states"][0]["state"][0]["m"] = whole.copy()
     write_checkpoint(tmp_path / "one", content)
-    checkpoint_pieces.begin_folder(tmp_path / "two")
+    checkpoint_shards.begin_folder(tmp_path / "two")
     for rank in (1, 0):
-        checkpoint_pieces.write_share(tmp_path / "two", pieces_of(rank), Shares(rank, 2), checkpoint_io.place_of)
+        checkpoint_shards.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2), checkpoint_io.place_of)
     assert first_difference(tmp_path / "one", tmp_path / "two") == ("", 5)
     content["optimizer_states"][0]["state"][0]["m"][3, 2] += 1
     write_checkpoint(tmp_path / "one", content)
@@ -124,9 +124,9 @@ def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
 
 
 def test_a_missing_piece_is_damage(tmp_path):
-    checkpoint_pieces.begin_folder(tmp_path / "c")
+    checkpoint_shards.begin_folder(tmp_path / "c")
     content = pieces_of(0)
-    checkpoint_pieces.write_share(tmp_path / "c", content, Shares(0, 1), checkpoint_io.place_of)
+    checkpoint_shards.write_shards(tmp_path / "c", content, WriterRank(0, 1), checkpoint_io.place_of)
     for read in (read_checkpoint, open_checkpoint):
         with pytest.raises(UserError, match="parts of w are missing"):
             read(tmp_path / "c")
@@ -135,9 +135,9 @@ def test_a_missing_piece_is_damage(tmp_path):
 @pytest.mark.parametrize(("rows", "count"), [(4, 1), (4, 3), (2, 3), (0, 2)])
 def test_what_several_have_is_written_once(rows, count, monkeypatch):
     """By rows where there are enough of them, and nothing twice."""
-    monkeypatch.setattr(checkpoint_pieces, "SMALL", 1)
+    monkeypatch.setattr(checkpoint_shards, "SMALL", 1)
     array = np.arange(rows * 2).reshape(rows, 2)
-    parts = [part for number in range(count) for part in checkpoint_pieces.own_part((5, 1), array, number, count)]
+    parts = [part for number in range(count) for part in checkpoint_shards.own_shard((5, 1), array, number, count)]
     assert np.array_equal(np.concatenate([part for _, part in parts]), array)
     assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
                                              for place in range(len(parts))]

@@ -17,7 +17,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
 from lmmods.core.settings import LoRA
 from lmmods.runs.checkpoint_io import open_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_pieces import Shares
+from lmmods.runs.checkpoint_shards import WriterRank
 from lmmods.torch_engine.checkpoint_io import TORCH, FolderCheckpointIO
 from lmmods.torch_engine.compat.torch import imagined_processes
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
@@ -69,11 +69,12 @@ def test_damage_that_another_process_has_found(tmp_path):
     write_checkpoint(tmp_path / "c", {"state_dict": {"w": torch.ones(3)}}, TORCH)
     reader = FolderCheckpointIO()
     with pytest.raises(UserError, match="optimizer.safetensors is not"):
-        reader.open_checkpoint(tmp_path / "c", lambda own: own | {1: "optimizer.safetensors is not ..."}, Shares(0, 2))
+        reader.open_checkpoint(tmp_path / "c", lambda own: own | {1: "optimizer.safetensors is not ..."},
+                               WriterRank(0, 2))
     damaged = tmp_path / "c" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match="model.safetensors is not as it was written"):
-        reader.open_checkpoint(tmp_path / "c", lambda own: own, Shares(0, 1))
+        reader.open_checkpoint(tmp_path / "c", lambda own: own, WriterRank(0, 1))
 
 
 SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 3,

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_pieces import Pieces, Shares
+from lmmods.runs.checkpoint_shards import Shards, WriterRank
 from lmmods.torch_engine.compat.lightning import shard_over_all
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.sharding import is_cut, load_into, local_rows, placed_like, whole
@@ -78,16 +78,16 @@ class FSDP2(ModelParallelStrategy):
 
     # Checkpoints: Lightning's own are pickled and include the frozen base --------------------------------------------
 
-    def _stored(self, tensor: Tensor) -> Tensor | Pieces:
+    def _stored(self, tensor: Tensor) -> Tensor | Shards:
         """Return the part of a tensor that this process saves in a checkpoint. A collective call."""
         if self.sharded_checkpoints and is_cut(tensor):
             part, rows = local_rows(tensor)
             begin = (rows.start, *[0] * (tensor.ndim - 1))
-            return Pieces(tuple(tensor.shape), ((begin, part.detach().to("cpu", copy=True)),) if len(rows) else ())
+            return Shards(tuple(tensor.shape), ((begin, part.detach().to("cpu", copy=True)),) if len(rows) else ())
         full = whole(tensor).detach()
         return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
 
-    def lightning_module_state_dict(self) -> dict[str, Tensor | Pieces]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor | Shards]:
         return {name: self._stored(param) for name, param in self.lightning_module.trainable().items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -100,14 +100,14 @@ class FSDP2(ModelParallelStrategy):
                         storage_options: Callable[[], None] | None = None) -> None:
         path = Path(self.broadcast(filepath))
         if self.sharded_checkpoints:
-            self.checkpoint_io.save_share(checkpoint, path, storage_options, Shares(self.global_rank, self.world_size),
-                                          self.barrier)
+            self.checkpoint_io.save_shards(checkpoint, path, storage_options,
+                                           WriterRank(self.global_rank, self.world_size), self.barrier)
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.open_checkpoint(Path(checkpoint_path), lambda own: gather(own, self.world_size),
-                                                  Shares(self.global_rank, self.world_size))
+                                                  WriterRank(self.global_rank, self.world_size))
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         for name, param in self.lightning_module.trainable().items():

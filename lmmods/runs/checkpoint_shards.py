@@ -74,7 +74,7 @@ SMALL = 2**20  # bytes; smaller arrays are not divided among processes that all 
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Shards:
     """The shards of an array that this process writes; other processes write the rest.
 
     Args:
@@ -93,13 +93,13 @@ class Pieces:
     def nbytes(self) -> int:
         return sum(array.nbytes for _, array in self.parts)
 
-    def __getitem__(self, index: int) -> "Pieces":
+    def __getitem__(self, index: int) -> "Shards":
         """The shards of entry `index` along the first dimension."""
-        return Pieces(self.shape[1:], tuple((begin[1:], array[index - begin[0]]) for begin, array in self.parts
+        return Shards(self.shape[1:], tuple((begin[1:], array[index - begin[0]]) for begin, array in self.parts
                                             if begin[0] <= index < begin[0] + len(array)))
 
 
-def own_part(begin: tuple[int, ...], array: Any, number: int, count: int
+def own_shard(begin: tuple[int, ...], array: Any, number: int, count: int
              ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
     """Return the part, copied, that holder `number` of the `count` holders of a shard writes: some rows, or all or
     nothing.
@@ -115,7 +115,7 @@ def own_part(begin: tuple[int, ...], array: Any, number: int, count: int
 
 
 @dataclass(frozen=True)
-class Shares:
+class WriterRank:
     """The place of this process among those that write a checkpoint together: `rank` of `size`."""
 
     rank: int
@@ -130,12 +130,12 @@ def begin_folder(folder: Path) -> None:
     fresh_folder(_temporary(folder))
 
 
-def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups: Callable[[str], tuple[str, str]],
-                library: ArrayLibrary = NUMPY) -> None:
+def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRank,
+                 groups: Callable[[str], tuple[str, str]], library: ArrayLibrary = NUMPY) -> None:
     """Write this process's shards; the first process also completes the checkpoint when all others have written theirs.
 
     Args:
-        content: The same tree in all processes, with `Pieces` of this process, and arrays that all hold, which the
+        content: The same tree in all processes, with `Shards` of this process, and arrays that all hold, which the
             first one writes.
         groups: Maps an array's path in the tree to its file and its name in that file.
 
@@ -143,25 +143,25 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
         UserError: The disk failed, here or for another process.
     """
     temporary = _temporary(folder)
-    tree, arrays = split_pieces(content, library)
+    tree, arrays = split_shards(content, library)
     files: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for path, array in arrays.items():
         group, name = groups(path)
         stored, told = files.setdefault(group, ({}, {}))
-        if not isinstance(array, Pieces):
-            array = Pieces(array.shape, (((0,) * array.ndim, array),) if shares.rank == 0 else ())
+        if not isinstance(array, Shards):
+            array = Shards(array.shape, (((0,) * array.ndim, array),) if writer_rank.rank == 0 else ())
         for number, (begin, part) in enumerate(array.parts):
             key = f"{name}|{number}"
             stored[key] = part
             told[key] = [name, list(array.shape), list(begin)]
-    with saving(folder, temporary, sum(array.nbytes for array in arrays.values()), is_share=True):
+    with saving(folder, temporary, sum(array.nbytes for array in arrays.values()), is_shard=True):
         for group, (stored, told) in files.items():
             # Rename when complete: the first process takes a file's name as the sign that it is whole.
-            hidden = temporary / f".{shares.file(group)}"
+            hidden = temporary / f".{writer_rank.file(group)}"
             library.save(stored, hidden, {PIECES: json.dumps(told)})
-            os.replace(hidden, temporary / shares.file(group))
-        if shares.rank == 0:
-            awaited = {shares.file(group, rank) for group in files for rank in range(shares.size)}
+            os.replace(hidden, temporary / writer_rank.file(group))
+        if writer_rank.rank == 0:
+            awaited = {writer_rank.file(group, rank) for group in files for rank in range(writer_rank.size)}
             while not awaited <= {path.name for path in temporary.iterdir()}:
                 time.sleep(POLL_SECONDS)
             write_json(temporary / PLAIN, tree)
@@ -169,10 +169,10 @@ def write_share(folder: Path, content: CheckpointContent, shares: Shares, groups
             commit_folder(temporary, folder)
 
 
-def split_pieces(content: CheckpointContent, library: ArrayLibrary) -> tuple[Any, dict[str, Any]]:
-    """Like `split`, for a tree whose arrays may be `Pieces`."""
-    return split(content, lambda node: isinstance(node, Pieces) or library.is_array(node),
-                 lambda node: id(node) if isinstance(node, Pieces) else library.memory_of(node))
+def split_shards(content: CheckpointContent, library: ArrayLibrary) -> tuple[Any, dict[str, Any]]:
+    """Like `split`, for a tree whose arrays may be `Shards`."""
+    return split(content, lambda node: isinstance(node, Shards) or library.is_array(node),
+                 lambda node: id(node) if isinstance(node, Shards) else library.memory_of(node))
 
 
 def pieces_in(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] | None:
