@@ -18,7 +18,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.data.batches.loader import Batch, Shard, check_same
 from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank
-from lmmods.data.encode.encoder import Encoded, Encoder, Tally, describe_dropped
+from lmmods.data.encode.encoder import Encoded, Encoder, RowCounts, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.store.arrow_store import MemoryStore
 from lmmods.data.store.cache import encode_batches
@@ -69,14 +69,14 @@ def draw_number(epoch: int, buffer: int) -> int:
     return (epoch + buffer) * (epoch + buffer + 1) // 2 + buffer
 
 
-def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], tallies: list[Tally], num_proc: int = 1
+def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], row_counts: list[RowCounts], num_proc: int = 1
                   ) -> RowSet:
-    """Encode the rows of a buffer to a set in memory, counted in the `tallies` of their sources."""
+    """Encode the rows of a buffer to a set in memory, counted in the `row_counts` of their sources."""
     stores = []
-    for source, rows, tally in zip(sources, buffer, tallies, strict=True):
+    for source, rows, counted in zip(sources, buffer, row_counts, strict=True):
         parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
         for batch, encoded in parts:
-            tally.add(batch, encoded)
+            counted.add(batch, encoded)
         stores.append(MemoryStore(parts or [([], source.encoder([]))], source.info))
     return RowSet(stores)
 
@@ -87,19 +87,19 @@ def first_usable_buffer(sources: list[StreamSource], size: int, seed: int) -> Ro
     Raises:
         UserError: There is no such row in the whole stream.
     """
-    tallies = [Tally() for _ in sources]
+    row_counts = [RowCounts() for _ in sources]
     for buffer in shuffle_buffers(sources, size, seed, 0):
-        rows = encode_buffer(sources, buffer, tallies)
+        rows = encode_buffer(sources, buffer, row_counts)
         if len(rows):
-            for store, tally in zip(rows.stores, tallies, strict=True):
-                store.info |= tally.summary()
+            for store, counted in zip(rows.stores, row_counts, strict=True):
+                store.info |= counted.summary()
             return rows
-    raise _useless(sources, tallies)
+    raise _useless(sources, row_counts)
 
 
-def _useless(sources: list[StreamSource], tallies: list[Tally]) -> UserError:
-    counts = "; ".join(f"{source.info['path']}: {describe_dropped(tally.summary())}"
-                       for source, tally in zip(sources, tallies, strict=True))
+def _useless(sources: list[StreamSource], row_counts: list[RowCounts]) -> UserError:
+    counts = "; ".join(f"{source.info['path']}: {describe_dropped(counted.summary())}"
+                       for source, counted in zip(sources, row_counts, strict=True))
     return UserError(f"data.source: the whole stream holds no usable row ({counts})")
 
 
@@ -189,33 +189,33 @@ class StreamLoader:
         """Yield (epoch, buffer, data set) from the position on, endlessly."""
         start = self._position.buffer
         for epoch in count(self._position.epoch):
-            tallies = [Tally() for _ in self._sources]
+            row_counts = [RowCounts() for _ in self._sources]
             useful = start > 0  # buffers before the position had usable rows
             size, seed = self._settings["window_size"], self._settings["seed"]
             for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch)):
                 if number < start:
                     continue
-                rows = encode_buffer(self._sources, buffer, tallies, self._num_proc)
-                self._report_new_reasons(tallies)
+                rows = encode_buffer(self._sources, buffer, row_counts, self._num_proc)
+                self._report_new_reasons(row_counts)
                 items = self._arrange(rows) if len(rows) else []
                 if len(items):
                     useful = True
                     yield epoch, number, items
             if not useful:
-                raise _useless(self._sources, tallies)
-            self._report_dropped(epoch, tallies)
+                raise _useless(self._sources, row_counts)
+            self._report_dropped(epoch, row_counts)
             start = 0
 
-    def _report_new_reasons(self, tallies: list[Tally]) -> None:
-        for source, tally in zip(self._sources, tallies, strict=True):
-            for reason, entry in tally.summary()["dropped"].items():
+    def _report_new_reasons(self, row_counts: list[RowCounts]) -> None:
+        for source, counted in zip(self._sources, row_counts, strict=True):
+            for reason, entry in counted.summary()["dropped"].items():
                 if (source.info["path"], reason) not in self._reported:
                     self._reported.add((source.info["path"], reason))
                     say(f"The stream {source.info['path']} drops rows: {reason} (first {entry['first'][0]}).")
 
-    def _report_dropped(self, epoch: int, tallies: list[Tally]) -> None:
-        for source, tally in zip(self._sources, tallies, strict=True):
-            if (summary := tally.summary())["dropped"]:
+    def _report_dropped(self, epoch: int, row_counts: list[RowCounts]) -> None:
+        for source, counted in zip(self._sources, row_counts, strict=True):
+            if (summary := counted.summary())["dropped"]:
                 say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(summary)}.")
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Encoder(Protocol):
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded: ...
 
 
-class Tally:
+class RowCounts:
     """Sums up what encoders counted and dropped."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Tally:
 
 
 def describe_dropped(info: dict[str, Any]) -> str:
-    """Describe the number of rows read and the reasons for dropping rows, from `Tally.summary`."""
+    """Describe the number of rows read and the reasons for dropping rows, from `RowCounts.summary`."""
     reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
                         for reason, entry in info["dropped"].items())
     return f"{info['rows_read']} read: {reasons}"

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from lmmods.core.fingerprints import first_damaged
-from lmmods.data.encode.encoder import Encoded, Ragged, Tally, arrow_column
+from lmmods.data.encode.encoder import Encoded, Ragged, RowCounts, arrow_column
 from lmmods.data.sources.readers import Row
 
 MANIFEST = "manifest.json"
@@ -104,10 +104,10 @@ class MemoryStore:
                                    if isinstance(column, Ragged) else np.concatenate(pieces))
         self._columns["index"] = np.concatenate([encoded.positions + start for (_, encoded), start
                                                  in zip(parts, starts, strict=False)])
-        tally = Tally()
+        row_counts = RowCounts()
         for batch, encoded in parts:
-            tally.add(batch, encoded)
-        self.info = {**info, **tally.summary()}
+            row_counts.add(batch, encoded)
+        self.info = {**info, **row_counts.summary()}
 
     def __len__(self) -> int:
         return self.info["rows_kept"]

@@ -25,7 +25,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.fingerprints import stamps
 from lmmods.core.hardware import cache_folder, num_cores
 from lmmods.core.subprocesses import begin_worker
-from lmmods.data.encode.encoder import Encoded, Encoder, RowError, Tally, arrow_column, describe_dropped
+from lmmods.data.encode.encoder import Encoded, Encoder, RowCounts, RowError, arrow_column, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import FILES, MANIFEST, Store, damage
@@ -301,7 +301,7 @@ class _Writer:
         self._folder = folder
         self._tables: dict[str, tuple[pa.NativeFile, pa.RecordBatchStreamWriter]] = {}
         self._files: dict[str, int] = {}
-        self.tally = Tally()
+        self.row_counts = RowCounts()
 
     def __enter__(self) -> "_Writer":
         return self
@@ -332,9 +332,9 @@ class _Writer:
             "line": np.array([row.line for row in batch], np.int64),
         })
         columns = {name: arrow_column(column) for name, column in encoded.columns.items()}
-        columns["index"] = pa.array(encoded.positions.astype(np.int64) + self.tally.num_rows)
+        columns["index"] = pa.array(encoded.positions.astype(np.int64) + self.row_counts.num_rows)
         self._write("encoded.arrow", columns)
-        self.tally.add(batch, encoded)
+        self.row_counts.add(batch, encoded)
 
     def _write(self, name: str, columns: dict) -> None:
         table = pa.record_batch(columns)
@@ -345,4 +345,4 @@ class _Writer:
 
     def summary(self) -> dict[str, Any]:
         """Counts of all batches, plain JSON."""
-        return {"files": list(self._files), **self.tally.summary()}
+        return {"files": list(self._files), **self.row_counts.summary()}
