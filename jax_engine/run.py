@@ -8,7 +8,7 @@ import jax
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.prefetch import GlobalBatch, Prefetcher
-from jax_engine.distributed.steps import Steps, fetch_figures
+from jax_engine.distributed.steps import Steps, fetch_step_metrics
 from jax_engine.distributed.tree import Tree
 from jax_engine.optim import step_scalars
 from jax_engine.tasks.base import Task, Weights
@@ -107,18 +107,18 @@ class Training(Run):
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
 
-    def note_step(self, figures: dict[str, jax.Array]) -> None:
-        """Add the figures of the latest optimiser step (from `Steps`) to `metrics`, without waiting for the device."""
+    def note_step(self, step_metrics: dict[str, jax.Array]) -> None:
+        """Add the metrics of the latest optimiser step (from `Steps`) to `metrics`, without waiting for the device."""
         progress, schedule = self.progress, self.schedule
         lr = self.task.optimizer.lr_at(progress.step - 1, schedule.num_steps)
 
         def fetch() -> dict[str, float]:
-            fetched = fetch_figures(figures)
+            fetched = fetch_step_metrics(step_metrics)
             names = ("weight", "grad_norm", "num_tokens", "num_rows", *self.task.metric_names)
             return {"loss": fetched["loss"], "lr": lr, **{name: fetched[name] for name in names if name in fetched}}
 
         self.metrics.add(progress.step, progress.epoch + progress.batches / schedule.batches_per_epoch, fetch,
-                         figures["total"].is_ready)
+                         step_metrics["total"].is_ready)
         self.bar.update(progress.step)
 
     def replace_state(self, state: Tree) -> None:

@@ -466,9 +466,9 @@ class Loop:
         self.run, self.interruption = run, interruption
         self._accumulate, self._events, self._callbacks = accumulate, events, callbacks
         self._evaluation, self._checkpointer, self._exporter = evaluation, checkpointer, exporter
-        self._figures: Any = None  # metrics of the last optimiser step, still on the devices
+        self._step_metrics: Any = None  # metrics of the last optimiser step, still on the devices
         self._performers: dict[Event, Callable[[], Any]] = {
-            Event.LOG: lambda: run.note_step(self._figures),
+            Event.LOG: lambda: run.note_step(self._step_metrics),
             Event.CHECK_EPOCH: lambda: self._check(validated=False),
             Event.SAMPLE: evaluation.sample,
             Event.ASK: self._ask,
@@ -538,7 +538,7 @@ class Loop:
         progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
         run.data_position = batch.position
         step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
-        self._figures = self._step(batch, step_done)
+        self._step_metrics = self._step(batch, step_done)
         progress.step += step_done
         if not run.is_done:
             self.interruption.note_step(progress.step)
@@ -549,17 +549,17 @@ class Loop:
         """Accumulate the gradients; if the micro-batch `completes` the step, take it and return its metrics."""
         run, steps, frozen = self.run, self.run.steps, self.run.weights.frozen
         if completes and not run.num_accumulated:
-            state, figures = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
+            state, step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
         else:
             accumulation = steps.new_accumulation(run.state) if run.accumulation is None else run.accumulation
             run.accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
             run.num_accumulated += 1
             if not completes:
                 return None
-            state, figures = steps.update(run.state, run.accumulation, run.scalars())
+            state, step_metrics = steps.update(run.state, run.accumulation, run.scalars())
             run.accumulation, run.num_accumulated = None, 0
         run.replace_state(state)
-        return figures
+        return step_metrics
 
     def finish(self) -> None:
         """Run the events of the end of the run, and return once everything is on disk."""
@@ -622,9 +622,9 @@ class WatchedSteps(StepMetrics):
         super().__init__(run.stopwatch)
         self._run, self._watch = run, watch
 
-    def add(self, step: int, epoch: float, figures: Callable[[], dict[str, float]],
+    def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
             is_done: Callable[[], bool] = lambda: False) -> None:
-        if self._watch(figures()):
+        if self._watch(step_metrics()):
             self._run.should_stop = True
 
 

@@ -89,7 +89,7 @@ class Steps:
         return self._accumulate(state, frozen, accumulation, batch)[0]
 
     def update(self, state: Tree, accumulation: Tree, scalars: dict[str, Array]) -> tuple[Tree, dict[str, Array]]:
-        """Take an optimiser step with the accumulated gradients; return the new state and the step's figures.
+        """Take an optimiser step with the accumulated gradients; return the new state and the step's metrics.
 
         The state is donated. Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and
         `grad_norm`, the norm of the averaged gradient before clipping; the task's metrics are pairs [2], sum and
@@ -203,12 +203,12 @@ class Steps:
         return ({"trainable": optax.apply_updates(trainable, updates), "optimizer": slots}, {**sums, "grad_norm": norm})
 
 
-def fetch_figures(figures: dict[str, Array]) -> dict[str, float]:
-    """Return the figures of an update as Python numbers, with the mean loss as `loss`. Waits for the device.
+def fetch_step_metrics(step_metrics: dict[str, Array]) -> dict[str, float]:
+    """Return the metrics of an update as Python numbers, with the mean loss as `loss`. Waits for the device.
 
     The task's metrics become means; a metric with weight 0 is left out.
     """
-    fetched = jax.device_get(figures)
+    fetched = jax.device_get(step_metrics)
     plain = {name: value.item() for name, value in fetched.items() if value.ndim == 0}
     metrics = {name: (value[0] / value[1]).item() for name, value in fetched.items() if value.ndim and value[1]}
     return {**plain, "loss": plain["total"] / (plain["weight"] or 1), **metrics}

@@ -24,7 +24,7 @@ class PendingStep:
 
     Args:
         epoch: Epochs done after it, as a fraction within an epoch.
-        figures: Fetches its `loss` and the `weight` that it is the mean over, `lr`, `grad_norm`, `num_tokens`,
+        step_metrics: Fetches its `loss` and the `weight` that it is the mean over, `lr`, `grad_norm`, `num_tokens`,
             `num_rows` and metrics of the task by their names; waits for the device.
         is_done: Returns True if the device has computed them; does not wait.
         seconds: Stopwatch time when the step was first seen to be done.
@@ -32,7 +32,7 @@ class PendingStep:
 
     step: int
     epoch: float
-    figures: Callable[[], dict[str, float]]
+    step_metrics: Callable[[], dict[str, float]]
     is_done: Callable[[], bool]
     seconds: float | None = None
 
@@ -91,7 +91,7 @@ class StepMetrics:
         self.num_tokens, self.num_rows, self.latest = state["num_tokens"], state["num_rows"], state["latest"]
         self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # missing in older checkpoints: starts anew
 
-    def add(self, step: int, epoch: float, figures: Callable[[], dict[str, float]],
+    def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
             is_done: Callable[[], bool] = lambda: False) -> None:
         """Add a step; see `PendingStep` for the arguments.
 
@@ -100,14 +100,14 @@ class StepMetrics:
         """
         if self._pending and (self._pending[-1].step % self.every == 0 or len(self._pending) >= MOST_PENDING):
             self.fetch()
-        self._pending.append(PendingStep(step, epoch, figures, is_done))
+        self._pending.append(PendingStep(step, epoch, step_metrics, is_done))
         self.look()
 
     def look(self) -> None:
         """Record the time if the last step is done by now. Does not wait.
 
         Devices may lag behind the call that starts a step or, like CPUs, compute within it. So neither the time of that
-        call nor that of fetching the figures, when the next step has been started, tells when a step was done.
+        call nor that of fetching the step metrics, when the next step has been started, tells when a step was done.
         """
         if self._pending and self._pending[-1].seconds is None and self._pending[-1].is_done():
             self._pending[-1].seconds = self._stopwatch.seconds()
@@ -123,27 +123,27 @@ class StepMetrics:
         """
         if not self._pending:
             return {}
-        fetched = [(pending, pending.figures()) for pending in self._pending]
+        fetched = [(pending, pending.step_metrics()) for pending in self._pending]
         last, self._pending = self._pending[-1], []
         seconds = self._stopwatch.seconds() if last.seconds is None else last.seconds
-        for pending, figures in fetched:
+        for pending, step_metrics in fetched:
             if not self.skips_overflows:
-                check_finite(figures, pending.step, max(math.ceil(pending.epoch) - 1, 0))
-            self.num_tokens += int(figures["num_tokens"])
-            self.num_rows += int(figures["num_rows"])
-            self.laps.add(int(figures["num_tokens"]), seconds)
-            self.smoothed.add(figures["loss"], figures["weight"])
+                check_finite(step_metrics, pending.step, max(math.ceil(pending.epoch) - 1, 0))
+            self.num_tokens += int(step_metrics["num_tokens"])
+            self.num_rows += int(step_metrics["num_rows"])
+            self.laps.add(int(step_metrics["num_tokens"]), seconds)
+            self.smoothed.add(step_metrics["loss"], step_metrics["weight"])
         if last.step % self.every:
             return {}
-        row = self._row(last.epoch, figures)
+        row = self._row(last.epoch, step_metrics)
         self.log(row, last.step)
         self.show(last.step)
         return row
 
-    def _row(self, epoch: float, figures: dict[str, float]) -> dict[str, float]:
+    def _row(self, epoch: float, step_metrics: dict[str, float]) -> dict[str, float]:
         speed = self.laps.tokens_per_second()
         counts = ("weight", "num_tokens", "num_rows")
-        row = {**{name: value for name, value in figures.items() if name not in counts},
+        row = {**{name: value for name, value in step_metrics.items() if name not in counts},
                "epoch": epoch, "tokens": self.num_tokens, "tokens_per_second": speed}
         if self.flops_share is not None:
             row["mfu"] = self.flops_share * speed
@@ -174,13 +174,13 @@ def check_evaluated(metrics: Any) -> None:
         raise UserError("There is no validation set: set data.val_source or data.val_size.")
 
 
-def check_finite(figures: dict[str, float], step: int, epoch: int) -> None:
+def check_finite(step_metrics: dict[str, float], step: int, epoch: int) -> None:
     """Raise NotFinite if `loss` or `grad_norm` of optimiser step `step` is not finite.
 
     Call it before results of the step are saved.
     """
-    if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
+    if not (math.isfinite(step_metrics["loss"]) and math.isfinite(step_metrics["grad_norm"])):
         raise NotFinite(
-            f"Step {step} (epoch {epoch}): loss is {figures['loss']}, gradient norm {figures['grad_norm']}. Training "
-            "stops and no checkpoint of this step is written. Go on from the last checkpoint with a lower "
+            f"Step {step} (epoch {epoch}): loss is {step_metrics['loss']}, gradient norm {step_metrics['grad_norm']}. "
+            "Training stops and no checkpoint of this step is written. Go on from the last checkpoint with a lower "
             "optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")

@@ -197,7 +197,7 @@ class Trainer(L.Trainer):
             model.configure_model()
 
     def dry_run(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
-        """Train like `fit` until `watch` returns True; it is called with the figures of each optimiser step.
+        """Train like `fit` until `watch` returns True; it is called with the metrics of each optimiser step.
 
         Writes nothing: no run folder is created or locked.
 

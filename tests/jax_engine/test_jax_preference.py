@@ -19,7 +19,7 @@ from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import GlobalBatch
-from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
+from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics
 from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
@@ -177,7 +177,7 @@ def stepped(task, trainable, frozen, parallel, groups, steps, stop_after=None):
             accumulation = steps.accumulate(state, frozen, accumulation, batch)
         state, figures = steps.update(state, accumulation, scalars)
     moved = jax.tree.map(np.subtract, parallel.fetch_state(state["trainable"]), trainable)
-    return fetch_figures(figures), moved
+    return fetch_step_metrics(figures), moved
 
 
 def alike(figures):
@@ -315,8 +315,8 @@ def test_twenty_steps_have_the_losses_of_torch(on_jax, make_ref, loss):
         batch = batch | picked(loss, PAIRED if is_paired else SINGLE)
         state, figures = steps.full_step(state, frozen, one.put_batch({name: x[None] for name, x in batch.items()}),
                                          one.put_scalars(step_scalars(GENTLE, number, 20)))
-        found.append(fetch_figures(figures)["loss"])
-    assert loss != "kto" or fetch_figures(figures)["kl"] > 0
+        found.append(fetch_step_metrics(figures)["loss"])
+    assert loss != "kto" or fetch_step_metrics(figures)["kl"] > 0
     wanted = losses_of_torch(make_ref("llama", "causal", num_hidden_layers=1).torch, loss, batches)
     assert found == pytest.approx(wanted, rel=1e-4)
     assert np.mean(found[:4]) > np.mean(found[-4:])  # they learn

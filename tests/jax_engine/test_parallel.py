@@ -18,7 +18,7 @@ from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh, laid_out
 from jax_engine.distributed.prefetch import Prefetcher
-from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
+from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
@@ -69,7 +69,7 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
             if number % groups:
                 continue
             (state, figures), accumulation = steps.update(state, accumulation, scalars), None
-        losses.append(fetch_figures(figures))
+        losses.append(fetch_step_metrics(figures))
     return losses, parallel.fetch_state(state)
 
 

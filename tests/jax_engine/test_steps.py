@@ -9,7 +9,7 @@ import torch
 
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
-from jax_engine.distributed.steps import Clipping, Steps, fetch_figures
+from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics
 from jax_engine.distributed.tree import flatten, merge, split
 from jax_engine.optim import build, step_scalars
 from lmmods.core.dropout import token_seeds
@@ -96,7 +96,7 @@ def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clippi
         torch.nn.utils.clip_grad_norm_(tensors, clipping.value)
     build_optimizer(named, SETTINGS).step()
 
-    plain = fetch_figures(figures)
+    plain = fetch_step_metrics(figures)
     assert_as_close(plain["loss"], value, value)  # the pieces of a sum in another order
     assert plain["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert plain["num_tokens"] == sum(piece["attention_mask"].sum() for piece in pieces) and plain["num_rows"] == 12
@@ -123,10 +123,10 @@ def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
             piece = {name: x[:, :longest] for name, x in piece.items()}
             accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece))
         state, figures = steps.update(state, accumulation, scalars(one, settings=settings))
-        results.append((one.fetch_state(state["trainable"]), fetch_figures(figures)))
+        results.append((one.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
     steps, state, _ = make(toy, one, settings)
     state, figures = steps.full_step(state, {}, batch_of(one, everything), scalars(one, settings=settings))
-    results.append((one.fetch_state(state["trainable"]), fetch_figures(figures)))
+    results.append((one.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
     for params, figures in results[1:]:
         assert_as_close(params, results[0][0], results[0][0])
         assert figures == pytest.approx(results[0][1], rel=1e-5)
@@ -138,7 +138,7 @@ def test_a_micro_batch_without_labels_changes_nothing(toy, one):
     empty["labels"][:] = IGNORED
     accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, empty))
     state, figures = steps.update(state, accumulation, scalars(one, settings=Optimizer(name="sgd")))
-    assert set(fetch_figures(figures).values()) == {0}
+    assert set(fetch_step_metrics(figures).values()) == {0}
     assert close(one.fetch_state(state["trainable"]), params, 0.0)
 
 
@@ -228,7 +228,7 @@ def test_a_value_that_is_not_finite_is_reported(toy, one):
     state = steps.new_state(one.put_state(params))
     _, figures = steps.full_step(state, {}, batch_of(one, rows(0)), scalars(one))
     with pytest.raises(UserError, match="Step 4 .epoch 2.: loss is nan"):
-        check_finite(fetch_figures(figures), 4, 2)
+        check_finite(fetch_step_metrics(figures), 4, 2)
     check_finite({"loss": 1.0, "grad_norm": 2.0}, 4, 2)
     with pytest.raises(UserError, match="gradient norm inf"):
         check_finite({"loss": 1.0, "grad_norm": float("inf")}, 4, 2)

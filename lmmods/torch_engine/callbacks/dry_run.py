@@ -7,12 +7,12 @@ import lightning as L
 
 
 class DryRun(L.Callback):
-    """Pass the figures of each optimiser step to `watch`, and stop when it returns True."""
+    """Pass the metrics of each optimiser step to `watch`, and stop when it returns True."""
 
     def __init__(self, watch: Callable[[dict[str, float]], bool]) -> None:
         self._watch = watch
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        # The figures are sums over all processes, so all of them decide alike.
-        if not module.accumulation.is_open and self._watch(module.accumulation.last.figures()):
+        # The metrics are sums over all processes, so all of them decide alike.
+        if not module.accumulation.is_open and self._watch(module.accumulation.last.step_metrics()):
             trainer.should_stop = True

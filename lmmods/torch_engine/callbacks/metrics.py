@@ -45,7 +45,7 @@ class Metrics(L.Callback):
     def log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Record the optimiser step just done, and log every `log_every_n_steps`."""
         epoch = trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
-        self.steps.add(trainer.global_step, epoch, module.accumulation.last.figures)
+        self.steps.add(trainer.global_step, epoch, module.accumulation.last.step_metrics)
         if trainer.global_step % self.steps.every == 0:
             self._put(module, self.steps.fetch())
 

@@ -34,7 +34,7 @@ class StepSums:
     lr: float
     metric_names: tuple[str, ...] = ()
 
-    def figures(self) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float]:
         """Return them by name, with the mean loss; metrics of weight 0 are left out. Synchronises with the device."""
         total, weight, num_tokens, num_rows, *sums, grad_norm = self.numbers.tolist()
         metrics = {name: value / count for name, value, count in zip(self.metric_names, sums[::2], sums[1::2],
@@ -44,7 +44,7 @@ class StepSums:
 
 
 class GradientAccumulation:
-    """Running sums of the current optimiser step, and the figures of the last one."""
+    """Running sums of the current optimiser step, and the metrics of the last one."""
 
     # Gradients of summed losses are large. Dividing by a power of two keeps them in the range of fp16 and is exact.
     GRADIENT_SCALE = 1024.0
@@ -114,7 +114,7 @@ class GradientAccumulation:
         return norm
 
     def finish(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Record the figures of a step over all ranks; the next micro-batch begins a new step.
+        """Record the metrics of a step over all ranks; the next micro-batch begins a new step.
 
         Args:
             sums: As returned by `sums`, summed over the ranks.
@@ -128,7 +128,7 @@ class GradientAccumulation:
     def check_finite(self, step: int, epoch: int) -> None:
         """Raise UserError if the last step's loss or gradient norm is not finite. Synchronises with the device."""
         if self.last is not None:
-            check_finite(self.last.figures(), step, epoch)
+            check_finite(self.last.step_metrics(), step, epoch)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
