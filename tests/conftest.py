@@ -76,12 +76,9 @@ def cheap_ends():
     from matplotlib.figure import Figure
 
     from lmmods.data.store import cache
-    from lmmods.runs import manifest
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        # Each run hashes all source files, which stay as they are meanwhile.
-        patch.setattr(manifest, "code_version", functools.cache(manifest.code_version))
         # To say whether the libraries are spared it counts a million objects, for each of a thousand small stores.
         patch.setattr(cache, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
                                                       get_freeze_count=lambda: frozen["objects"]))

@@ -11,6 +11,7 @@
     end         of a finished run: time, step, and the files it left with size and SHA-256
 """
 
+import functools
 import json
 import platform
 from concurrent.futures import ThreadPoolExecutor
@@ -91,9 +92,15 @@ def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str,
     Manifest([*earlier, start]).write(folder)
 
 
+@functools.cache
+def _code_of_process() -> dict[str, Any]:
+    """Return the version of the code at its first use: files that change later are not those that run."""
+    return code_version()
+
+
 def surroundings() -> dict[str, Any]:
     """Describe code, libraries and environment of this process."""
-    return {"code": code_version(), "python": python_version(), "platform": platform.platform(),
+    return {"code": _code_of_process(), "python": python_version(), "platform": platform.platform(),
             "processor": processor(), "packages": installed_packages(), "variables": variables()}
 
 
