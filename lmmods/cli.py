@@ -1,4 +1,4 @@
-"""The command line: which command, over which engine, and errors as one message."""
+"""Entry point: dispatch to a command and an engine, and report user errors as a single message."""
 
 import gc
 import os
@@ -7,53 +7,53 @@ import sys
 import traceback
 from typing import Any
 
-# All else is imported where it is used: until `program` has begun, Ctrl+C is a traceback.
+# Everything else is imported where it is used: until `program` installs its handlers, Ctrl+C prints a traceback.
 from lmmods.core.signals import ASKED, BEFORE, STATUS, end_at_signals, raise_at_signals, watch_blocked_calls
 
-# Set before the libraries are imported: nothing phones home, and tokenizers do not warn about workers.
+# Set before the libraries are imported: disables telemetry and the tokenizers' warning about forked workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 if not sys.stderr.isatty():
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar in a log file is a long line of debris
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars clutter log files
 
 
 def program() -> None:
-    """`lmmods` as installed, and `python train.py`: run the command of the command line, and end with its status."""
+    """Entry point of `lmmods` and `python train.py`: run the command and exit with its status."""
     end_at_signals()
-    gc.disable()  # main enables it when the libraries are imported: they leave no garbage, and the search takes long
+    gc.disable()  # main re-enables it after the imports: they leave little garbage, and collecting is slow
     watch_blocked_calls()
     try:
         status = main()
-        for number in ASKED:  # from here on the program has nothing to say, and handlers may find modules gone
+        for number in ASKED:  # at interpreter shutdown our handlers may find modules gone
             signal.signal(number, signal.SIG_DFL)
         sys.stdout.flush()
-    except BrokenPipeError:  # what reads the output has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again on exit
         status = 128 + signal.SIGPIPE
     sys.exit(status)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0 done, 2 the user's mistake, 130 interrupted; our own bugs raise.
+    """Run a command and return the exit status: 0 done, 2 user error, 130 interrupted. Our own bugs raise.
 
     Args:
-        argv: Arguments without the program's name; None takes them from the command line.
+        argv: Arguments without the program name; None reads sys.argv.
     """
     from lmmods.commands.trust import taken_flag, trusting
     from lmmods.core.errors import is_out_of_memory, user_error_in, what_to_lower
     from lmmods.core.files import wrong_path_in
     from lmmods.core.recipes import with_shipped_recipes
 
-    if argv is None:  # a program of its own
+    if argv is None:  # not called from another program
         sys.excepthook = show_bug
     arguments = sys.argv[1:] if argv is None else argv
     try:
         arguments, trusted = taken_flag(arguments)
         with trusting(trusted):
             return run_interruptible(with_shipped_recipes(arguments))
-    except SystemExit as stop:  # the parser has spoken
+    except SystemExit as stop:  # the parser has printed help or an error
         return int(stop.code or 0)
     except Exception as error:
         from lmmods.runs.saving import disk_error_in
@@ -69,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_interruptible(arguments: list[str]) -> int:
-    """Run a command, or print the help of the program. Returns 0, or 130 after Ctrl+C or SIGTERM.
+    """Run a command or print the program help. Return 0, or 130 after Ctrl+C or SIGTERM.
 
     Raises:
-        UserError: There is no such command, or what the command raises.
+        UserError: There is no such command, or the command raises one.
     """
     from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, check_command, program_help, run_command
     from lmmods.core.console import quiet_libraries, tell
@@ -80,7 +80,7 @@ def run_interruptible(arguments: list[str]) -> int:
     from lmmods.core.progress_bar import keep_last_line
     from lmmods.core.signals import Interrupted, Stopped
 
-    # A process that Lightning has started beside the first one prints on the same terminal.
+    # Processes that Lightning launches (LOCAL_RANK > 0) share the terminal of the first one.
     keep_last_line(erases=os.environ.get("LOCAL_RANK", "0") != "0")
     quiet_libraries()
 
@@ -89,7 +89,7 @@ def run_interruptible(arguments: list[str]) -> int:
             print(program_help())
         elif not arguments or arguments[0].startswith("-") and not COMMANDS.keys() & set(arguments):
             raise UserError(f"A command is missing.\n\n{program_help()}")
-        elif arguments[0].startswith("-") or arguments[0] in ENGINE_COMMANDS:  # or options that stand before it
+        elif arguments[0].startswith("-") or arguments[0] in ENGINE_COMMANDS:  # or options before the command
             run_engine(arguments)
         else:
             check_command(arguments[0])
@@ -103,10 +103,10 @@ def run_interruptible(arguments: list[str]) -> int:
 
 
 def run_engine(arguments: list[str]) -> None:
-    """Build the parser for the engine that `arguments` ask for, and run the command."""
+    """Build the parser of the engine that `arguments` select and run the command."""
     from lmmods.core.peers import Peers
 
-    Peers.current().begin()  # before anything is loaded for the command, which takes seconds
+    Peers.current().begin()  # before the imports, which take seconds
     with Peers.current().end_together():
         _run_watched(arguments)
 
@@ -146,14 +146,14 @@ def _run_watched(arguments: list[str]) -> None:
 
 
 def enable_collector() -> None:
-    """Switch Python's garbage collector on where `program` has left it off; what is imported by now it never visits."""
+    """Re-enable the garbage collector if `program` disabled it, and exempt all objects that exist by now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A traceback as Python shows it, without passwords and tokens."""
+    """Print a traceback in Python's format, with passwords and tokens redacted."""
     from lmmods.core.redaction import redact
 
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -1,4 +1,4 @@
-"""Which of Lightning's callbacks a recipe may name: those that leave the numbers and the resume of a run exact."""
+"""Lightning callbacks that a recipe may name: those that keep results reproducible and resuming exact."""
 
 from lmmods.core.errors import UserError
 
@@ -9,7 +9,7 @@ ALLOWED = {
     "RichModelSummary": "The same as a table; needs the package rich.",
 }
 
-# Name and what does its work here.
+# Refused callback -> reason, or what to use instead.
 REFUSED = {
     "BackboneFinetuning": "What trains is chosen by model.lora, its targets and modules_to_save.",
     "BaseFinetuning": "What trains is chosen by model.lora, its targets and modules_to_save.",
@@ -41,13 +41,13 @@ REFUSED = {
 
 
 def check_callback(class_path: str) -> None:
-    """Raise UserError for a callback that a recipe may not name."""
+    """Raise UserError if a recipe may not name this callback."""
     if reason := reason_against(class_path):
         raise UserError(f"trainer.callbacks: {class_path.rsplit('.', 1)[-1]} does not work here. {reason}")
 
 
 def reason_against(class_path: str) -> str | None:
-    """Why a recipe may not name a callback; None if it may. Callbacks from outside are their author's."""
+    """Return why a recipe may not name a callback; None if it may. Third-party callbacks are not judged."""
     name = class_path.rsplit(".", 1)[-1]
     if name in ALLOWED or class_path.split(".")[0] not in ("lightning", "lmmods"):
         return None

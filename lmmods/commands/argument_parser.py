@@ -1,4 +1,4 @@
-"""The parser of recipes and command lines: it reads within limits, errs in one line, and imports no library."""
+"""Parser of recipes and command lines: bounded YAML, one-line errors, and no heavy imports."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ from lmmods.core.recipes import as_yaml, guarded, shortened
 from lmmods.core.redaction import redact
 from lmmods.core.settings import Generation, LoRA, Optimizer
 
-set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  # for whatever a key or an option holds
+set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  # values of keys and options too
 set_dumper("yaml", as_yaml)
 
 
@@ -28,35 +28,35 @@ _arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 
 
 class Parser(ArgumentParser):
-    """A parser whose errors are one line with a suggestion."""
+    """Argument parser that reports errors on one line, with a suggestion."""
 
-    commands: Mapping[str, argparse.ArgumentParser] = {}  # their parsers, by name
+    commands: Mapping[str, argparse.ArgumentParser] = {}  # subcommand parsers by name
 
     def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs, allow_abbrev=False)  # a beginning of an option's name is a misspelt name, as in YAML
+        super().__init__(**kwargs, allow_abbrev=False)  # treat abbreviated options as misspelt, as YAML keys are
 
     def error(self, message: str, ex: Exception | None = None) -> None:
-        """Print what is wrong and leave with status 2."""
+        """Print the error and exit with status 2."""
         denied = re.search(r"Importing '([^']+)' is not allowed", message)
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
             refuse_import(key and key[1], denied[1])
-        from lmmods.commands.foreign_keys import keys_given, told  # tables that only errors need
+        from lmmods.commands.foreign_keys import keys_given, told  # only needed for errors
 
         types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
-        arguments = list(_arguments.get())  # none where a parser reads what no one has typed
+        arguments = list(_arguments.get())  # empty if the input was not typed by a user
         said = in_english(message, types, keys_given(arguments) if arguments else [], known_names(self), told)
         sys.stderr.write(redact(readable(f"error: {said}\n")))
         sys.exit(2)
 
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
-        """A recipe as text, of `--print_config` and of config.yaml, without passwords and tokens.
+        """Return a recipe as YAML, for `--print_config` and config.yaml, with passwords and tokens redacted.
 
-        Of a library's class (a logger has some thirty options) it has no key that is null by default and null here.
+        Keys of library classes that are null and default to null are left out: a logger has some thirty options.
         """
         cfg = cfg.clone()
         trainer = cfg.get("trainer")
-        if not isinstance(trainer, Namespace):  # what is wrong with it is told when it is used
+        if not isinstance(trainer, Namespace):  # reported where it is used
             trainer = Namespace()
         for key in ("logger", "callbacks", "strategy", "plugins", "profiler"):
             value = trainer.get(key)
@@ -71,18 +71,18 @@ class Parser(ArgumentParser):
         return subcommands
 
     def add_class(self, kind: type, key: str, instantiate: bool = True) -> None:
-        """Add the constructor's arguments of a class as a block."""
+        """Add the constructor arguments of a class as a block."""
         self.add_class_arguments(kind, key, fail_untyped=False, sub_configs=True, instantiate=instantiate)
-        take_no_files(self)  # else `source: rows.jsonl` is read as a configuration where there is such a file
+        take_no_files(self)  # else `source: rows.jsonl` would load an existing file as a configuration
 
     def add_subclass(self, base: type, key: str) -> None:
-        """Add a block that names a class of this base."""
+        """Add a block that names a subclass of `base`."""
         self.add_subclass_arguments(base, key, fail_untyped=False, required=True)
         take_no_files(self)
 
 
 class OnlyHelp(argparse.Action):
-    """`--trust_recipe_code`, read before there is a parser: here only its help, so that no file and no dump has it."""
+    """Help-only entry for `--trust_recipe_code`, which is read before parsing, so that no file or dump can hold it."""
 
     def __init__(self, option_strings: list[str], **_: Any):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=1, default=argparse.SUPPRESS, metavar="true|false",
@@ -90,7 +90,7 @@ class OnlyHelp(argparse.Action):
                               "On the command line only, never in a file. (default: false)")
 
     def __call__(self, *_: Any) -> None:
-        """Never reached: the command line is parsed without it."""
+        """Never called: the flag is removed before the command line is parsed."""
 
 
 def _leave_out_unset(spec: Namespace) -> None:
@@ -102,7 +102,7 @@ def _leave_out_unset(spec: Namespace) -> None:
 
 @contextlib.contextmanager
 def parsing(arguments: list[str]) -> Iterator[None]:
-    """Within it, a parser's errors look for their keys in this command line, which names recipes."""
+    """Context in which parser errors look up their keys in this command line and its recipes."""
     token = _arguments.set(arguments)
     try:
         yield
@@ -111,14 +111,14 @@ def parsing(arguments: list[str]) -> Iterator[None]:
 
 
 def suggestion(name: str, known: set[str]) -> str:
-    """The question for the nearest right name; empty where none is near, or the name itself is right."""
+    """Return a "did you mean" question for the nearest known name; empty if none is near or the name is known."""
     wrong = name.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(wrong, sorted(known), 1, 0.7)
     return f" Did you mean {near[0]}?" if near and wrong not in known else ""
 
 
 def known_names(parser: Parser) -> set[str]:
-    """Last parts of all keys and the short names of all classes that a recipe may hold."""
+    """Return the last parts of all keys and the short names of all classes that a recipe may hold."""
     options = [option for each in (parser, *parser.commands.values()) for option in options_of(each)]
     names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}
     classes = {Optimizer, LoRA, Generation}
@@ -133,20 +133,20 @@ def known_names(parser: Parser) -> set[str]:
 
 
 SAYS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list",
-        "dict": "a mapping", "NoneType": "null"}  # what jsonargparse expects, in words
+        "dict": "a mapping", "NoneType": "null"}  # jsonargparse's type names in plain words
 
 
 def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], known: set[str],
                foreign: Callable[[str], str | None]) -> str:
-    """A message of jsonargparse in the words of a recipe: whole keys, and types as one says them.
+    """Rephrase a jsonargparse message with full recipe keys and readable type names.
 
     Args:
-        types: Of the parser's options, by their keys.
-        given: Keys that the command line gives, of which the message may have the last part alone.
-        known: Names that may have been meant.
-        foreign: What is said of a key of another program.
+        types: Types of the parser's options by key.
+        given: Keys on the command line; the message may mention only their last part.
+        known: Candidate names for suggestions.
+        foreign: Returns the hint for a key of another program.
     """
-    from lmmods.commands.declarations import CLASSES  # which only errors need here
+    from lmmods.commands.declarations import CLASSES  # only needed for errors
     from lmmods.commands.keys import in_words
 
     message = " ".join(message.replace("lmmods.commands.declarations.", "").split())

@@ -1,4 +1,4 @@
-"""The command line of the commands that take a recipe, made of the types that an engine's recipes are of."""
+"""Command line of the commands that take a recipe, built from an engine's types."""
 
 from argparse import SUPPRESS
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ DEFAULT_SEED = 42
 
 @dataclass
 class RecipeTypes:
-    """The types that an engine's recipes are made of, or what stands for them before its libraries are imported.
+    """Types of an engine's recipe blocks, or their stand-ins before its libraries are imported.
 
     Args:
-        model: Base of all tasks.
-        data: Base of all data modules.
+        model: Base class of all tasks.
+        data: Base class of all data modules.
     """
 
     trainer: type
@@ -38,13 +38,14 @@ class RecipeTypes:
 
 
 class CommandLine:
-    """The whole command line.
+    """Parser of an engine's whole command line.
 
-    `parser` is its parser, `commands` are those of the engine's commands, `options` what these take beside a recipe.
+    `parser` is the top-level parser, `commands` holds the subcommand parsers, and `options` the names of each
+    command's own options beside the recipe.
 
     Args:
-        engine: Its name, the only value that the key `engine` may then have.
-        arguments: What is to be parsed: where it begins with a command, only that one's parser is made.
+        engine: Name of the engine, the only value allowed for the key `engine`.
+        arguments: Arguments to parse; if they begin with a command, only that command's parser is built.
     """
 
     def __init__(self, types: RecipeTypes, engine: str, arguments: list[str]):
@@ -59,11 +60,11 @@ class CommandLine:
             subcommands.add_subcommand(name, parser, help=parser.description)
 
     def parse(self, arguments: list[str]) -> Any:
-        """The command and its recipe, of the right types.
+        """Parse the command and its recipe into the declared types.
 
         Raises:
-            UserError: A file that a key names, as in `--trainer FILE`, cannot be read.
-            SystemExit: The help is printed, or what else is wrong.
+            UserError: A file named by an option, as in `--trainer FILE`, cannot be read.
+            SystemExit: Help or another error was printed.
         """
         command, *rest = arguments or [""]
         if command in self.commands:
@@ -99,12 +100,12 @@ def _command_parser(name: str, types: RecipeTypes, engine: str) -> Parser:
     parser = _parser(COMMANDS[name].line)
     parser.add_argument("--seed_everything", type=bool | int, default=DEFAULT_SEED,
                         help="Seed of everything that is drawn; true draws the seed itself.")
-    parser.add_class(types.trainer, "trainer", instantiate=False)  # made later, when its callbacks have been
+    parser.add_class(types.trainer, "trainer", instantiate=False)  # instantiated after its callbacks
     parser.add_subclass(types.model, "model")
     parser.add_subclass(types.data, "data")
     parser.add_argument("--engine", type=Literal[ENGINES], default=engine, help="torch (Lightning) or jax (Flax)")
     parser.add_argument(FLAG, action=OnlyHelp)
-    if name != "fit":  # a recipe that says it to fit serves the other commands too
+    if name != "fit":  # accept and ignore: recipes written for fit may set it
         parser.add_argument("--overwrite", type=bool, default=False, help=SUPPRESS)
     for key in ("checkpoint", "samples", "mmlu", "publish"):
         parser.add_class(getattr(types, key), key)

@@ -1,7 +1,8 @@
-"""What the command line must know before libraries are imported: keys, types, defaults, documentation and class names.
+"""Declarations for the command line before libraries are imported: keys, types, defaults, docs and class names.
 
-The fields are declared where the engines take them from. Here are the keys of Lightning's trainer, and stand-ins that
-bear the names of tasks and data modules. tests/commands/test_early_check.py holds all of it equal to the real classes.
+Fields are declared in the modules that the engines share. This module adds the keys of Lightning's trainer and
+stand-ins named after the tasks and data modules. tests/commands/test_early_check.py keeps them equal to the real
+classes.
 """
 
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ class TorchTrainerFields(trainer_fields.TrainerFields):
 
 
 LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
-# Keys whose values are classes of libraries, and those that were tried, which may be given by name; any other needs its
-# import path. What they hold is left to the engine.
+# Keys whose values are library classes, with the tested classes that may be given by short name; any other class needs
+# its import path. Their settings are validated by the engine.
 CLASSES = {
     "torch": {
         "trainer.logger": LOGGERS,
@@ -205,7 +206,7 @@ class QAData(fields.QADataFields, DataModule):
 
 TASKS = {"model": ("CLM", "MLM", "Preference", "QA", "SFT"),
          "data": ("CLMData", "MLMData", "PreferenceData", "QAData", "SFTData")}
-# Folders of further classes that a recipe may name without their module: tasks of one's own, and what every run has.
+# Packages of further classes that a recipe may name without their module: user-defined tasks, our callbacks, loggers.
 FOLDERS = {
     "torch": {"model": "lmmods.torch_engine.tasks", "data": "lmmods.data",
               "trainer.callbacks": "lmmods.torch_engine.callbacks", "trainer.logger": "lmmods.runs"},

@@ -1,9 +1,9 @@
-"""Help, and what is wrong with a command line or its recipes, before the libraries of an engine are imported.
+"""Print help and report errors in a command line or its recipes before an engine's libraries are imported.
 
-Importing them takes seconds, so the command line is first parsed with declarations in their classes' places, whose
-fields are checked as those of the classes are; only if that finds nothing wrong, the engine's own parser reads it. What
-the declarations do not know, such as a task of one's own or the settings of a callback, is left to that one: nothing is
-refused here that it would accept.
+Importing the libraries takes seconds, so the command line is first parsed against light declarations that validate
+fields as the real classes do. The engine's own parser runs only if this finds no error. Anything that the declarations
+do not cover, such as a user-defined task or a callback's settings, is left to that parser: nothing is refused here
+that it would accept.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.hub_upload import Publisher
 
-# All that this stage imports because a recipe names it; none of it imports a library.
+# Modules that this stage may import when a recipe names them; none of them imports a heavy library.
 LIGHT = (declarations.__name__, "lmmods.core.settings", "lmmods.data.sources.source")
-LEFT = object()  # in place of a value that only the engine can judge
+LEFT = object()  # placeholder for a value that only the engine can validate
 
 
 class EarlyCommandLine(CommandLine):
-    """The command line over declarations."""
+    """Command line built from the declarations."""
 
     def __init__(self, engine: str, arguments: list[str]):
         types = RecipeTypes(TRAINERS[engine], declarations.TaskModule, declarations.DataModule, CheckpointPolicy,
@@ -61,7 +61,7 @@ class EarlyCommandLine(CommandLine):
                 replace_check(option, self._check_known(option.dest))
 
     def judge(self, arguments: list[str]) -> None:
-        """As `check_early`."""
+        """Validate `arguments` as `check_early` does."""
         try:
             with guarded_imports(LIGHT):
                 config = self.parse(arguments)
@@ -70,11 +70,11 @@ class EarlyCommandLine(CommandLine):
                                                               for key, names in declarations.TASKS.items()):
                     check_recipe_values(self.commands[config.subcommand], recipe, self.engine)
                     self._check_fields(config, recipe)
-        except (ForeignCode, ImportError):  # of code that the engine's parser may know
+        except (ForeignCode, ImportError):  # code that the engine's parser may be able to import
             return
 
     def _check_fields(self, config: Any, recipe: Any) -> None:
-        """Raise the UserError of a constructor that refuses its fields; what else one raises is left to the engine."""
+        """Raise the UserError of a constructor that rejects its fields; leave other exceptions to the engine."""
         for key in declarations.CLASSES[self.engine]:
             recipe[key] = None
         try:
@@ -85,7 +85,7 @@ class EarlyCommandLine(CommandLine):
                 raise mistake from error
 
     def _check_known(self, key: str) -> Callable[[Callable[[Any], Any], Any, Any], Any]:
-        """A check of blocks whose class is declared; those of others it leaves to the engine."""
+        """Return a check of blocks with a declared class; blocks of other classes are left to the engine."""
         names = declarations.TASKS.get(key, ())
 
         def check(original: Callable[[Any], Any], value: Any, before: Any) -> Any:
@@ -98,11 +98,11 @@ class EarlyCommandLine(CommandLine):
 
 
 def check_early(arguments: list[str], engine: str) -> None:
-    """Print help, refuse what is wrong, or return where nothing is or only the engine's parser can tell.
+    """Print help or reject an invalid command line; return if it is valid or only the engine's parser can tell.
 
     Raises:
-        SystemExit: The help is printed, or an error.
-        UserError: A value is of the right type, but none that an engine could use.
+        SystemExit: Help or an error was printed.
+        UserError: A value has the right type, but no engine can use it.
     """
     if arguments[0] in ENGINE_COMMANDS:
         if wants_help(arguments):
@@ -115,21 +115,21 @@ def check_early(arguments: list[str], engine: str) -> None:
 
 
 def _is_judged(word: str, following: str) -> bool:
-    """Whether the declarations are enough to understand a word of the command line."""
+    """True if the declarations suffice to interpret a word of the command line."""
     option, equals, value = word.partition("=")
     if option.endswith(".help"):
         names = declarations.TASKS.get(option[2:-5], ())
         return bool(names) and (value if equals else following) in ("", *names)
-    return not option.startswith("--pr") and "://" not in word  # --print_config; files that are read over the network
+    return not option.startswith("--pr") and "://" not in word  # --print_config, or a remote file
 
 
 def _is_known(value: Any, names: tuple[str, ...]) -> bool:
-    """Whether a block names a declared class."""
+    """True if a block names a declared class."""
     return _class_path(value).removeprefix(f"{declarations.__name__}.") in names
 
 
 def _class_path(value: Any) -> str:
-    """The class that the value of a block names; empty where it names none."""
+    """Return the class path in a block's value; empty if there is none."""
     if isinstance(value, tuple):  # jsonargparse's form of an option such as --model.class_path SFT
         value = dict([value])
     path = value if isinstance(value, str) else value.get("class_path") if hasattr(value, "get") else None
@@ -137,7 +137,7 @@ def _class_path(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `--help` of a command that takes a recipe: every key, those of model and data by task; `--help KEY`: that one.
+# Help of commands that take a recipe: `--help` lists every key, model and data by task; `--help KEY` shows one key.
 
 HELP = ("--help", "-h")
 CONFIG = ("-c, --config FILE\nA recipe: a file, or the name of one that comes with the project. Later ones go over "
@@ -148,15 +148,15 @@ TRUST = ("--trust_recipe_code true or false (default: false)\nLet the recipe nam
 
 
 def wants_help(words: list[str]) -> bool:
-    """Whether a command line asks for help."""
+    """True if a command line asks for help."""
     return any(word.partition("=")[0] in HELP for word in words)
 
 
 def help_of(command: str, words: list[str], engine: str) -> str:
-    """The help that a command line asks for: of a key, or of all.
+    """Return the requested help: for one key, or for all.
 
     Raises:
-        UserError: There is no key of this name, or a recipe cannot be read.
+        UserError: There is no such key, or a recipe cannot be read.
     """
     index = next(number for number, word in enumerate(words) if word.partition("=")[0] in HELP)
     option, equals, name = words[index].partition("=")
@@ -169,10 +169,10 @@ def help_of(command: str, words: list[str], engine: str) -> str:
 
 
 def _classes(words: list[str], mistakes: Mistakes) -> dict[str, tuple[type, ...]]:
-    """The classes of model and data that the recipe names; all of them where it names none, or one of its own."""
+    """Return the model and data classes that the recipe names; all of them if it names none or a user-defined one."""
     layers = read_layers(words, mistakes)
     named = {block: class_of(block, layers, mistakes) for block in declarations.TASKS}
-    for block, other in (("model", "data"), ("data", "model")):  # each tells the other
+    for block, other in (("model", "data"), ("data", "model")):  # one implies the other
         if named[block] is None and (known := named[other]):
             short = known.__name__
             named[block] = getattr(declarations, f"{short}Data" if block == "data" else short.removesuffix("Data"))
@@ -180,13 +180,13 @@ def _classes(words: list[str], mistakes: Mistakes) -> dict[str, tuple[type, ...]
 
 
 def _with_classes(key: Key, engine: str) -> Key:
-    """A key whose values are classes of libraries, with the names of those that were tried."""
+    """Add the tested class names to the text of a key whose values are library classes."""
     listed = declarations.CLASSES[engine].get(key.name)
     return dataclasses.replace(key, text=f"{key.text} Classes: {', '.join(listed)}.") if listed else key
 
 
 def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], engine: str) -> str:
-    """A key: its sentence, type and default; of a group its keys."""
+    """Return the help of one key: description, type and default; for a group, its keys."""
     name = name.lstrip("-").replace(".init_args.", ".")
     found = {key.name: _with_classes(key, engine) for key in walk(keys, classes)}
     if name not in found:
@@ -208,7 +208,7 @@ def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], 
 
 
 def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], engine: str) -> str:
-    """Every key, in the blocks of a recipe."""
+    """Return the help of every key, grouped by recipe block."""
     parts = [f"usage: python train.py {command} --config RECIPE [--KEY VALUE …]", COMMANDS[command].line,
              "Every key of a recipe is an option too: trainer: {max_steps: 3} is --trainer.max_steps 3. One key alone: "
              f"{command} --help KEY."]
@@ -229,7 +229,7 @@ def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]
 
 
 def _by_task(name: str, kinds: tuple[type, ...]) -> list[str]:
-    """Keys of all classes of a block, then of each what it has beside them."""
+    """Return the keys common to all classes of a block, then the additional keys of each class."""
     own = {kind: keys_of(kind, name) for kind in kinds}
     common = {each: key for each, key in own[kinds[0]].items() if all(each in keys for keys in own.values())}
     lines = ["", f"{name}, of every task ({', '.join(kind.__name__ for kind in kinds)}):", *_entries(common)]
@@ -253,7 +253,7 @@ def _entries(keys: dict[str, Key]) -> list[str]:
         lines.append(_entry(key))
         kind = block_in(key.type)
         if kind is not None and (kind, key.name.rpartition(".")[0]) not in explained:
-            explained.add((kind, key.name.rpartition(".")[0]))  # the keys of a source once for all sources
+            explained.add((kind, key.name.rpartition(".")[0]))  # explain the keys of a source only once
             lines += [_entry(inner) for inner in keys_of(kind, key.name).values()]
     return lines
 

@@ -1,4 +1,4 @@
-"""LightningCLI for either engine: from a parsed recipe to objects, and from a command to the trainer's method."""
+"""LightningCLI for both engines: build objects from a parsed recipe and call the trainer method of a command."""
 
 import importlib
 import inspect
@@ -34,37 +34,37 @@ from lmmods.runs.inside import way_out
 from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What commands change in LightningCLI that it does not offer to change. Read in lightning 2.6.
+# Overrides of LightningCLI internals that have no public hook. Source: lightning 2.6.
 
 class CLI(LightningCLI):
-    """LightningCLI over a parser made elsewhere, for checkpoints that are folders."""
+    """LightningCLI with an external parser and folder checkpoints."""
 
     def use_parser(self, parser: ArgumentParser, commands: Mapping[str, ArgumentParser],
                    options: Mapping[str, list[str]]) -> None:
-        """Take a parser in place of the one that `setup_parser` would make.
+        """Use this parser instead of the one that `setup_parser` would build.
 
         Args:
-            commands: The parsers of commands by name; `callback_keys` of each are blocks that are callbacks.
-            options: Of each command, what its method takes.
+            commands: Subcommand parsers by name; `callback_keys` of each lists the blocks that are callbacks.
+            options: Arguments of each command's method.
         """
         self.parser, self._subcommand_parsers, self._subcommand_method_arguments = parser, commands, options
 
     def _parse_ckpt_path(self) -> None:
-        """Read nothing: Lightning would unpickle a file that --ckpt_path names, and take classes from it.
+        """Do nothing: Lightning would unpickle the file that --ckpt_path names and take classes from it.
 
-        Called by LightningCLI's constructor whatever `load_from_checkpoint_support` says. What --ckpt_path names is
-        checked by `lmmods.runs.folder.RunFolder.resolve`.
+        LightningCLI's constructor calls this regardless of `load_from_checkpoint_support`. The value of --ckpt_path
+        is checked by `lmmods.runs.folder.RunFolder.resolve`.
         """
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Perform a command that is a method of this class; Lightning's asks the trainer alone."""
+        """Run a command that is a method of this class; Lightning only looks for methods of the trainer."""
         if not hasattr(self, subcommand):
             return super()._run_subcommand(subcommand)
         getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))
 
 
 def torch_engine() -> RecipeTypes:
-    """The classes of the torch engine."""
+    """Return the recipe types of the torch engine."""
     from lmmods.data.base import DataModule
     from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
     from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
@@ -78,7 +78,7 @@ def torch_engine() -> RecipeTypes:
 
 
 def jax_engine() -> RecipeTypes:
-    """The classes of the JAX engine."""
+    """Return the recipe types of the JAX engine."""
     from lmmods.data.base import DataModule
 
     trainer, task, *blocks = importlib.import_module("jax_engine.engine").load()
@@ -87,12 +87,12 @@ def jax_engine() -> RecipeTypes:
 
 
 def types_of(engine: str) -> RecipeTypes:
-    """The classes of an engine."""
+    """Return the recipe types of an engine."""
     return jax_engine() if engine == "jax" else torch_engine()
 
 
 class EngineCLI(CLI):
-    """fit, validate, test, predict and inspect over one engine's classes."""
+    """Command line for fit, validate, test, predict and inspect with one engine's classes."""
 
     def __init__(self, types: RecipeTypes, engine: str, arguments: list[str]):
         self.types, self.engine, self.arguments = types, engine, arguments
@@ -100,7 +100,7 @@ class EngineCLI(CLI):
             super().__init__(types.model, types.data, trainer_class=types.trainer, save_config_callback=None,
                              subclass_mode_model=True, subclass_mode_data=True, auto_configure_optimizers=False,
                              load_from_checkpoint_support=False)  # parses, builds and runs the command
-        except (RuntimeError, MemoryError, ValueError) as error:  # the last of XLA: see is_out_of_memory
+        except (RuntimeError, MemoryError, ValueError) as error:  # XLA raises ValueError: see is_out_of_memory
             if not is_out_of_memory(error):
                 raise
             trains = getattr(self, "subcommand", None) == "fit" and hasattr(self, "trainer")
@@ -108,11 +108,11 @@ class EngineCLI(CLI):
             raise what_to_lower(error, last and last.name) from error
 
     def setup_parser(self, *_: Any) -> None:
-        """Ours, instead of Lightning's."""
+        """Install our own parser instead of Lightning's."""
         self.command_line = CommandLine(self.types, self.engine, self.arguments)
         for parser in self.command_line.commands.values():
             parser.dump_header = [f"lightning.pytorch=={pl.__version__}"]
-            # Those that are callbacks are among the trainer's.
+            # Lightning adds blocks that are callbacks to the trainer's callbacks.
             parser.callback_keys = [key for key in BLOCKS[1:] if issubclass(getattr(self.types, key), Callback)]
         self.use_parser(self.command_line.parser, self.command_line.commands, self.command_line.options)
 
@@ -125,7 +125,7 @@ class EngineCLI(CLI):
                 check_callback(spec.class_path)
 
     def instantiate_classes(self) -> None:
-        """As Lightning's; what a class of Lightning has against its settings is the recipe's mistake."""
+        """Instantiate as Lightning does, but report errors of Lightning classes as mistakes in the recipe."""
         self.config_init = self.parser.instantiate(self.config, instantiators=[
             (_built, kind, True) for kind in (Callback, Logger, Strategy, Profiler)])
         self.datamodule, self.model = (self.config_init[self.subcommand][key] for key in ("data", "model"))
@@ -141,17 +141,17 @@ class EngineCLI(CLI):
             raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
                             "Lightning's DeepSpeedStrategy.")
         folder = RunFolder(self.recipe.trainer.default_root_dir)
-        if self.subcommand == "predict" and known_wandb_id(folder):  # its table belongs to the run
+        if self.subcommand == "predict" and known_wandb_id(folder):  # log the predictions table to the run
             self.recipe.trainer.logger = wandb_loggers(self.recipe.trainer.logger) or None
         elif self.subcommand != "fit":
-            self.recipe.trainer.logger = None  # the other commands log nowhere but metrics.json
+            self.recipe.trainer.logger = None  # other commands only write metrics.json
         _check_complete(self.recipe.as_dict())
         for logger in wandb_loggers(self.recipe.trainer.logger):
             settle_wandb(logger.init_args, folder, self.subcommand == "predict" or bool(self.recipe.get("ckpt_path")))
         check_outputs(self.recipe.trainer, folder)
 
     def whole_recipe(self) -> dict[str, Any]:
-        """The recipe as plain values, defaults filled in, secrets too."""
+        """Return the recipe as plain values with defaults filled in, secrets included."""
         dump = self.parser.commands[self.subcommand].dump(self.recipe, skip_none=False, skip_validation=True)
         return yaml.load(dump, Loader=Loader)
 
@@ -161,9 +161,9 @@ class EngineCLI(CLI):
             recipe.pop(key, None)
         defaults = self._defaults()
         self._make_engine_neutral(recipe, defaults["trainer"])
-        recipe["trainer"]["precision"] = self.trainer.precision  # what `auto` has become
-        recipe["engine"] = self.engine  # --engine before a --config that names another one wins all the same
-        if not issubclass(self.types.checkpoint, Callback):  # else they are among the trainer's callbacks
+        recipe["trainer"]["precision"] = self.trainer.precision  # resolved value of `auto`
+        recipe["engine"] = self.engine  # --engine wins even over a later --config
+        if not issubclass(self.types.checkpoint, Callback):  # else already among the trainer's callbacks
             made = self.config_init[self.subcommand]
             self.trainer.checkpoint, self.trainer.samples, self.trainer.mmlu, self.trainer.publish = (
                 made.checkpoint, made.samples, made.mmlu, made.publish)
@@ -175,7 +175,7 @@ class EngineCLI(CLI):
                                 answers=self.model.answers)
 
     def _defaults(self) -> dict[str, Any]:
-        """The default of every key, in blocks as a recipe has them, but without `class_path` and `init_args`."""
+        """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""
         tree = self.parser.commands[self.subcommand].get_defaults().as_dict()
         for block, instance in (("model", self.model), ("data", self.datamodule)):
             tree[block] = {name: parameter.default for base in reversed(type(instance).__mro__)
@@ -185,7 +185,7 @@ class EngineCLI(CLI):
         return tree
 
     def _make_engine_neutral(self, recipe: dict[str, Any], defaults: dict[str, Any]) -> None:
-        """A run's config.yaml serves both engines: short names of classes, and of Lightning's own keys what is set."""
+        """Make config.yaml usable with both engines: short class names, and only the Lightning keys that are set."""
         recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
         for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
             part["class_path"] = short_name(part["class_path"])
@@ -196,7 +196,7 @@ class EngineCLI(CLI):
 
 
 def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
-    """An object of Lightning's; of other classes the errors are their own."""
+    """Instantiate a class; errors of Lightning classes become UserError, others propagate."""
     if not kind.__module__.startswith("lightning."):
         return kind(*args, **kwargs)
     try:
@@ -206,7 +206,7 @@ def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def short_name(class_path: str) -> str:
-    """The name of a class as both engines take it; others keep their import path."""
+    """Return the class name that both engines accept; other classes keep their import path."""
     return class_path.rsplit(".", 1)[-1] if class_path.split(".")[0] in PACKAGES else class_path
 
 
@@ -215,7 +215,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_complete(recipe: dict[str, Any]) -> None:
-    """Refuse what a run's config.yaml has left out. Raises UserError."""
+    """Reject values that a run's config.yaml left out. Raises UserError."""
     if key := next(left_out(recipe), None):
         short = key.replace(".init_args.", ".")
         raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
@@ -223,14 +223,13 @@ def _check_complete(recipe: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where classes of Lightning that a recipe names write: in the run folder, unless the command line trusts the recipe.
+# Output locations of Lightning classes: only the run folder, unless the command line trusts the recipe.
 #
-# Its loggers and profilers write wherever their settings say, over what is there and through links. So their settings
-# are
-# looked at before any of them is built.
+# Lightning's loggers and profilers write wherever their settings say, overwrite existing files and follow links, so
+# their settings are checked before any of them is built.
 
 PROFILERS = ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
-# Files that are written under these names each time; `*` is the name that the recipe gives a profile.
+# Files that are overwritten under fixed names; `*` stands for the profile name given in the recipe.
 FILES = {"CSVLogger": ("metrics.csv", "hparams.yaml"), "TensorBoardLogger": ("hparams.yaml",),
          **dict.fromkeys(PROFILERS, ("*.txt", "*.prof", "*.json"))}
 SERVERS = ("http://", "https://", "databricks")
@@ -238,10 +237,10 @@ TRUST = f"or, if you trust the recipe, add {FLAG} true to the command line."
 
 
 def check_outputs(trainer: Any, folder: RunFolder) -> None:
-    """Look at the loggers and profilers of a parsed recipe.
+    """Check where the loggers and profilers of a parsed recipe would write.
 
     Raises:
-        UserError: One of Lightning's would write out of the run folder, over what no run wrote, or nobody knows where.
+        UserError: A Lightning class would write outside the run folder, over foreign files, or to an unknown place.
     """
     for key in ("logger", "profiler"):
         given = trainer.get(key)
@@ -256,7 +255,7 @@ def check_outputs(trainer: Any, folder: RunFolder) -> None:
 
 
 def _check(key: str, name: str, options: dict[str, Any], folder: RunFolder) -> None:
-    if options.get("settings"):  # of wandb, with many paths among them
+    if options.get("settings"):  # wandb.Settings holds many paths
         raise UserError(f"{key}: {name} is given settings, which can name any place to write to. Leave them out, "
                         f"{TRUST}")
     places = _places(name, options)
@@ -274,7 +273,7 @@ def _check(key: str, name: str, options: dict[str, Any], folder: RunFolder) -> N
 
 
 def _places(name: str, options: dict[str, Any]) -> list[str] | None:
-    """The folders that a class writes to, None where that is not known; one that is None is in the run folder."""
+    """Return the folders that a class writes to, None if unknown; a None entry means the run folder."""
     if name in ("CSVLogger", "TensorBoardLogger"):
         version = options.get("version")
         version = version if isinstance(version, str | None) else f"version_{version}"
@@ -292,11 +291,11 @@ def _places(name: str, options: dict[str, Any]) -> list[str] | None:
 
 
 def _folder_of(store: str | None) -> str | None:
-    """The folder of a store of MLflow: itself, or that of a data base."""
+    """Return the folder of an MLflow store: the store itself, or the folder of its SQLite database."""
     file = str(store).removeprefix("sqlite:///")
     return store if file == str(store) else os.path.dirname(file) or "."
 
 
 def _is_odd(place: str) -> bool:
-    """Whether a library may read a path as another one: of another file system, of a user, of a variable."""
+    """True if a library may expand a path to another one: a URL, a home directory or an environment variable."""
     return place.startswith(("~", "file:", "local:")) or any(mark in place for mark in ("://", "::", "$"))

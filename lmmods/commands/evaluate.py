@@ -1,4 +1,4 @@
-"""`evaluate`: a finished run on the benchmarks of EleutherAI's lm-eval."""
+"""`evaluate`: evaluate a finished run on the benchmarks of EleutherAI's lm-eval."""
 
 import difflib
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from lmmods.core import hub
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError, first_line
 
-# What evaluate.json holds of lm-eval's results: nothing that names this machine.
+# Keys of lm-eval's results that go into evaluate.json; the others identify this machine.
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
@@ -45,7 +45,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     from lmmods.data.encode.chat_template import bounded_rendering
 
     finished = FinishedRun.read(run, "evaluate")
-    quiet = hub.silence()  # which lm-eval would find out for each file of each task
+    quiet = hub.silence()  # check the hub once; lm-eval would do so for each file of each task
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=task_folder)
     _check_names(names, manager.all_tasks)
@@ -79,14 +79,14 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
 
 
 def _scores(found: dict[str, Any]) -> dict[str, float]:
-    """`eval/<task>/<metric>` of lm-eval's results."""
+    """Return lm-eval's results by `eval/<task>/<metric>`."""
     return {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
             for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
             and name not in ("sample_len", "sample_count")}
 
 
 def _failure(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Exception:
-    """What to raise for tasks that failed: a mistake where only data or packages are missing, else the first error."""
+    """Return the exception for failed tasks: UserError if only data or packages are missing, else the first error."""
     if bug := next((error for error in failed.values() if not isinstance(error, OSError | ImportError)), None):
         return bug
     reasons = "; ".join(f"{name}: {_reason(error)}" for name, error in failed.items())
@@ -102,7 +102,7 @@ def _reason(error: Exception) -> str:
 
 
 def _metric(name: str) -> str:
-    """`acc,none` as `acc`, `exact_match,strict` as `exact_match_strict`."""
+    """Return `acc` for `acc,none` and `exact_match_strict` for `exact_match,strict`."""
     metric, _, filtered = name.partition(",")
     return metric if filtered in ("", "none") else f"{metric}_{filtered}"
 

@@ -1,4 +1,4 @@
-"""A finished run as other commands take it up: its base, its adapter, its tokenizer, freshly loaded on torch."""
+"""Load a finished run for other commands: base model, adapter and tokenizer, on torch."""
 
 import copy
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from lmmods.runs.folder import RunFolder
 
 @dataclass
 class FinishedRun:
-    """What a run of either engine leaves.
+    """Output of a finished run of either engine.
 
     Args:
         has_adapter: Whether model/ holds an adapter; a whole model otherwise.
-        pretrained: What the adapter was trained on, and the fields with which it was loaded.
+        pretrained: Base model of the adapter, and the fields with which it was loaded.
     """
 
     folder: RunFolder
@@ -31,7 +31,7 @@ class FinishedRun:
 
     @classmethod
     def read(cls, run: str, command: str) -> "FinishedRun":
-        """Take up the run in a folder. Raises UserError: no run there, not a finished one, or one of another task."""
+        """Read the run in a folder. Raises UserError: no run there, not finished, or of another task."""
         folder = RunFolder(run)
         if not folder.config.is_file():
             raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
@@ -54,11 +54,11 @@ class FinishedRun:
         return AutoTokenizer.from_pretrained(self.folder.model, trust_remote_code=self.trust_remote_code)
 
     def load(self, quantize: str | None, precision: str = "32-true", device: str | None = None):
-        """The base of an adapter, or the whole model, freshly read, quantised or not, in evaluation mode.
+        """Load the base of the adapter, or the whole model, in evaluation mode, optionally quantised.
 
         Args:
-            precision: Lightning's name.
-            device: Where it goes; None is the CPU.
+            precision: Lightning's name of the precision.
+            device: Target device; None is the CPU.
         """
         import torch
         import transformers
@@ -74,18 +74,18 @@ class FinishedRun:
         return (model if device is None or quantize or self.saved_quantization() else model.to(device)).eval()
 
     def with_adapter(self, base):
-        """The base with the run's adapter on it, if it has one. Raises UserError: it does not fit."""
+        """Return the base with the run's adapter, if any, attached. Raises UserError: the adapter does not fit."""
         from lmmods.torch_engine.nn.lora import load_adapter
 
         return load_adapter(base, self.folder.model, self.option).eval() if self.has_adapter else base
 
     @property
     def option(self) -> str:
-        """What has led to the run."""
+        """Command-line option that named the run, for messages."""
         return f"--run {self.folder.root}"
 
     def saved_quantization(self) -> str | None:
-        """How the base itself is saved, if it is not read into plain numbers."""
+        """Return the quantisation method of the saved base; None if it loads as plain weights."""
         from lmmods.core.hf_config import MXFP4, load_config, saved_quantization
 
         if not self.has_adapter:
@@ -94,7 +94,7 @@ class FinishedRun:
         return None if saved == MXFP4 else saved
 
     def unpack(self):
-        """A base that is saved quantised, in the plain numbers that it computes with."""
+        """Load a base that is saved quantised, dequantised to the weights it computes with."""
         import transformers
 
         quantised = self.load(None)
@@ -110,7 +110,7 @@ class FinishedRun:
 
 
 def model_block(run: str, command: str) -> dict[str, Any]:
-    """The block `model` of a run's config.yaml. Raises UserError: there is none, or it is of a task without text."""
+    """Return the `model` block of a run's config.yaml. Raises UserError: it is missing, or of a task without text."""
     model = read_recipe(RunFolder(run).config).get("model")
     if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
             and isinstance(model.get("init_args"), dict)):
@@ -122,7 +122,7 @@ def model_block(run: str, command: str) -> dict[str, Any]:
 
 
 def copy_dequantized(quantized, model) -> None:
-    """Give `model` the weights that the quantised one computes with."""
+    """Copy the dequantised weights of `quantized` into `model`."""
     import bitsandbytes as bnb
 
     from lmmods.torch_engine.compat.bitsandbytes import matrix_of

@@ -1,4 +1,4 @@
-"""Keys of other programs and what they are here: the tables of foreign_keys.txt, read when they are needed."""
+"""Keys of other programs and their counterparts here: the tables of foreign_keys.txt, read on demand."""
 
 import functools
 import re
@@ -19,12 +19,12 @@ NO_KEY = ("none", NOT_NEEDED)
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table.
+    """Row of a table.
 
     Args:
-        program: The table: a section of the file.
-        cells: Old, ours and notes, as they stand there.
-        pairs: Each old key with its keys here: none where there is no counterpart.
+        program: Program whose table (a section of the file) it is in.
+        cells: The columns old, ours and notes, verbatim.
+        pairs: Each foreign key with its keys here; empty if there is no counterpart.
     """
 
     program: str
@@ -33,13 +33,13 @@ class Row:
 
     @property
     def note(self) -> str:
-        """The notes as plain text."""
+        """Notes as plain text, without Markdown."""
         return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", self.cells[2]).replace("`", "")
 
 
 @functools.cache
 def read_rows() -> tuple[Row, ...]:
-    """All rows, in the order of the file."""
+    """Return all rows in file order."""
     rows, program = [], ""
     for line in TABLES.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -51,15 +51,15 @@ def read_rows() -> tuple[Row, ...]:
 
 
 def rows_of(program: str) -> dict[str, Row]:
-    """Old key -> the row of a program's table."""
+    """Map each foreign key of a program to its row."""
     return {name: row for row in read_rows() if row.program == program for name, _ in row.pairs}
 
 
 def counterparts(key: str) -> list[tuple[tuple[str, ...], str]]:
-    """What a key of any program is here: keys (none where there is no counterpart) and a note, those with keys first.
+    """Return the counterparts of any program's key: (keys, empty if none; note), those with keys first.
 
     Args:
-        key: Dotted; `lora.r` is looked up as lora_r before r.
+        key: Dotted key; `lora.r` is looked up as lora_r before r.
     """
     parts = re.sub(r"\.(init_args|dict_kwargs)\b", "", key).replace("-", "_").split(".")
     for name in ("_".join(parts[-2:]), parts[-1]):
@@ -81,7 +81,7 @@ def _pairs(old: str, ours: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _names(cell: str) -> list[str]:
-    """The keys of the first column: what has a space in it is none, and what follows a colon are values."""
+    """Return the keys in a cell: items with a space are not keys, and text after a colon is a value."""
     names = []
     for item in cell.split(", "):
         name, colon, _ = item.partition(":")
@@ -93,7 +93,7 @@ def _names(cell: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Values of other programs' keys that have another name here, by foreign key: each gives settings of a recipe.
+# Values that have a different name here, by foreign key; each entry maps a value to settings of a recipe.
 
 OPTIMIZERS = {
     "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adam": "adamw",
@@ -115,7 +115,7 @@ Settings = dict[str, Any]
 
 
 def _named(key: str, names: dict[str, Any]) -> Callable[[Any], Settings]:
-    """A value that has another name here; nothing where it has none."""
+    """Return a function that translates a value by `names`; unknown values give no settings."""
     return lambda value: {key: names[name]} if (name := str(value).lower()) in names else {}
 
 
@@ -128,7 +128,7 @@ def _attention(value: Any) -> Settings:
 
 
 def _targets(value: Any) -> Settings:
-    """`all` and `all-linear`, names with commas between them, a list of names, but no regular expression."""
+    """Translate LoRA targets: `all`, `all-linear`, comma-separated names or a list, but no regular expression."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if names and all(isinstance(name, str) and name.replace("_", "").replace(".", "").replace("-", "").isalnum()
                      for name in names):
@@ -144,7 +144,7 @@ def _interval(value: Any) -> Settings:
     return {"trainer.val_check_interval": None} if value == "epoch" else {}
 
 
-# Foreign key -> its value as settings here, nothing where the value has no counterpart.
+# Foreign key -> function from its value to settings here; empty if the value has no counterpart.
 VALUES: dict[str, Callable[[Any], Settings]] = {
     "optim": _named("model.optimizer.name", OPTIMIZERS), "optimizer": _named("model.optimizer.name", OPTIMIZERS),
     "adafactor": _if_true("model.optimizer.name", "adafactor"),
@@ -182,15 +182,15 @@ VALUES: dict[str, Callable[[Any], Settings]] = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the error for an unknown key says: where it stands, and what it is here if another program has it.
+# Hints for unknown keys: their counterpart here if another program has them.
 
-# Keys here whose values have other names elsewhere.
+# Keys here whose values are named differently in other programs.
 OURS = {"name": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS,
         "quantize": {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}}
 
 
 def told(key: str, value: Any = None) -> str | None:
-    """What is said of an unknown key, with its value where that has another name here; None where no table has it."""
+    """Return the hint for an unknown key, with its value if that is renamed here; None if no table has the key."""
     found = counterparts(key)
     if not found:
         return None
@@ -203,19 +203,19 @@ def told(key: str, value: Any = None) -> str | None:
     ours, note = found[0]
     if not ours:
         return f"{key} is no key, and there is none for it: {note}."
-    note = "" if re.search(r"\bthere\b", note) else note  # that is about one program among several
+    note = "" if re.search(r"\bthere\b", note) else note  # a note about one program only
     others = "".join(f", or {' and '.join(each)}" for each, _ in found[1:] if each)
     return f"{key} is no key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
 
 
 def foreign_value(key: str, value: str) -> str:
-    """A sentence that says what a wrong value is here, where another program has it; else nothing."""
+    """Return a hint with our name for a value of another program; empty if there is none."""
     ours = OURS.get(key.rpartition(".")[2], {}).get(value.lower())
     return f" Other programs' {value} is {ours} here." if ours else ""
 
 
 def keys_given(arguments: list[str]) -> list[str]:
-    """Every key that a command line gives, in its words and in the recipes that it names, without `init_args`."""
+    """Return every key set by a command line and the recipes it names, without `init_args`."""
     names: list[str] = []
     for name, value in _options(arguments):
         if name not in ("config", "c"):
@@ -226,16 +226,16 @@ def keys_given(arguments: list[str]) -> list[str]:
 
 
 def _recipes(arguments: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What `--config` is given, and the recipe that it is."""
+    """Yield each value of `--config` and the recipe it stands for."""
     for value in option_values(arguments, *CONFIG_OPTIONS):
         try:
             yield value, config_argument(value)
-        except UserError:  # told where it is read
+        except UserError:  # reported where it is read
             continue
 
 
 def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """Names and values; that of an option without one is true."""
+    """Yield option names and values; an option without a value is true."""
     for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         if word.startswith("-"):
             name, equals, value = word.lstrip("-").partition("=")
@@ -258,11 +258,11 @@ def _loaded(text: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which program a configuration was written for.
+# Detection of the program that a configuration was written for.
 
 PROGRAMS = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL"}
 BLOCKS = ("trainer", "model", "data", "checkpoint", "samples", "mmlu", "publish")  # of a recipe
-# Keys that a program alone has, of which one is enough.
+# Keys unique to a program; one of them is enough to identify it.
 MARKS = {
     "axolotl": {"base_model", "sequence_len", "micro_batch_size", "val_set_size", "sample_packing", "num_epochs",
                 "lora_target_linear", "dataset_prepared_path", "rl", "rl_beta", "dpo_loss_type"},
@@ -276,7 +276,7 @@ MARKS = {
 
 
 def written_for(content: dict[str, Any]) -> str | None:
-    """The program, of `PROGRAMS`, whose keys a mapping has most of; None for a recipe, and where it is unclear."""
+    """Return the program in `PROGRAMS` that most keys of a mapping belong to; None for a recipe or if unclear."""
     if any(isinstance(content.get(block), dict) for block in BLOCKS):
         return None
     counts = {program: len(marks & content.keys()) for program, marks in MARKS.items()}

@@ -1,4 +1,4 @@
-"""`inspect`, which shows what would be trained on, or compares both engines on the first rows of it."""
+"""`inspect`: show the training data as the model sees it, or compare both engines on its first rows."""
 
 import ctypes
 import gc
@@ -19,12 +19,12 @@ from lmmods.core.parity import Row, compare, first_rows
 from lmmods.core.recipes import as_yaml
 from lmmods.core.settings import require
 
-# Keys of a model that change no number, or that one engine lacks; a comparison leaves them to their defaults.
+# Model keys that do not affect logits or that one engine lacks; a comparison uses their defaults.
 NEUTRAL = ("optimizer", "generation", "piece_tokens", "compile", "max_memory", "quant_storage", "save_dtype")
 
 
 class Inspector(EngineCLI):
-    """One engine's classes, and, for a comparison, the other's after them."""
+    """Engine command line with `inspect`; for a comparison it builds the other engine's classes too."""
 
     def inspect(self, model: Any, datamodule: Any, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
@@ -46,7 +46,7 @@ class Inspector(EngineCLI):
         self._compare(datamodule, rows)
 
     def _compare(self, datamodule: Any, num_rows: int) -> None:
-        # JAX would take most of a GPU for good, also where torch comes after it.
+        # JAX would preallocate most of the GPU's memory and leave too little for torch.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         _check_comparable(Measuring.of(self, "jax").model)
         rows = first_rows(datamodule, num_rows)
@@ -55,7 +55,7 @@ class Inspector(EngineCLI):
             folders = [Path(root) / engine for engine in ENGINES]
             for folder in folders:
                 folder.mkdir()
-                # Made only now: what is there while data are encoded, the collector spares for good.
+                # Built only now: objects that exist while data are encoded are exempt from garbage collection.
                 Measuring.of(self, folder.name).measure(datamodule, rows, folder)
                 datamodule.trainer = None
                 _give_memory_back()
@@ -81,11 +81,11 @@ class Inspector(EngineCLI):
 
 
 class Measuring(EngineCLI):
-    """One engine's classes for the model of a recipe, in float32 on one device; nothing is done until it is asked."""
+    """One engine's classes for the model of a recipe, in float32 on one device; runs only when `measure` is called."""
 
     @classmethod
     def of(cls, cli: EngineCLI, engine: str) -> "Measuring":
-        """For the recipe of another command line, with what both engines have."""
+        """Build it from another command line's recipe, restricted to keys that both engines have."""
         whole = cli.whole_recipe()
         model, data = whole["model"], whole["data"]
         for part in (model, data):
@@ -108,18 +108,18 @@ class Measuring(EngineCLI):
         return cls(types_of(engine), engine, arguments)
 
     def inspect(self, **_: Any) -> None:
-        """Nothing yet."""
+        """Do nothing: the work is done by `measure`."""
 
     def measure(self, datamodule: Any, rows: list[Row], folder: Path) -> None:
-        """Load the network and write what it makes of these rows."""
+        """Load the network and write its outputs for these rows."""
         self.trainer.measure(self.model, datamodule, rows, folder)
 
 
 def _check_comparable(model: Any) -> None:
-    """Raise UserError where the engines cannot be compared on a model.
+    """Raise UserError if the engines cannot be compared on a model.
 
     Args:
-        model: The task on JAX.
+        model: The task of the JAX engine.
     """
     from jax_engine.models.hub import family_of
 
@@ -128,10 +128,10 @@ def _check_comparable(model: Any) -> None:
 
 
 def _give_memory_back() -> None:
-    """Let go of a network that nothing needs any more."""
+    """Free the memory of a network that is no longer referenced."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if platform.libc_ver()[0] == "glibc":  # which keeps what is freed between what is not
+    if platform.libc_ver()[0] == "glibc":  # glibc keeps freed memory in fragmented arenas
         ctypes.CDLL(None).malloc_trim(0)

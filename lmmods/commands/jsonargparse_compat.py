@@ -1,6 +1,6 @@
-"""What commands need of jsonargparse, and of argparse below it, that neither documents.
+"""Access to undocumented internals of jsonargparse and argparse.
 
-Held by tests/compat/test_jsonargparse.py. Read in jsonargparse 4.53.
+Covered by tests/compat/test_jsonargparse.py. Source: jsonargparse 4.53.
 """
 
 import argparse
@@ -12,20 +12,20 @@ import jsonargparse
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Every option of a parser: `_actions` of argparse, which has no public list of them."""
+    """Return all options of a parser: argparse's `_actions`, as there is no public list."""
     return parser._actions
 
 
 def type_of(option: argparse.Action) -> Any:
-    """The type hint of an option, None where it has no such type: `_typehint` of jsonargparse's ActionTypeHint."""
+    """Return the type hint of an option, None if it has none: `_typehint` of jsonargparse's ActionTypeHint."""
     return getattr(option, "_typehint", None)
 
 
 def take_no_files(parser: argparse.ArgumentParser) -> None:
-    """Keep options whose value is an object from reading a string that happens to be a file as a configuration.
+    """Stop object-valued options from loading a string that happens to name a file as a configuration.
 
-    `_enable_path` and `sub_add_kwargs` of ActionTypeHint; `add_subclass_arguments` has no `sub_configs`, which would
-    replace both.
+    Sets `_enable_path` and `sub_add_kwargs` of ActionTypeHint: `add_subclass_arguments` lacks the public
+    `sub_configs` parameter, which would do the same.
     """
     for option in options_of(parser):
         if getattr(option, "_enable_path", False):
@@ -34,16 +34,16 @@ def take_no_files(parser: argparse.ArgumentParser) -> None:
 
 
 def list_classes(option: argparse.Action, names: Iterable[str]) -> None:
-    """Name these classes in an option's help: ActionTypeHint's `extra_help`, which lists all that are imported."""
+    """List only these classes in an option's help; by default ActionTypeHint's `extra_help` lists all imported ones."""
     option.extra_help = lambda: f", known subclasses: {', '.join(names)}"
 
 
 def replace_check(option: argparse.Action, check: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None:
-    """Let another function decide on an option's values: `_check_type` of ActionTypeHint, called for each of them.
+    """Replace the check of an option's values: ActionTypeHint's `_check_type`, called for each value.
 
     Args:
-        check: Given the check of jsonargparse, a value and the one before it (None at first), returns what the option
-            then holds. A value may be a pair (key, text): jsonargparse's form of `--model.key text`.
+        check: Takes jsonargparse's check, the value and the previous value (None at first), and returns the value to
+            store. A value may be a pair (key, text): jsonargparse's form of `--model.key text`.
     """
     original = option._check_type
 
@@ -55,9 +55,9 @@ def replace_check(option: argparse.Action, check: Callable[[Callable[[Any], Any]
 
 
 def parse_alone(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> jsonargparse.Namespace:
-    """What a command's parser makes of its arguments; the parser above it would check all of it a second time.
+    """Parse with a subcommand's parser directly; the top-level parser would check everything a second time.
 
-    Without `parent_parser`, which `add_subcommand` sets, it also prints its configuration itself.
+    Removes `parent_parser`, set by `add_subcommand`, so that the subcommand's parser handles --print_config itself.
     """
     vars(parser).pop("parent_parser", None)
     return parser.parse_args(arguments)
@@ -65,9 +65,9 @@ def parse_alone(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> js
 
 @contextlib.contextmanager
 def kept_settings() -> Iterator[None]:
-    """Put back at its end what `set_parsing_settings` changes within: `_common.parsing_settings`, a dictionary.
+    """Restore jsonargparse's `_common.parsing_settings` on exit, undoing any `set_parsing_settings` within.
 
-    The public function can neither read a setting nor lift a list of allowed imports.
+    The public function can neither read a setting nor remove a list of allowed imports.
     """
     from jsonargparse._common import parsing_settings
 

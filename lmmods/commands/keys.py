@@ -1,6 +1,6 @@
-"""What a command line and its recipes may hold: every key with its type, its default and its sentence.
+"""Keys that a command line and its recipes may hold, with type, default and description.
 
-All of it comes from the declarations, which import no library, and from the functions that commands are.
+They are read from the declarations, which import no heavy library, and from the command functions.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ from lmmods.runs.hub_upload import Publisher
 REQUIRED = inspect.Parameter.empty
 TRAINERS = {"torch": declarations.TorchTrainerFields, "jax": JaxTrainerFields}
 TASKS = {"model": declarations.TaskModule, "data": declarations.DataModule}
-BLOCKS = (CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher)  # beside the dataclasses
+BLOCKS = (CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher)  # not dataclasses, but configured like them
 DEFAULT_SEED = 42
-PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # texts that are nothing but paths
+PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose text is always a path
 WORDS = {str: ("a text", "texts"), int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
          bool: ("true or false", "true or false"), type(None): ("null", "null"), Any: ("any value", "any values")}
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a recipe, or an option of a command.
+    """Key of a recipe, or option of a command.
 
     Args:
-        name: From the top of the recipe, without `init_args`: `model.lora.rank`.
-        type: Its type hint.
-        default: `REQUIRED` where there is none.
-        text: What it is for.
+        name: Full dotted name without `init_args`: `model.lora.rank`.
+        type: Type hint.
+        default: Default value, `REQUIRED` if there is none.
+        text: Description.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Key:
 
 
 def keys_of(kind: Callable[..., Any], prefix: str = "") -> dict[str, Key]:
-    """The arguments of a function or of a class's constructor, as keys that stand under `prefix`, by own names."""
+    """Return the arguments of a function or constructor as keys under `prefix`, by argument name."""
     return {name: Key(f"{prefix}.{name}".removeprefix("."), hint, default, text)
             for name, (hint, default, text) in _arguments(kind).items()}
 
@@ -66,14 +66,14 @@ def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
 
 
 def _texts(kind: Callable[..., Any]) -> dict[str, str]:
-    """What the docstrings of a function, or of a class and its bases, say of arguments."""
+    """Return the argument descriptions in the docstrings of a function, or of a class and its bases."""
     return {each.arg_name: " ".join((each.description or "").split())
             for base in reversed(kind.__mro__ if inspect.isclass(kind) else [kind])
             for each in docstring_parser.parse(base.__doc__ or "").params}
 
 
 def recipe_keys(command: str, engine: str) -> dict[str, Key]:
-    """What stands at the top of a recipe and on the command line of a command that an engine performs."""
+    """Return the top-level keys of a recipe, with the options of an engine command."""
     own = keys_of(getattr(declarations.EngineCommands, command))
     blocks = {"trainer": TRAINERS[engine], "model": TASKS["model"], "data": TASKS["data"],
               "checkpoint": CheckpointPolicy, "samples": SampleWriter, "mmlu": MMLUEvaluator, "publish": Publisher}
@@ -82,7 +82,7 @@ def recipe_keys(command: str, engine: str) -> dict[str, Key]:
         "seed_everything": Key("seed_everything", bool | int, DEFAULT_SEED,
                                "Seed of everything that is drawn; true draws the seed itself."),
         "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
-        # A recipe that says it to fit serves the other commands too.
+        # Accepted by every command, as a recipe written for fit may set it.
         **({} if "overwrite" in own else {"overwrite": Key("overwrite", bool, False, "")}),
         **{name: Key(name, kind, REQUIRED, _summary(kind)) for name, kind in blocks.items()}}
 
@@ -92,12 +92,12 @@ def _summary(kind: type) -> str:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The types that a union is of; of any other type that one."""
+    """Return the members of a union; any other type is its own single member."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def block_in(hint: Any) -> type | None:
-    """The class of ours whose fields a mapping may set, where a type has one."""
+    """Return the class of ours in a type hint whose fields a mapping may set; None if there is none."""
     return next((each for each in members(hint) if _is_block(each)), None)
 
 
@@ -106,17 +106,17 @@ def _is_block(kind: Any) -> bool:
 
 
 def is_left(hint: Any) -> bool:
-    """Whether a type names classes of libraries, whose values only the engine can judge."""
+    """True if a type contains library classes, whose values only the engine can validate."""
     return any(is_left(inner) if get_origin(each) is list else inspect.isclass(each) and get_origin(each) is None
                and not _is_block(each) and each not in WORDS and each not in (dict, list, timedelta)
                for each in members(hint) for inner in (get_args(each) or (None,)))
 
 
 def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator[Key]:
-    """All keys, those of blocks behind the block.
+    """Yield all keys, the keys of a block after the block itself.
 
     Args:
-        classes: Of model and data: the classes that may be meant.
+        classes: Candidate classes of `model` and `data`.
     """
     for key in keys.values():
         yield key
@@ -128,12 +128,12 @@ def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator
 
 
 def task_classes(block: str) -> tuple[type, ...]:
-    """The declared classes of `model` or `data`."""
+    """Return the declared classes of `model` or `data`."""
     return tuple(getattr(declarations, name) for name in declarations.TASKS[block])
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """The key that someone meant who wrote one that is none; None where none is near."""
+    """Return the known key nearest to a misspelt one; None if none is near."""
     parent, _, leaf = name.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in names if each.rpartition(".")[0] == parent}
     begun = sorted((each for each in siblings if len(leaf) > 1 and each.startswith(leaf)), key=len)
@@ -154,10 +154,10 @@ def nearest(name: str, names: list[str]) -> str | None:
 
 
 def in_words(hint: Any, name: str = "") -> str:
-    """A type as one says it: `a whole number or null`, `one of nf4, fp4, int8, or null`.
+    """Describe a type in plain words: `a whole number or null`, `one of nf4, fp4, int8, or null`.
 
     Args:
-        name: Of the key whose type it is.
+        name: Name of the key with this type.
     """
     listed, parts, has_null = [], [], False
     for each in members(hint):
@@ -178,7 +178,7 @@ def in_words(hint: Any, name: str = "") -> str:
 
 
 def listed_in(hint: Any) -> list[str]:
-    """The values that a type lists one by one."""
+    """Return the literal values that a type enumerates."""
     return [str(value) for each in members(hint) if get_origin(each) is Literal for value in get_args(each)]
 
 

@@ -1,4 +1,4 @@
-"""`merge`: a run's adapter becomes part of plain weights, and how far the result is from the adapter is told."""
+"""`merge`: merge a run's adapter into plain weights and report how far the result deviates from the adapter."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         raise UserError(f"The merged model is {difference:.2g} of the logits' scale away from the adapter, more than "
                         f"--threshold {threshold}. Nothing was written. Try the other --base, a wider --dtype, or "
                         "--force true.")
-    from lmmods.torch_engine.nn.export import save  # needs torch, which mistakes and help do not
+    from lmmods.torch_engine.nn.export import save  # imports torch, not needed for errors and help
 
     temporary = fresh_folder(out_folder.with_name(f".{out_folder.name}"))
     save(chosen, temporary, adapter_only=False, dtype=None, writes=True)
@@ -81,10 +81,10 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
 
 @dataclass
 class _Reference:
-    """What the adapter says on the base it was trained on.
+    """Output of the adapter on the base it was trained on.
 
     Args:
-        ids: [B, T] tokens that the tuned model wrote itself.
+        ids: [B, T] tokens sampled from the tuned model.
         logits: [B, T, V] float32.
     """
 
@@ -108,10 +108,10 @@ def _reference(recipe: FinishedRun) -> _Reference:
 
 
 def _merged(recipe: FinishedRun, kind: str, dtype: str):
-    """A plain model whose weights hold the adapter.
+    """Return a plain model with the adapter merged into its weights.
 
-    Always from weights no forward pass has touched: bitsandbytes repacks 4-bit weights during one on some CPUs, and
-    a merge after that is garbage.
+    Always loads fresh weights: on some CPUs bitsandbytes repacks 4-bit weights during a forward pass, and merging
+    afterwards produces garbage.
     """
     import torch
 
@@ -120,7 +120,7 @@ def _merged(recipe: FinishedRun, kind: str, dtype: str):
     if kind == "dequantized" and recipe.quantize and not saved:
         copy_dequantized(recipe.load(recipe.quantize), model)
     adapted = recipe.with_adapter(model)
-    with fitting_adapter(recipe.folder.model, recipe.option):  # an adapter with NaNs is refused here
+    with fitting_adapter(recipe.folder.model, recipe.option):  # rejects an adapter with NaNs
         merged = adapted.merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, dtype))
 
@@ -152,7 +152,7 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
 
 
 def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], is_chat: bool) -> str:
-    from lmmods.runs.model_card import how_to_load  # needs torch, which help does not
+    from lmmods.runs.model_card import how_to_load  # imports torch, not needed for help
 
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = as_yaml({"library_name": "transformers", **base_model})
@@ -163,20 +163,20 @@ def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], i
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How other programs take a model folder: command lines, and the Modelfile of Ollama with the prompts of training.
+# Serving a merged model with other programs: command lines, and an Ollama Modelfile with the prompts of training.
 #
-# Ollama writes prompts by templates of Go's text/template, over `.System` (all system turns) and `.Messages`. A chat
-# template of Jinja is translated by what it writes: if all conversations are made of the same pieces around the turns,
-# these are the Go template; if not, none is written, as a prompt that only resembles the trained one would mislead.
+# Ollama renders prompts with Go's text/template over `.System` (all system turns) and `.Messages`. A Jinja chat
+# template is translated by its output: if all conversations consist of the same pieces around the turns, these pieces
+# form the Go template. Otherwise no Modelfile is written, as a merely similar prompt would degrade answers silently.
 
 MODELFILE = "Modelfile"
 Render = Callable[[list[dict[str, str]]], str]
 
-# Architecture in config.json -> programs that take it, for every causal family that we know. What the releases below
-# register: vLLM 0.33.0 (models/registry.py; also what it runs by transformers), SGLang 0.5.23 (EntryClass of
-# srt/models; gpt_neox, olmo3 and smollm3 by its fallback to transformers), llama.cpp 00bdaa1 (conversion/__init__.py),
-# Ollama 0.33.0-rc2 (convert/convert.go, which of gpt_oss reads MXFP4 alone, not the weights that `merge` writes).
-# Ollama serves the others from the file that llama.cpp's converter makes.
+# Architecture in config.json -> programs that support it, for every supported causal family. Sources, as registered
+# in: vLLM 0.33.0 (models/registry.py, including its transformers backend), SGLang 0.5.23 (EntryClass of srt/models;
+# gpt_neox, olmo3 and smollm3 via its transformers fallback), llama.cpp 00bdaa1 (conversion/__init__.py),
+# Ollama 0.33.0-rc2 (convert/convert.go, which reads gpt_oss only as MXFP4, not in the form that `merge` writes).
+# Ollama serves the other architectures from the file that llama.cpp's converter writes.
 NONE: frozenset[str] = frozenset()
 GGUF = frozenset({"vLLM", "SGLang", "llama.cpp"})
 ALL = GGUF | {"Ollama"}
@@ -214,11 +214,11 @@ PROGRAMS = {
 
 @dataclass
 class Layout:
-    """Pieces of text around the turns of every prompt.
+    """Fixed pieces of text around the turns of every prompt.
 
     Args:
-        start: Before the first user turn where there is no system turn.
-        before_system: Before the system turn; None where the template refuses one.
+        start: Before the first user turn if there is no system turn.
+        before_system: Before the system turn; None if the template rejects system turns.
         after_system: Between the system turn and the first user turn.
         answer: Between a user turn and its answer.
         next_turn: Between an answer and the next user turn.
@@ -231,7 +231,7 @@ class Layout:
     next_turn: str
 
     def prompt(self, messages: list[dict[str, str]]) -> str:
-        """The conversation up to where the assistant is to answer."""
+        """Render a conversation up to where the assistant answers."""
         text = self.start
         if messages[0]["role"] == "system":
             text = f"{self.before_system}{messages[0]['content']}{self.after_system}"
@@ -241,7 +241,7 @@ class Layout:
         return text
 
     def go_template(self) -> str:
-        """The same in Go's template language."""
+        """Return the layout as a Go template."""
         start, answer, next_turn = map(_literal, (self.start, self.answer, self.next_turn))
         if self.before_system is not None:
             start = (f"{{{{ if .System }}}}{_literal(self.before_system)}{{{{ .System }}}}{_literal(self.after_system)}"
@@ -252,10 +252,10 @@ class Layout:
 
 
 def find_layout(render: Render) -> Layout | None:
-    """The pieces of which a chat template makes all prompts of user, assistant and system turns; None if it does not.
+    """Return the pieces from which a chat template builds every prompt; None if it does not work that way.
 
     Args:
-        render: A conversation to its prompt. Raises RowProblem or ValueError where there is none.
+        render: Renders a conversation to its prompt; raises RowProblem or ValueError if it cannot.
     """
     system, ask, say, again = "(A system turn.)", "(A question?)", "(An answer.)", "(Another question?)"
 
@@ -267,7 +267,7 @@ def find_layout(render: Render) -> Layout | None:
     try:
         start, answer = render(turns(ask)).split(ask)
         next_turn, _ = render(turns(ask, say, again)).partition(say)[2].split(again)
-    except (RowProblem, ValueError):  # a turn is refused, left out or written twice
+    except (RowProblem, ValueError):  # a turn is rejected, dropped or duplicated
         return None
     before_system = after_system = None
     try:
@@ -290,11 +290,11 @@ def _literal(text: str) -> str:
 
 
 def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs: dict[str, Any] | None) -> str | None:
-    """Ollama's Modelfile for a model folder; None where neither Ollama nor llama.cpp takes the architecture.
+    """Return Ollama's Modelfile for a model folder; None if neither Ollama nor llama.cpp supports the architecture.
 
     Args:
-        system: The system turn that all rows were trained with.
-        template_kwargs: Variables of the chat template that they were trained with.
+        system: System turn used for all training rows.
+        template_kwargs: Chat template variables used in training.
     """
     programs = _programs(folder)
     if not programs & {"llama.cpp", "Ollama"}:
@@ -315,10 +315,10 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
 
 
 def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> Layout | None:
-    """The pieces of the prompts; None where Ollama's templates have no equal, or its Modelfile cannot hold it."""
+    """Return the prompt pieces; None if Ollama's templates cannot express them or a Modelfile cannot hold them."""
     bos = tokenizer.bos_token
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    adds_bos = bool(bos and settings.get("add_bos_token"))  # Ollama goes by this
+    adds_bos = bool(bos and settings.get("add_bos_token"))  # Ollama reads this setting
 
     def render(messages: list[dict[str, str]]) -> str:
         text = template.render(messages, True, **template_kwargs)
@@ -328,14 +328,14 @@ def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> La
 
     try:
         template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
-        layout = None if "strftime_now" in template.names else find_layout(render)  # the date is another one tomorrow
-    except UserError:  # a template that cannot be run, or does not end
+        layout = None if "strftime_now" in template.names else find_layout(render)  # a baked-in date would go stale
+    except UserError:  # the template fails or does not terminate
         return None
     return layout if layout and _can_be_quoted(layout.go_template()) else None
 
 
 def _programs(folder: Path) -> frozenset[str]:
-    """Programs that take a model folder; none are known for an architecture that has no row in `PROGRAMS`."""
+    """Return the programs that support a model folder; none for an architecture missing from `PROGRAMS`."""
     architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     return PROGRAMS.get(architecture, NONE)
 
@@ -348,7 +348,7 @@ def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """Whether a Modelfile can hold it: triple quotes end a text, and characters that do not print are lost."""
+    """True if a Modelfile can hold the text: triple quotes end it, and unprintable characters are lost."""
     return '"""' not in text and not text.endswith('"') and all(char.isprintable() or char in "\n\t" for char in text)
 
 
@@ -357,7 +357,7 @@ def _quoted(text: str) -> str:
 
 
 def serving_lines(folder: Path) -> str:
-    """Command lines that talk to a merged model, serve it and convert it, of those programs that take it."""
+    """Return the command lines to chat with, serve and convert a merged model in the programs that support it."""
     programs, path = _programs(folder), shlex.quote(str(folder))
     name = re.sub(r"[^a-z0-9._-]+", "-", folder.resolve().name.lower()).strip("-._") or "model"
     gguf, file = shlex.quote(str(folder / "model.gguf")), shlex.quote(str(folder / MODELFILE))

@@ -1,8 +1,8 @@
-"""Every mistake of a command line and its recipes, told at once, before a parser or a library is imported.
+"""Report all mistakes in a command line and its recipes at once, before a parser or library is imported.
 
-A command line is a series of layers: recipe files and options, the later ones over the earlier. Each value is held to
-the type of its key, in every layer; the values of all layers together are held to what their classes take. What the
-declarations do not know, such as a task of one's own or the settings of a logger, is left to the engine's parser:
+A command line is a sequence of layers: recipe files and options, later ones overriding earlier ones. Each value in
+every layer is checked against the type of its key; the merged values are then checked by their classes. Anything that
+the declarations do not cover, such as a user-defined task or a logger's settings, is left to the engine's parser:
 nothing is refused here that it would accept.
 """
 
@@ -38,21 +38,21 @@ from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError, gathering, user_error_in
 from lmmods.core.recipes import CONFIG_OPTIONS, Written, as_yaml, plain, read_value, read_written, shortened
 
-LEFT = object()  # in place of a value that only the engine can judge
-WRONG = object()  # in place of one that has been refused
+LEFT = object()  # placeholder for a value that only the engine can validate
+WRONG = object()  # placeholder for a rejected value
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
 @dataclass
 class Layer:
-    """What one recipe or one option gives.
+    """Values set by one recipe or one option.
 
     Args:
-        place: The file, or the option's key; empty for a recipe that is written out on the command line.
-        is_file: Whether it is a file.
-        tree: Keys and values, in blocks as in a recipe.
-        word: Which word of the command line it is, and what stands before it in that word (`--model.lora=`).
+        place: File name or option key; empty for a recipe given inline on the command line.
+        is_file: Whether the layer is a file.
+        tree: Keys and values, nested as in a recipe.
+        word: Index of the word on the command line, and the prefix of the value within it (`--model.lora=`).
     """
 
     place: str
@@ -61,7 +61,7 @@ class Layer:
     word: tuple[int, str]
 
     def at(self, key: str, line: int | None) -> str:
-        """What stands before a key in a message."""
+        """Return the location prefix of a key in a message."""
         if self.is_file:
             return f"{self.place}:{line}: " if line else f"{self.place}: "
         return "" if not self.place else "--" if key == self.place else f"--{self.place}: "
@@ -69,37 +69,37 @@ class Layer:
 
 @dataclass
 class Mistakes:
-    """What is wrong with a command line.
+    """Collector of the mistakes in a command line.
 
     Args:
-        keys: What may stand on it.
-        classes: Of `model` and `data`; a block that is not here has its class in its key's type, one whose class is
-            None is left to the engine.
+        keys: Allowed keys.
+        classes: Classes of `model` and `data`. A block missing here takes its class from its key's type; one with None
+            is left to the engine.
     """
 
     keys: dict[str, Key]
     engine: str = "torch"
     classes: dict[str, type | None] = field(default_factory=dict)
-    named: set[str] = field(default_factory=set)  # blocks whose class is named, whichever it is
+    named: set[str] = field(default_factory=set)  # blocks whose class is named, declared or not
     found: list[str] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict)  # plain values of all layers
-    places: dict[str, str] = field(default_factory=dict)  # key -> what stands before it in a message
-    dropped: set[str] = field(default_factory=set)  # keys that are refused already, or are meant by one that is
+    given: dict[str, Any] = field(default_factory=dict)  # merged plain values of all layers
+    places: dict[str, str] = field(default_factory=dict)  # key -> its location prefix in messages
+    dropped: set[str] = field(default_factory=set)  # keys already rejected, or the likely target of a rejected key
 
     # Layers -----------------------------------------------------------------------------------------------------------
 
     def read(self, layers: list[Layer]) -> None:
-        """Hold every value to the type of its key, and put all of them together."""
+        """Check every value against the type of its key and merge the layers."""
         for layer in layers:
             values = self._block(layer.tree, self.keys, "", layer)
             self.given = _overlaid(self.given, values)
 
     def _block(self, tree: dict[Any, Any], keys: dict[str, Key], name: str, layer: Layer,
                names_class: bool = False) -> dict[str, Any]:
-        """The values of a block's keys that are right.
+        """Return the valid values of a block.
 
         Args:
-            names_class: Whether the block may have a `class_path`, with its keys in `init_args`.
+            names_class: Whether the block may have a `class_path`, with its keys under `init_args`.
         """
         result: dict[str, Any] = {}
         for written, value in tree.items():
@@ -123,7 +123,7 @@ class Mistakes:
         return result
 
     def _value(self, value: Any, hint: Any, key: Key, layer: Layer, line: int | None) -> Any:
-        """A value as its type has it; `WRONG` where it is refused."""
+        """Convert a value to the type of its key; `WRONG` if it is rejected."""
         if key.name in self.classes and self.classes[key.name] is None:
             self._mean(value, keys_of(block_in(hint)))
             return LEFT
@@ -131,18 +131,18 @@ class Mistakes:
             self._check_names(key.name, value, layer, line)
             return LEFT
         if isinstance(value, Written) and value[:1] in ("[", "{") and str not in members(hint):
-            value = read_value(value)  # in quotes
+            value = read_value(value)  # a quoted mapping or list
         if isinstance(value, dict) and (kind := self.classes.get(key.name) or block_in(hint)):
             if len(members(hint)) > 1 and any(name in value for name in CLASS_KEYS):
                 return LEFT
             return self._block(value, keys_of(kind, key.name), key.name, layer, key.name in self.classes)
         if isinstance(value, Written) and key.name in self.classes:
-            return {} if value else self._refuse(value, key, layer, line)  # the name of a class
+            return {} if value else self._refuse(value, key, layer, line)  # a class name
         if isinstance(value, Written) and "." not in key.name and block_in(hint) and "://" in value:
-            return LEFT  # a file that is read over the network
+            return LEFT  # a remote file
         if isinstance(value, Written) and value.reads_as is None and type(None) not in members(hint):
             if key.name.startswith("trainer."):
-                return None  # Lightning has defaults of its own for these
+                return None  # Lightning sets its own defaults for these
             if key.default is not REQUIRED and "." in key.name and block_in(hint) is None:
                 wanted = f"set; without the key it is {shown(key.default)}"
                 return self._refuse(value, key, layer, line, wanted)
@@ -150,14 +150,14 @@ class Mistakes:
         return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
 
     def _mean(self, tree: Any, keys: dict[str, Key]) -> None:
-        """Take texts of an undeclared class as they are written, where every class has their key."""
+        """Keep texts of an undeclared class verbatim, for keys that every class has."""
         for name, value in tree.items() if isinstance(tree, dict) else ():
             if name in keys and not isinstance(value, dict):
                 converted(value, keys[name].type)
             self._mean(value, keys if name == "init_args" else {})
 
     def _inner(self, value: Any, read: Any, hint: Any, key: Key, layer: Layer) -> Any:
-        """The mappings in a list of which some are blocks."""
+        """Check the mappings in a list that may contain blocks."""
         if not isinstance(value, list):
             return read
         kind = next(filter(None, (block_in(get_args(each)[0]) for each in members(hint) if get_origin(each) is list)),
@@ -169,10 +169,10 @@ class Mistakes:
                 for each, is_now in zip(value, read, strict=True)]
         return LEFT if LEFT in read else read
 
-    # What is wrong ----------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------------
 
     def tell_of(self, place: str, message: str) -> None:
-        """Note a mistake, once, with what stands before it."""
+        """Record a mistake once, with its location prefix."""
         if f"{place}{message}" not in self.found:
             self.found.append(f"{place}{message}")
 
@@ -211,19 +211,19 @@ class Mistakes:
             self.tell_of(at, f"{name} is no key." + (f" Did you mean {near}?" if near else ""))
 
     def _others_with(self, name: str) -> list[str]:
-        """Classes that have a key which the one named in its place has not."""
+        """Return the classes that have a key which the named class lacks."""
         block, _, leaf = name.partition(".")
         return [kind.__name__ for kind in task_classes(block) if leaf in keys_of(kind)] if (
             self.classes.get(block)) else []
 
     @property
     def names(self) -> list[str]:
-        """All keys, with the classes as they are; where none is named, of every declared one."""
+        """Return all key names for the named classes; for a block without one, those of every declared class."""
         classes = {block: (kind,) if kind else task_classes(block) for block, kind in self.classes.items()}
         return [key.name for key in walk(self.keys, classes)]
 
     def _check_names(self, key: str, value: Any, layer: Layer, line: int | None) -> None:
-        """Refuse names of classes that are nowhere."""
+        """Reject short names of classes that do not exist."""
         for path in map(_class_path, value if isinstance(value, list) else [value]):
             if re.fullmatch(r"[A-Z]\w+", path or "") and path.reads_as == path:
                 try:
@@ -232,10 +232,10 @@ class Mistakes:
                     self.tell_of(layer.at(key, line), str(error))
                     self.dropped.add(key)
 
-    # All layers together ----------------------------------------------------------------------------------------------
+    # Merged layers ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Look for keys that are missing, and hold the values to what their classes and every engine take."""
+        """Report missing keys, and check the merged values against their classes and the engine."""
         for key in self.keys.values():
             if key.name in self.classes:
                 if key.name not in self.named and not self._is_dropped(key.name):
@@ -259,7 +259,7 @@ class Mistakes:
             self.tell_of("", f"{option}{key.name} is missing: it must be {in_words(key.type, key.name)}.")
 
     def _made(self, name: str, kind: type) -> Any:
-        """An object of a block's class; None where it cannot be made."""
+        """Instantiate a block's class; None if that fails."""
         values = self.given.get(name, {})
         return self._object(kind, name, values) if isinstance(values, dict) else None
 
@@ -285,7 +285,7 @@ class Mistakes:
         return None if missing else self._gather(lambda: kind(**options), name.partition(".")[0])
 
     def _gather(self, make: Callable[[], Any], block: str = "") -> Any:
-        """What a function makes; what it refuses is told. What else it raises is left to the engine."""
+        """Call a function and record its UserErrors; other exceptions are left to the engine."""
         made = None
         with gathering() as messages:
             try:
@@ -306,7 +306,7 @@ class Mistakes:
         return None if messages else made
 
     def _is_dropped(self, *words: str) -> bool:
-        """Whether one of these words is a key that is refused already, or a part of one."""
+        """True if one of these words is, or ends, a key that was already rejected."""
         return any(word == key or f".{key}".endswith(f".{word}") for word in words for key in self.dropped)
 
     def _recipe(self) -> Any:
@@ -325,10 +325,10 @@ class Mistakes:
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """A value as a type has it; `WRONG` where it is of another.
+    """Convert a value to a type; `WRONG` if it does not match.
 
-    Of a key that takes a text, what is no value of its other types is the text that was written: `1234567`, `no`,
-    `12345e67`. The mappings of blocks are taken as they are.
+    If the type includes text, a value that matches none of its other types is kept as written: `1234567`, `no`,
+    `12345e67`. Mappings of blocks are returned unchanged.
     """
     kinds = members(hint)
     if isinstance(value, dict):
@@ -367,13 +367,13 @@ def _scalar(value: Written, kinds: tuple[Any, ...]) -> Any:
 
 
 def _read_again(value: Written) -> Any:
-    """A text in quotes, as it would read without them."""
+    """Parse a quoted text as if it had no quotes."""
     read = read_value(str(value))
     return read.reads_as if isinstance(read, Written) else value
 
 
 def shown(value: Any) -> str:
-    """A value as a recipe has it, on a line."""
+    """Format a value as in a recipe, on one line."""
     if isinstance(value, Written):
         return shortened(str(value)) if value else "null" if value.reads_as is None else "empty"
     text = as_yaml(plain(value), default_flow_style=True, width=10**6).strip().removesuffix("\n...")
@@ -384,10 +384,10 @@ def shown(value: Any) -> str:
 
 
 def read_layers(words: list[str], mistakes: Mistakes, unnamed: Sequence[Key] = ()) -> list[Layer]:
-    """The layers of a command line; what is wrong with its words is told.
+    """Return the layers of a command line; mistakes in its words are recorded.
 
     Args:
-        unnamed: What words may stand for that follow no option.
+        unnamed: Keys that positional words stand for.
     """
     layers, index, strays = [], 0, []
     known = {key.name for key in walk(mistakes.keys, {block: task_classes(block) for block in declarations.TASKS})}
@@ -412,7 +412,7 @@ def read_layers(words: list[str], mistakes: Mistakes, unnamed: Sequence[Key] = (
                     mistakes.tell_of("", f"{option} has no value: {option} VALUE.")
                     mistakes.dropped.add(_name(option))
                     continue
-                value = "true"  # an option of another program
+                value = "true"  # a flag of another program
             else:
                 value, at, index = following, index, index + 1
         if option in CONFIG_OPTIONS and "trainer" in mistakes.keys:
@@ -441,7 +441,7 @@ def _config(value: str, word: tuple[int, str], mistakes: Mistakes) -> list[Layer
 
 
 def _name(option: str) -> str:
-    """The key that an option sets."""
+    """Return the key that an option sets."""
     return option.lstrip("-").removesuffix("+").replace(".init_args.", ".")
 
 
@@ -466,7 +466,7 @@ def _is_file(value: str) -> bool:
 
 
 def as_meant(words: list[str], layers: list[Layer]) -> list[str]:
-    """The command line with those recipes and mappings written out in which YAML reads a text as something else."""
+    """Inline the recipes and mappings in which YAML would misread a text, such as a number-like revision."""
     words = list(words)
     for layer in layers:
         before, tree = as_yaml(_unmeant(layer.tree)), plain(layer.tree)
@@ -495,7 +495,7 @@ def _unmeant(tree: Any) -> Any:
 
 
 def class_of(block: str, layers: list[Layer], mistakes: Mistakes) -> type | None:
-    """The declared class that `model` or `data` is of in the end; None where it is another, or none."""
+    """Return the declared class that `model` or `data` ends up with; None if it is another one, or none is named."""
     name, layer = None, None
     for each in layers:
         for written, value in each.tree.items():
@@ -523,13 +523,13 @@ def class_of(block: str, layers: list[Layer], mistakes: Mistakes) -> type | None
 
 
 def _class_path(value: Any) -> Written | None:
-    """The class that the value of a block names, where it names one."""
+    """Return the class path in a block's value; None if there is none."""
     path = value.get("class_path") if isinstance(value, dict) else value
     return path if isinstance(path, Written) else None
 
 
 def check_name(key: str, name: str, engine: str) -> None:
-    """Raise UserError for the short name of a class that is nowhere."""
+    """Raise UserError for the short name of a class that does not exist."""
     listed = (declarations.TASKS | declarations.CLASSES[engine]).get(key, ())
     folders = {each: declarations.FOLDERS[each].get(key) for each in ENGINES}
     folder = folders.pop(engine)
@@ -550,7 +550,7 @@ def check_name(key: str, name: str, engine: str) -> None:
 
 
 def _classes_in(package: str) -> set[str]:
-    """Names of the classes that the files of a package define, which are not imported for that."""
+    """Return the class names defined in a package's files, without importing them."""
     files = [path for folder in importlib.import_module(package).__path__ for path in Path(folder).glob("*.py")]
     return {name for path in files for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
 
@@ -567,7 +567,7 @@ def _overlaid(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe_words(command: str, words: list[str], engine: str) -> tuple[Mistakes, list[Layer]]:
-    """The layers of a command that takes a recipe, and what is wrong with each of their values."""
+    """Return the mistakes in the values of a recipe command, and its layers."""
     mistakes = Mistakes(recipe_keys(command, engine), engine)
     layers = read_layers(words, mistakes)
     for block in declarations.TASKS:
@@ -577,26 +577,26 @@ def read_recipe_words(command: str, words: list[str], engine: str) -> tuple[Mist
 
 
 def find_mistakes(arguments: list[str], engine: str, example: str = "") -> None:
-    """Raise the UserError that tells every mistake of a command that takes a recipe, if there are any.
+    """Raise a UserError that lists every mistake of a command that takes a recipe, if there are any.
 
     Args:
-        example: Of such a command line, told to whoever has left something out.
+        example: Valid command line to show if something is missing.
     """
     command, *words = arguments
     mistakes, layers = read_recipe_words(command, words, engine)
     if not mistakes.found and all(layer.place == "engine" for layer in layers):
         raise UserError(f"{command} needs a recipe. For example: python train.py {command} {example}")
-    if not any(word.startswith("--print_config") for word in words):  # which shows what is there, however little
+    if not any(word.startswith("--print_config") for word in words):  # an incomplete recipe can be printed too
         mistakes.judge()
     refuse(mistakes.found, f"{command} {example}")
 
 
 def find_mistakes_of_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key], example: str) -> None:
-    """Raise the UserError that tells every mistake in the options of a command, if there are any.
+    """Raise a UserError that lists every mistake in the options of a command, if there are any.
 
     Args:
-        unnamed: What words may stand for that follow no option.
-        example: Such a command line, told to whoever has left something out.
+        unnamed: Keys that positional words stand for.
+        example: Valid command line to show if something is missing.
     """
     mistakes = Mistakes(keys)
     mistakes.read(read_layers(words, mistakes, unnamed))
@@ -605,12 +605,12 @@ def find_mistakes_of_options(words: list[str], keys: dict[str, Key], unnamed: Se
 
 
 def with_texts_as_meant(command: str, words: list[str], engine: str) -> list[str]:
-    """The words of a command, so that every parser reads a text where one is meant: `revision: 12345e67`."""
+    """Rewrite the words of a command so that every parser reads texts as texts: `revision: 12345e67`."""
     return as_meant(words, read_recipe_words(command, words, engine)[1])
 
 
 def refuse(found: list[str], example: str = "") -> None:
-    """Raise the UserError that tells these mistakes, if there are any; with an example where all are omissions."""
+    """Raise a UserError that lists these mistakes, if any; with an example if all are missing keys."""
     is_example_wanted = example and all(" is missing" in each for each in found)
     added = f"For example: python train.py {example}" if is_example_wanted else ""
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""`new`: a complete recipe for a model and a data set, its lengths and its memory measured."""
+"""`new`: write a complete recipe for a model and a data set, with measured lengths and memory."""
 
 import itertools
 import json
@@ -19,13 +19,13 @@ from lmmods.core.model_sizes import NetworkShape, step_bytes
 from lmmods.core.recipes import as_yaml
 from lmmods.core.settings import LoRA
 
-SAMPLE = 20_000  # rows that are read: the first ones
-MULTIPLE = 64  # lengths are multiples of this
-LONGEST = 32_768  # measured and written at most, however long the rows that a model could take
-BLOCK = {"CLM": 1024, "MLM": 512}  # length of blocks of texts
-WINDOW, STRIDE, QUESTION = 384, 128, 64  # of question answering, as usual since BERT
-FEW_BLOCKS = 100  # with fewer the blocks are made shorter
-FEW_ROWS = 10  # of these none are set aside for validation
+SAMPLE = 20_000  # leading rows to read
+MULTIPLE = 64  # lengths are rounded up to multiples of this
+LONGEST = 32_768  # upper limit of measured and written lengths, whatever the model supports
+BLOCK = {"CLM": 1024, "MLM": 512}  # block length for text
+WINDOW, STRIDE, QUESTION = 384, 128, 64  # usual question answering settings since BERT
+FEW_BLOCKS = 100  # with fewer blocks, shorter ones are used
+FEW_ROWS = 10  # with fewer rows, none are set aside for validation
 AUTO_CLASS = {"SFT": "AutoModelForCausalLM", "CLM": "AutoModelForCausalLM", "MLM": "AutoModelForMaskedLM",
               "QA": "AutoModelForQuestionAnswering", "Preference": "AutoModelForCausalLM"}
 Task = Literal["SFT", "CLM", "MLM", "QA", "Preference"]
@@ -88,14 +88,14 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
 
 @dataclass
 class Measured:
-    """What the rows are, and the keys of `data` that follow.
+    """Measured properties of the rows, and the resulting keys of `data`.
 
     Args:
-        options: Keys of `data`, in the order of the recipe.
-        notes: Why a key has its value, by key.
-        rows: Rows of batches among those read.
+        options: Keys of `data` in recipe order.
+        notes: Reason for each key's value.
+        rows: Batch rows made from the rows that were read.
         is_sample: Whether the source has more rows than were read.
-        table: The data report.
+        table: Data report.
     """
 
     options: dict[str, Any]
@@ -107,7 +107,7 @@ class Measured:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """What a message advises to set in a recipe is named as the option of this command that sets it there."""
+    """Rewrite recipe keys in error messages as the options of this command that set them."""
     try:
         yield
     except UserError as error:
@@ -124,7 +124,7 @@ def _free_path(name: str, overwrite: bool) -> Path:
 
 
 def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
-    """One row more than `SAMPLE`, where there are so many. Raises UserError where there is none."""
+    """Return up to `SAMPLE` + 1 rows; the extra one shows that there are more. Raises UserError: there are none."""
     from lmmods.data.sources.source import Source
     from lmmods.data.sources.source_reader import SourceReader
 
@@ -136,7 +136,7 @@ def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
 
 
 def _task(asked: Task | None, model: str, config: Any, row: Any) -> tuple[Task, str]:
-    """The task by the first row, and why. Raises UserError: the model cannot learn it, or no layout is recognised."""
+    """Infer the task from the first row, and why. Raises UserError: the model cannot learn it, or unknown layout."""
     from lmmods.data.sources.source import file_type
 
     columns = row.values.keys()
@@ -159,7 +159,7 @@ def _task(asked: Task | None, model: str, config: Any, row: Any) -> tuple[Task, 
 
 
 def _of_conversations(row: Any, encoder: bool, asked: Task | None) -> tuple[Task, str]:
-    """The task of a row that is neither a question on a context nor of a file of text, and why."""
+    """Return the task of a row that is neither question answering nor plain text, and why."""
     from lmmods.data.sources.formats import detect_format
     from lmmods.data.sources.preferences import conversation_layout, holds_preference
 
@@ -174,14 +174,14 @@ def _of_conversations(row: Any, encoder: bool, asked: Task | None) -> tuple[Task
 
 
 def _loss(row: dict[str, Any]) -> str:
-    """The usual loss of rows like this one: of pairs, or of single answers with a label."""
+    """Return the usual loss for such rows: for pairs, or for single answers with a label."""
     from lmmods.data.sources.preferences import label_of
 
     return "sigmoid" if label_of(row) is None else "kto"
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether a model fills gaps instead of writing text. Raises UserError for one that does both."""
+    """True for a masked LM, False for a causal LM. Raises UserError for an encoder-decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.is_encoder_decoder:
@@ -192,12 +192,12 @@ def _is_encoder(config: Any) -> bool:
 
 def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, Any], has_more: bool, answers: str
               ) -> Measured:
-    """Read and tokenise the first rows, once to see their lengths and once as the recipe will.
+    """Read and tokenise the first rows, once to measure lengths and once with the recipe's settings.
 
     Args:
-        fixed: Keys of `data` that the command line gives.
+        fixed: Keys of `data` set by the command line.
         has_more: Whether the source has more rows.
-        answers: What a row of preferences is to the loss.
+        answers: How the loss reads a preference row.
     """
     most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
     with tempfile.TemporaryDirectory(prefix="lmmods-new-") as cache:
@@ -217,7 +217,7 @@ def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, A
 
 
 def _opened(task: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any], answers: str) -> Any:
-    """The data module of a task over the first rows. Raises UserError as `inspect` does."""
+    """Build the data module of a task on the first rows. Raises UserError as `inspect` does."""
     import importlib
 
     from lmmods.data.sources.source import Source
@@ -233,15 +233,15 @@ def _opened(task: Task, model: str, config: Any, cache: str, data: str, options:
 
 
 def _conversations(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
-    """Rows of up to the 95th percentile of lengths; the template is the tokenizer's own where it has one."""
+    """Limit rows to the 95th percentile of lengths; use the tokenizer's own template if it has one."""
     whole = read(max_length=most)
     named = {} if whole.tokenizer.chat_template else {"template": "alpaca"}
     length = whole.report["splits"]["train"]["length"]
     max_length = min(_rounded(length["p95"]), most)
-    if _rounded(length["max"]) <= 1.25 * max_length:  # not worth losing a row
+    if _rounded(length["max"]) <= 1.25 * max_length:  # too little gain to lose rows
         max_length = min(_rounded(length["max"]), most)
     options: dict[str, Any] = {**named, "max_length": max_length}
-    module = read(**options, batch_size=8)  # a usual one, for the share of padding
+    module = read(**options, batch_size=8)  # a typical size, to measure the share of padding
     [source] = module.report["sources"].values()
     dropped = sum(entry["rows"] for reason, entry in source["dropped"].items() if "long" in reason)
     cut, read_rows = source.get("rows_cut", 0), source["rows_read"]
@@ -260,7 +260,7 @@ def _conversations(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], d
 
 
 def _texts(read: Any, most: int, task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
-    """Full blocks of joined documents. Where there is one file of text, its paragraphs or lines are the documents."""
+    """Pack joined documents into full blocks. A single text file is split into paragraphs or lines as documents."""
     from lmmods.data.sources.source import file_type
 
     block = usual = min(BLOCK[task], most)
@@ -285,7 +285,7 @@ def _texts(read: Any, most: int, task: Task) -> tuple[dict[str, Any], dict[str, 
 
 
 def _questions(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
-    """Windows of contexts: the usual ones, or shorter where all contexts are."""
+    """Split contexts into windows of the usual length, or shorter ones if all contexts are short."""
     def windows(max_length: int) -> dict[str, int]:
         return {"max_length": max_length, "stride": min(STRIDE, max_length // 3),
                 "question_max_length": min(QUESTION, max_length // 4)}
@@ -305,13 +305,13 @@ def _questions(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], dict[
 
 
 def _has_no_answer(row: dict[str, Any]) -> bool:
-    """Whether the data say that a question has none."""
+    """True if a question is marked as unanswerable."""
     answers = row.get("answers")
     return row.get("is_impossible") is True or answers == [] or isinstance(answers, dict) and not answers.get("text")
 
 
 def _validation(usable: int, is_sample: bool) -> tuple[int, str]:
-    """Rows to set aside, and why so many."""
+    """Return the number of validation rows, and the reason."""
     if usable < FEW_ROWS:
         return 0, f"{usable} rows are too few to set any aside: name others as val_source"
     if is_sample:
@@ -320,7 +320,7 @@ def _validation(usable: int, is_sample: bool) -> tuple[int, str]:
 
 
 def _rows_of_a_step(rows: int, task: Task) -> int:
-    """A usual number, a power of two; fewer for a small set, so that an epoch has 20 steps at least."""
+    """Return a power of two as rows per step; smaller for small data sets, so that an epoch has at least 20 steps."""
     batch = 16 if task in ("SFT", "QA") else 32
     while batch > 1 and rows / batch < 20:
         batch //= 2
@@ -332,23 +332,23 @@ def _rounded(length: float) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What fits into memory: full tuning, LoRA or QLoRA, the batch size, and gradient checkpointing.
+# Fitting into memory: full tuning, LoRA or QLoRA, batch size and gradient checkpointing.
 
-ROOM = 0.8  # of the memory is planned for: the estimate is right within some tens of percent
+ROOM = 0.8  # share of memory to use: the estimate may be off by tens of percent
 FULL_BELOW = 10**9  # parameters up to which full tuning is the first choice
 ADAPTER = LoRA(rank=16, alpha=32, dropout=0.05)
-SMALLEST_PLAIN_BATCH = 4  # smaller ones only with gradient checkpointing, which costs a third of the time
+SMALLEST_PLAIN_BATCH = 4  # below this use gradient checkpointing, which costs a third of the time
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a network is trained, and what a step then takes.
+    """Training method and the memory of a step.
 
     Args:
-        lora: Whether an adapter trains instead of the model itself.
+        lora: Whether an adapter is trained instead of the model itself.
         quantize: Whether the base is stored in nf4.
         batch_size: Rows per micro-batch.
-        needed: Bytes of a step.
+        needed: Peak bytes of a step.
         fits: Whether that is within `ROOM` of the memory.
     """
 
@@ -362,13 +362,13 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is trained on.
+    """Training device.
 
     Args:
-        memory: Bytes of a device.
-        compute_bytes: Bytes of an activation, and of a weight of a frozen base.
-        tokens_at_once: A micro-batch is computed in pieces of so many tokens; 0 computes it whole.
-        name: In words.
+        memory: Bytes of device memory.
+        compute_bytes: Bytes per activation value, and per weight of a frozen base.
+        tokens_at_once: Tokens of a micro-batch computed at a time; 0 computes it whole.
+        name: Human-readable name.
     """
 
     memory: int
@@ -378,7 +378,7 @@ class Machine:
 
 
 def this_machine(hidden: int) -> Machine:
-    """The device that `accelerator: auto` takes here, with the precision that `auto` takes on it."""
+    """Return the device and precision that `auto` selects on this machine."""
     import torch
 
     from lmmods.torch_engine.nn.gradient_accumulation import tokens_per_piece
@@ -393,19 +393,19 @@ def this_machine(hidden: int) -> Machine:
 
 
 def gpu_of(gibibytes: float) -> Machine:
-    """A GPU with so much memory that computes in bfloat16."""
+    """Return a GPU of this memory that computes in bfloat16."""
     return Machine(int(gibibytes * 2**30), 2, 0, "--memory")
 
 
 def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: int, is_quantized: bool,
                 is_preference: bool = False) -> MemoryPlan:
-    """The first plan that fits, or the smallest where none does.
+    """Return the first plan that fits, or the smallest if none does.
 
     Args:
         max_length: Longest row in tokens.
-        batch: Rows of a step; at most so many are a micro-batch.
-        is_quantized: Whether the model is saved in 4 or 8 bits already, so that only an adapter can train.
-        is_preference: Whether a row is two answers, beside whose model full tuning keeps a copy to compare with.
+        batch: Rows per step, the upper limit of a micro-batch.
+        is_quantized: Whether the model is saved in 4 or 8 bits, so that only an adapter can be trained.
+        is_preference: Whether a row holds two answers; full tuning then also keeps a reference copy of the model.
     """
     tried = None
     for lora, quantize, size, checkpointing in _choices(shape, batch, is_quantized):
@@ -423,7 +423,7 @@ def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: i
 
 
 def _choices(shape: NetworkShape, batch: int, is_quantized: bool) -> Iterator[tuple[bool, bool, int, bool]]:
-    """(lora, quantize, batch size, checkpointing), the most wanted first."""
+    """Yield (lora, quantize, batch size, checkpointing) in order of preference."""
     kinds = [(True, False)] if is_quantized else [(True, False), (True, True)]
     if shape.num_params < FULL_BELOW and not is_quantized:
         kinds.insert(0, (False, False))
@@ -435,34 +435,34 @@ def _choices(shape: NetworkShape, batch: int, is_quantized: bool) -> Iterator[tu
 
 
 def as_options(plan: MemoryPlan) -> dict[str, Any]:
-    """The keys of `model` that the plan sets."""
+    """Return the keys of `model` that the plan sets."""
     return {**({"quantize": "nf4"} if plan.quantize else {}),
             **({"lora": {"rank": ADAPTER.rank, "alpha": ADAPTER.alpha, "dropout": ADAPTER.dropout,
                          "targets": ADAPTER.targets}} if plan.lora else {})}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The text of a recipe that `new` writes, every block with a comment that says why.
+# Text of the recipe that `new` writes, with a comment on the reason for each block.
 
-RATES = {"SFT": 2e-5, "CLM": 2e-5, "MLM": 5e-5, "QA": 3e-5, "Preference": 1e-6}  # of full tuning
-SMALL = 50_000_000  # parameters below which full tuning of a decoder takes a rate ten times as high; encoders of any
+RATES = {"SFT": 2e-5, "CLM": 2e-5, "MLM": 5e-5, "QA": 3e-5, "Preference": 1e-6}  # learning rates of full tuning
+SMALL = 50_000_000  # parameters below which full tuning of a decoder uses ten times the rate; encoders of any
 ENCODERS = ("MLM", "QA")  # size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3)
-ADAPTER_RATES = {"Preference": 1e-5}  # others: 2e-4
-WIDTH = 120  # of a line
+ADAPTER_RATES = {"Preference": 1e-5}  # other tasks: 2e-4
+WIDTH = 120  # maximum line width
 EPOCHS = {"SFT": 3, "CLM": 1, "MLM": 3, "QA": 2, "Preference": 1}
 
 
 @dataclass
 class Facts:
-    """What a recipe is made of.
+    """Input of a recipe's text.
 
     Args:
-        path: Of the recipe.
-        why: What the task follows from.
-        loss: Of preferences; None for other tasks.
-        batch: Rows of a step.
-        options: Keys of `data`, with `notes` on some.
-        rows: Rows of batches among those read, of which there may be more (`is_sample`).
+        path: Path of the recipe.
+        why: Reason for the choice of task.
+        loss: Preference loss; None for other tasks.
+        batch: Rows per step.
+        options: Keys of `data`, some of them with `notes`.
+        rows: Batch rows made from the rows that were read; if `is_sample`, the source has more.
     """
 
     path: str
@@ -483,24 +483,24 @@ class Facts:
 
     @cached_property
     def training(self) -> str:
-        """How the model is tuned, in words."""
+        """Name of the tuning method."""
         return "QLoRA" if self.plan.quantize else "LoRA" if self.plan.lora else "full tuning"
 
     @cached_property
     def summary(self) -> str:
-        """The recipe in a line."""
+        """One-line summary of the recipe."""
         plan = self.plan
         return (f"{self.task} by {self.training}, rows of {self.options['max_length']} tokens, {plan.batch_size} × "
                 f"{self.batch // plan.batch_size} a step, about {self.gibibytes} GiB")
 
     @cached_property
     def gibibytes(self) -> str:
-        """Memory of a step."""
+        """Memory of a step in GiB."""
         return f"{self.plan.needed / 2**30:.2f}"
 
 
 def recipe_text(facts: Facts) -> str:
-    """The recipe as YAML with comments, which `fit` and `inspect` take on either engine."""
+    """Return the recipe as YAML with comments, valid for both engines."""
     plan, steps = facts.plan, math.ceil(max(1, facts.rows - facts.options["val_size"]) / facts.batch)
     epochs = EPOCHS[facts.task]
     counted = f"{'at least ' if facts.is_sample else 'about '}{steps} steps each"
@@ -579,7 +579,7 @@ def _model_lines(facts: Facts) -> list[str]:
 
 
 def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> list[str]:
-    """A key with its comment beside it, or above it where both would be too long for a line."""
+    """Format a key with its comment beside it, or above it if the line would be too long."""
     text = f"{' ' * indent}{key}: {_value(value)}"
     if not comment:
         return [text]
@@ -591,16 +591,16 @@ def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> list[str]
 
 
 def _plain(text: str) -> str:
-    """A text for a comment, which a line's end would end."""
+    """Collapse whitespace, as a line break would end the comment."""
     return " ".join(text.split())
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_value(name)}: {_value(each)}" for name, each in value.items()) + "}"
-    if isinstance(value, float) and 0 < value < 0.01:  # YAML reads 2e-05 as a text
+    if isinstance(value, float) and 0 < value < 0.01:  # YAML 1.1 reads 2e-05 as a string
         digits, exponent = f"{value:.1e}".split("e")
         return f"{digits}e{int(exponent)}"
     if isinstance(value, str) and not value.isprintable():
-        return json.dumps(value)  # on one line
+        return json.dumps(value)  # keeps it on one line
     return as_yaml([value], default_flow_style=True, width=math.inf)[1:-2]

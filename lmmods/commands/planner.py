@@ -1,4 +1,4 @@
-"""`plan`: whether a recipe fits on devices that need not be here, what takes the memory, and how long it runs."""
+"""`plan`: estimate memory and run time of a recipe on devices that need not be present."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ from lmmods.core.hardware import Target, target_named
 from lmmods.core.plan import StepPlan, Variant, remedies
 
 PLANNERS = {"jax": "jax_engine.planning", "torch": "lmmods.torch_engine.planning"}
-# Environments with the compilers of other devices, by the package that each is made for, and how to make them.
+# Virtual environments with the compilers of other devices, by the package that each one provides.
 ENVIRONMENTS = {"libtpu": "plan-tpu", "jax_cuda12_plugin": "plan-cuda"}
 
 
@@ -33,7 +33,7 @@ def plan(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
         Planning(types, engine, arguments)
         return
     _, *words = command(arguments)
-    # A process of its own: the compiler of a device must not find JAX started, and may bring the process down.
+    # In a separate process: the device's compiler must not run where JAX has started already, and may crash.
     status = subprocess.run([str(python), *words], env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
     if status < 0:
         raise UserError(f"--on {on}: the compiler ended with signal {-status}. Without {python.parents[1]} the plan is "
@@ -42,7 +42,7 @@ def plan(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
 
 
 def _compiler(on: Target) -> Path | None:
-    """Python of the environment that compiles for a target; None: this one does, or there is none."""
+    """Return the Python of the environment that compiles for a target; None if this one does, or there is none."""
     from jax_engine.planning import has, plugin
 
     package = plugin(on)
@@ -53,10 +53,10 @@ def _compiler(on: Target) -> Path | None:
 
 
 class Planning(EngineCLI):
-    """One engine's classes for a recipe, on whatever devices are here."""
+    """Engine command line that plans a recipe, whatever devices are present."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Lightning's looks for the devices and starts what its strategy needs; the planner is told of both instead."""
+        """Record devices and strategy for the planner; Lightning's method would require the devices to be present."""
         if self.engine != "torch":
             self._asked: tuple[Any, ...] = ()
             return super().instantiate_trainer(**kwargs)
@@ -86,7 +86,7 @@ class Planning(EngineCLI):
             self._say_remedy(planner, recipe, found)
 
     def _say_remedy(self, planner: Any, recipe: Variant, found: StepPlan) -> None:
-        """The first change with which the recipe fits."""
+        """Print the first change that makes the recipe fit."""
         tried = first_that_fits(planner, recipe, found, self.model.pretrained is not None)
         if tried is None:
             say("No change of rows, gradient checkpointing, sharding or quantisation makes it fit: take more devices, "
@@ -100,12 +100,12 @@ class Planning(EngineCLI):
 
 def first_that_fits(planner: Any, recipe: Variant, found: StepPlan, may_quantize: bool
                     ) -> tuple[Variant, StepPlan] | None:
-    """The first variant of a recipe that fits, with as many rows in a micro-batch as fit; None: none does.
+    """Return the first variant of a recipe that fits, with the largest micro-batch that fits; None if none does.
 
     Args:
-        found: The plan of the recipe, which does not fit.
+        found: Plan of the recipe itself, which does not fit.
     """
-    hopeless = []  # strategy and base with which parameters and optimiser state alone are too large
+    hopeless = []  # (strategy, base) whose parameters and optimiser state alone do not fit
     for way in [recipe, *remedies(recipe, planner.on.num_devices, may_quantize, planner.may_shard)]:
         kept, sizes = (way.strategy, way.quantize), list(way.smaller())
         if kept in hopeless:
@@ -118,7 +118,7 @@ def first_that_fits(planner: Any, recipe: Variant, found: StepPlan, may_quantize
         if not sizes or not (least := planner.plan(sizes[-1])).fits:
             continue
         best = sizes[-1], least
-        for variant in sizes[-2::-1]:  # more and more rows, until they no longer fit
+        for variant in sizes[-2::-1]:  # increase the rows until they no longer fit
             if not (found := planner.plan(variant)).fits:
                 break
             best = variant, found

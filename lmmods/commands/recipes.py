@@ -1,4 +1,4 @@
-"""`recipes`: the recipes that come with the project, with task, model, hardware and time."""
+"""`recipes`: list the recipes shipped with the project, with task, model, hardware and time."""
 
 import difflib
 import shutil
@@ -30,7 +30,7 @@ def recipes(show: str | None = None) -> None:
 
 
 def describe(path: Path) -> dict[str, str]:
-    """`COLUMNS` of a recipe. Raises UserError where the comment at its top lacks one."""
+    """Return the `COLUMNS` of a recipe. Raises UserError: its header comment lacks one."""
     header, content = header_of(path), read_recipe(path)
     model = content.get("model", {})
     options = model.get("init_args", {})
@@ -39,7 +39,7 @@ def describe(path: Path) -> dict[str, str]:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Recipes below each other, their columns aligned."""
+    """Format recipes as a table with aligned columns."""
     widths = {name: max(len(row[name]) for row in [*rows, {name: name for name in COLUMNS}]) for name in COLUMNS}
 
     def line(row: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
-"""Every command, once: its group and its line in the help of the program, and the function that does it.
+"""Table of all commands: group and line in the program help, and the function that implements the command.
 
-A new command is a row of `COMMANDS` and a function whose documented arguments are its options.
+To add a command, add a row to `COMMANDS` and a function whose documented arguments become its options.
 """
 
 import difflib
@@ -25,15 +25,15 @@ GROUPS = {"train": "Train", "tune": "Tune", "data": "Look at the data", "results
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the program.
+    """Command of the program.
 
     Args:
-        group: Of `GROUPS`.
-        line: What it does, for the help.
+        group: Key of `GROUPS`.
+        line: One-line description for the help.
         function: Its function, as module:name below lmmods; None for a method of the engine's trainer.
         positional: Arguments of the function that are given without their names.
         takes_recipe: Whether all other options are those of fit; the function gets them as its first argument.
-        example: Arguments that have all it needs; empty where it needs none, or says itself what.
+        example: Complete example arguments; empty if none are needed or the command reports them itself.
     """
 
     group: str
@@ -79,7 +79,7 @@ ENGINE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.fu
 
 
 def program_help() -> str:
-    """What `train.py --help` prints: all commands, by group."""
+    """Return the output of `train.py --help`: all commands, by group."""
     width = max(map(len, COMMANDS)) + 2
     groups = [[f"{title}:", *(f"  {name:<{width}}{command.line}" for name, command in COMMANDS.items()
                               if command.group == group)] for group, title in GROUPS.items()]
@@ -93,7 +93,7 @@ def program_help() -> str:
 
 
 def check_command(name: str) -> None:
-    """Raise UserError unless there is a command of this name."""
+    """Raise UserError if there is no command of this name."""
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         raise UserError(f"There is no command {name!r}." + (f" Did you mean {near[0]}?" if near else "")
@@ -101,7 +101,7 @@ def check_command(name: str) -> None:
 
 
 def command_parser(name: str) -> Parser:
-    """The command line of a command that is a function."""
+    """Build the parser of a command that is a function."""
     function, positional = _function(name), COMMANDS[name].positional
     others = " All other options are those of fit." if COMMANDS[name].takes_recipe else ""
     parser = Parser(prog=f"train.py {name}", description=COMMANDS[name].line + others)
@@ -109,14 +109,14 @@ def command_parser(name: str) -> Parser:
     for argument, parameter in inspect.signature(function).parameters.items():
         if argument in positional:
             parser.add_argument(argument, help=texts[argument], **_positional(parameter))
-    # Of a command that takes a recipe, the first argument is what stands for the recipe.
+    # The first argument of a command that takes a recipe receives the options of fit.
     skipped = {*positional, *list(inspect.signature(function).parameters)[: COMMANDS[name].takes_recipe]}
     parser.add_function_arguments(function, as_group=False, skip=skipped)
     return parser
 
 
 def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with which a command's function is called: those without and those with names."""
+    """Return the positional and keyword arguments for a command's function."""
     parser = command_parser(name)
     if not COMMANDS[name].takes_recipe:
         return [], _values(name, parser, arguments)
@@ -126,14 +126,14 @@ def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str,
         kind = positional if not word.startswith("-") else own if word.partition("=")[0] in known else recipe
         kind.append(word)
         if kind is not positional and "=" not in word and word not in ("-h", "--help"):
-            kind.extend(itertools.islice(words, 1))  # the value of an option is the next word
+            kind.extend(itertools.islice(words, 1))  # the next word is the option's value
     return [recipe], _values(name, parser, [*positional, *own])
 
 
 def _values(name: str, parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    """The arguments by name, groups of settings as the objects that they are. Raises UserError: one is wrong."""
+    """Parse the arguments by name, groups of settings into objects. Raises UserError: one is wrong."""
     if not any(word.partition("=")[0].endswith((".help", "--help")) or word == "-h" for word in arguments):
-        from lmmods.commands.keys import keys_of  # which the list of all commands does without
+        from lmmods.commands.keys import keys_of  # not needed to list the commands
         from lmmods.commands.mistakes import find_mistakes_of_options
 
         keys, command = keys_of(_function(name)), COMMANDS[name]
@@ -147,13 +147,13 @@ def _values(name: str, parser: Parser, arguments: list[str]) -> dict[str, Any]:
 
 
 def run_command(name: str, arguments: list[str]) -> None:
-    """Parse the arguments of a command that is a function, and run it."""
+    """Parse the arguments of a command that is a function and run it."""
     unnamed, named = parse_command(name, arguments)
     _function(name)(*unnamed, **named)
 
 
 def _positional(parameter: inspect.Parameter) -> dict[str, Any]:
-    """How often an argument without a name is given, and its type."""
+    """Return the argparse options of a positional argument: its type and nargs."""
     many, required = get_origin(parameter.annotation) is list, parameter.default is parameter.empty
     return {"type": get_args(parameter.annotation)[0] if many else parameter.annotation,
             **({"nargs": "+" if required else "*"} if many else {} if required else {"nargs": "?"}),

@@ -1,4 +1,4 @@
-"""Values of a recipe that no engine could use, such as devices, seeds and paths, told before anything is built."""
+"""Check recipe values that no engine could use, such as devices, seeds and paths, before anything is built."""
 
 import math
 import re
@@ -16,11 +16,11 @@ from lmmods.core.trainer_fields import check_length
 from lmmods.runs.ckpt_path import check_asked
 
 MAX_SEED = 2**32 - 1
-MAX_DEVICES = 256  # of one machine; on a CPU each is a process
+MAX_DEVICES = 256  # per machine; on a CPU each device is a process
 ACCELERATORS = {"torch": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"), "jax": ("auto", "cpu", "gpu", "cuda", "tpu")}
 PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", "val_source", "test_source",
          "predict_source", "path", "ckpt_path", "default_root_dir",
-         # of commands without a recipe
+         # options of commands without a recipe
          "run", "runs", "out", "file", "folder", "name", "model", "data", "show", "space", "task_folder", "plot",
          "result")
 NEVER_EMPTY = ("pretrained", "adapter", "tokenizer", "cache_dir", "default_root_dir", "out", "folder")
@@ -31,11 +31,11 @@ LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch"
 
 
 def check_recipe_values(parser: Any, recipe: Any, engine: str) -> None:
-    """Refuse what no engine could use. Raises UserError: one of its values, with its key.
+    """Reject values that no engine can use. Raises UserError: names the key and the value.
 
     Args:
-        parser: Of the command, which knows types and defaults.
-        recipe: Parsed and of the right types.
+        parser: Parser of the command, for types and defaults.
+        recipe: Parsed recipe with values of the right types.
     """
     check_blocks(recipe)
     check_nulls(parser, recipe)
@@ -43,7 +43,7 @@ def check_recipe_values(parser: Any, recipe: Any, engine: str) -> None:
 
 
 def check_blocks(recipe: Any) -> None:
-    """Every block that is no class is a mapping of its keys. Raises UserError: one is a list or a single value."""
+    """Check that every block without a class is a mapping. Raises UserError: one is a list or a single value."""
     for name in BLOCKS:
         value = recipe.get(name)
         if not hasattr(value, "__dict__"):
@@ -58,7 +58,7 @@ def check_blocks(recipe: Any) -> None:
 
 
 def check_nulls(parser: Any, recipe: Any) -> None:
-    """Keys that must have a value have one: to the parser null is a value of any key. Raises UserError: one is null."""
+    """Check that required keys are not null, which the parser accepts for any key. Raises UserError: one is null."""
     for option in options_of(parser):
         takes_null = type(None) in get_args(type_of(option))
         if (option.dest.split(".")[0] in BLOCKS[1:] and option.default is not None and not takes_null
@@ -67,7 +67,7 @@ def check_nulls(parser: Any, recipe: Any) -> None:
 
 
 def check_values(recipe: Any, engine: str) -> None:
-    """Numbers, names and paths that no engine could use. Raises UserError: one of them, with its key."""
+    """Reject numbers, names and paths that no engine can use. Raises UserError: names the key and the value."""
     check_texts({key: value for key, value in vars(recipe).items() if key != "config"}, "")
     check_asked(recipe.get("ckpt_path"))
     check_seed(recipe.get("seed_everything"))
@@ -100,14 +100,14 @@ def check_values(recipe: Any, engine: str) -> None:
 
 
 def check_time(value: str | dict[str, int] | timedelta | None) -> None:
-    """A time that passes: a run of none would end without a step, and leave nothing."""
+    """Check that a time limit is positive: otherwise the run would end without a step."""
     try:
         if isinstance(value, str):
             parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value).groups()
             time = timedelta(**dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True)))
         else:
             time = timedelta(**value) if isinstance(value, dict) else value
-    except (AttributeError, OverflowError, TypeError):  # of another form; too long; a name that is no unit
+    except (AttributeError, OverflowError, TypeError):  # malformed; too long; an unknown unit
         time = timedelta()
     if time is not None and time <= timedelta():
         _refuse("trainer.max_time", value, "a time above 0: DD:HH:MM:SS, as 00:08:00:00 for eight hours, or a "
@@ -115,16 +115,16 @@ def check_time(value: str | dict[str, int] | timedelta | None) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """A seed fits 32 bits; true draws one."""
+    """Check that a seed fits 32 bits; true draws one."""
     if seed is not True and (seed is None or seed is False or not 0 <= seed <= MAX_SEED):
         _refuse("seed_everything", seed, f"a whole number from 0 to {MAX_SEED}, or true to draw one")
 
 
 def check_texts(value: Any, key: str) -> None:
-    """No text holds a NUL byte; no path or name of the hub is empty, or longer than a file system allows.
+    """Check that no text holds a NUL byte and no path or hub id is empty or longer than a file system allows.
 
     Raises:
-        UserError: One does, or is.
+        UserError: One does or is.
     """
     if isinstance(value, str):
         if "\0" in value:
@@ -146,7 +146,7 @@ def check_texts(value: Any, key: str) -> None:
 
 
 def check_devices(accelerator: str, devices: Any, engine: str) -> None:
-    """Names of accelerators, numbers and lists of devices."""
+    """Check the accelerator's name and the number or list of devices."""
     if accelerator not in ACCELERATORS[engine]:
         _refuse("trainer.accelerator", accelerator, f"one of {', '.join(ACCELERATORS[engine])}")
     wanted = "auto or a number from 1" + (", or on GPUs a list of their indices" if engine == "torch" else "")
@@ -165,7 +165,7 @@ def check_devices(accelerator: str, devices: Any, engine: str) -> None:
 
 
 def check_share(key: str, value: int | float | None) -> None:
-    """A number of micro-batches, or a share of all."""
+    """Check a number of micro-batches, or a share of all."""
     if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
         _refuse(key, value, "a whole number of micro-batches from 0, or a share from 0.0 to 1.0")
 

@@ -1,8 +1,8 @@
-"""Which code a recipe may run: that of lightning, torch and this project; any other if the command line says so.
+"""Restrict the code that a recipe may run to lightning, torch and this project, unless the command line allows more.
 
-Recipes travel: a run's config.yaml is published, copied, mailed. So it is data, and `--trust_recipe_code true`, which
-no file can hold, makes it a program. Three fences stand between the two: nothing outside of `PACKAGES` is imported
-(importing runs code already); what is built is a class and of the key's type, never a function; and code that comes
+Recipes are shared: a run's config.yaml is published, copied and mailed. It is therefore treated as data unless
+`--trust_recipe_code true`, which no file can hold, is given. Three checks enforce this: nothing outside `PACKAGES` is
+imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
 with a model runs only if the command line, not the file, asks for it.
 """
 
@@ -17,7 +17,7 @@ from lmmods.commands.jsonargparse_compat import kept_settings
 from lmmods.core.errors import UserError
 from lmmods.core.recipes import TRUST_KEY
 
-PACKAGES = ("lightning", "torch", "lmmods", "jax_engine")  # tasks and families of one's own lie in the last two
+PACKAGES = ("lightning", "torch", "lmmods", "jax_engine")  # the last two hold user-defined tasks and families too
 FLAG = f"--{TRUST_KEY}"
 ANSWERS = {"true": True, "false": False}
 
@@ -25,10 +25,10 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
 def taken_flag(arguments: list[str]) -> tuple[list[str], bool]:
-    """The arguments without `--trust_recipe_code`, and whether it was given as true.
+    """Return the arguments without `--trust_recipe_code`, and whether it was true.
 
     Raises:
-        UserError: It is neither true nor false.
+        UserError: The flag is neither true nor false.
     """
     rest: list[str] = []
     answer = "false"
@@ -46,7 +46,7 @@ def taken_flag(arguments: list[str]) -> tuple[list[str], bool]:
 
 @contextlib.contextmanager
 def trusting(trusted: bool) -> Iterator[None]:
-    """Within it, `is_trusted` says so."""
+    """Set the result of `is_trusted` within the context."""
     token = _trusted.set(trusted)
     try:
         yield
@@ -55,20 +55,20 @@ def trusting(trusted: bool) -> Iterator[None]:
 
 
 def is_trusted() -> bool:
-    """Whether the command line lets recipes run any code."""
+    """True if the command line lets recipes run any code."""
     return _trusted.get()
 
 
 class ForeignCode(UserError):
-    """A recipe names code that it may not."""
+    """Error: a recipe names code that it may not run."""
 
 
 @contextlib.contextmanager
 def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
-    """Within it, a parser imports what a recipe names from these packages only.
+    """Limit parser imports of names in a recipe to certain packages within the context.
 
     Args:
-        allowed: Their names; None is `PACKAGES`, or all where the command line trusts the recipe.
+        allowed: Package names; None is `PACKAGES`, or all if the command line trusts the recipe.
     """
     from jsonargparse import set_parsing_settings
 
@@ -82,26 +82,26 @@ def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
 
 
 def refuse_import(key: str | None, path: str) -> None:
-    """Raise the error for a class or function outside of `PACKAGES`."""
+    """Raise ForeignCode for a class or function outside `PACKAGES`."""
     raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, and "
                       "a recipe may name no other. Nothing of it has run. If you have read it and trust it, add "
                       "--trust_recipe_code true to the command line.")
 
 
 def check_recipe(recipe: Any, remote_code_typed: bool) -> None:
-    """Look at a parsed recipe before anything of it is built.
+    """Check a parsed recipe before anything in it is built.
 
     Args:
-        recipe: Its values, classes as `class_path` and `init_args`.
-        remote_code_typed: Whether the command line itself asks for the code that comes with the model.
+        recipe: Parsed values, classes as `class_path` and `init_args`.
+        remote_code_typed: Whether the command line itself requests the code shipped with the model.
 
     Raises:
-        UserError: A key holds a function or a class that no key is made of, or asks for code from the hub.
+        UserError: A key holds a function or a class of the wrong kind, or requests code from the hub.
     """
     if is_trusted():
         return
     for key, value in vars(recipe).items():
-        if key != "config":  # the files that were read
+        if key != "config":  # paths of the recipe files
             _check_built(value, key)
     options = recipe["model"]["init_args"]
     check_remote_code(options, remote_code_typed)
@@ -114,10 +114,10 @@ def check_recipe(recipe: Any, remote_code_typed: bool) -> None:
 
 
 def check_remote_code(options: Any, typed: bool = False) -> None:
-    """Refuse a recipe's `trust_remote_code` that no one has typed.
+    """Reject `trust_remote_code` in a recipe unless it was typed on the command line.
 
     Raises:
-        UserError: The file asks for it, and the command line does not.
+        UserError: The file sets it and the command line does not.
     """
     if options.get("trust_remote_code") and not typed and not is_trusted():
         raise UserError("model.trust_remote_code is set in a file, and would run the code that comes with "
@@ -132,7 +132,7 @@ def _check_kernel(key: str, name: Any) -> None:
 
 
 def _check_built(value: Any, key: str) -> None:
-    """Walk all values; whatever is or becomes an object must come of a class that a key may be made of."""
+    """Walk all values and check that each object, present or to be built, has an allowed class."""
     from jsonargparse import Namespace
 
     if isinstance(value, dict | Namespace):
@@ -175,10 +175,10 @@ def _kinds() -> tuple[type, ...]:
 
 
 def resolved(path: str) -> Any:
-    """What an import path names; the parser has imported it already."""
+    """Return the object at an import path, which the parser has already imported."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError:  # a class inside of a class
+    except ModuleNotFoundError:  # a nested class
         outer = resolved(module)
         return getattr(outer, name, None)

@@ -1,4 +1,4 @@
-"""Early stopping: one rule and one checkpointed state for both engines. No torch, no jax."""
+"""Early stopping rule and its checkpointed state, shared by both engines. Imports neither torch nor jax."""
 
 import math
 from enum import IntEnum
@@ -10,7 +10,7 @@ from lmmods.core.settings import require
 
 
 class Reason(IntEnum):
-    """Why a run has stopped; numbers of Lightning's EarlyStoppingReason, as checkpoints hold them."""
+    """Reason why a run stopped; values match Lightning's EarlyStoppingReason, as checkpoints store them."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -62,7 +62,7 @@ class EarlyStoppingRule:
                 "stopping_reason_message": self.message}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state of Lightning's class too, whose best score is a tensor, and of an older version here."""
+        """Restore the state; also accepts Lightning's, whose best score is a tensor, and one with the key `best`."""
         self.wait_count = int(state["wait_count"])
         self.best_score = float(state["best_score"] if "best_score" in state else state["best"])
         self.message = state.get("stopping_reason_message") or ""
@@ -70,7 +70,7 @@ class EarlyStoppingRule:
         self.reason = Reason(state.get("stopping_reason", waited))
 
     def begin(self, validates: bool) -> str:
-        """Start or resume. Returns why a resumed run stays stopped (unless `patience` was raised), else ""."""
+        """Start or resume. Return why a resumed run stays stopped (unless `patience` was raised), else ""."""
         if self.check_on_train_epoch_end is None:
             self.check_on_train_epoch_end = not validates
         if self.reason is Reason.PATIENCE_EXHAUSTED and self.wait_count < self.patience:
@@ -82,11 +82,11 @@ class EarlyStoppingRule:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def is_due(self, validated: bool, epoch_ends: bool) -> bool:
-        """Whether to check now, before a checkpoint of this step is written."""
+        """True if the metric is to be checked now, before this step's checkpoint is written."""
         return self.reason is Reason.NOT_STOPPED and (epoch_ends if self.check_on_train_epoch_end else validated)
 
     def check(self, metrics: dict[str, float]) -> bool:
-        """Look at the metric, and say whether the run stops. Raises UserError: the run does not log it."""
+        """Check the metric and return whether the run stops. Raises UserError: the run does not log the metric."""
         if self.monitor not in metrics:
             if self.strict:
                 raise UserError(f"EarlyStopping.monitor is {self.monitor!r}, which this run does not log "

@@ -1,4 +1,4 @@
-"""MMLU evaluation during training: multiple-choice questions, answered by the most likely letter; for both engines."""
+"""MMLU evaluation during training: multiple-choice questions scored by the most likely letter, for both engines."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -46,21 +46,21 @@ class MMLUEvaluator:
         require(bool(name.strip()) and "/" not in name, "mmlu.name", repr(name), "a word without a slash")
         self.source, self.every_n_steps, self.limit, self.name = source, every_n_steps, limit, name
         self.max_length = max_length
-        self.choice_ids = np.zeros(0, np.int64)  # [K] tokens that are a letter after some prompt
-        self.latest_step: int | None = None  # last one at which this process asked
+        self.choice_ids = np.zeros(0, np.int64)  # [K] token ids that stand for a letter after some prompt
+        self.latest_step: int | None = None  # step of the last evaluation in this process
 
     @property
     def is_on(self) -> bool:
-        """Whether there are questions at all."""
+        """True if questions are configured."""
         return self.source is not None
 
     @property
     def at_validation(self) -> bool:
-        """Whether to ask at each validation."""
+        """True if the evaluation runs at each validation."""
         return self.is_on and self.every_n_steps is None
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Whether to ask after optimiser step `step`, which `ends` the run or not, apart from validations."""
+        """True if an evaluation outside validation is due after optimiser step `step`; `ends`: last step of the run."""
         by_steps = self.every_n_steps is not None and step % self.every_n_steps == 0
         return self.is_on and step != self.latest_step and (ends or by_steps)
 
@@ -77,7 +77,7 @@ class MMLUEvaluator:
         if model.auto_class != "AutoModelForCausalLM":
             raise UserError(f"mmlu.source: {type(model).__name__} is a task that predicts no next token, so it cannot "
                             "answer questions; set mmlu.source to null.")
-        # as_sources refuses a `weight` under any other key than data.source: it is for training rows
+        # as_sources rejects `weight` under any key but data.source: it applies to training rows only
         readers = [SourceReader(source) for source in as_sources(self.source, "mmlu.source")]
         asked = [_question(row) for reader in readers for row in reader]
         num_choices = 1 + max((answer for _, answer, _ in asked), default=0)
@@ -96,7 +96,7 @@ class MMLUEvaluator:
         self._find_choices(prompts, datamodule.tokenizer, text, LETTERS[:num_choices])
 
     def _encode(self, prompts: list[str], text: TextEncoder) -> None:
-        """Token ids of the prompts; long ones are truncated on the left, as the question is at the end."""
+        """Tokenise the prompts; long ones are truncated on the left, as the question is at the end."""
         begin = [text.bos_id] if text.uses_bos else []
         bodies = text.encode_texts(prompts, [False] * len(prompts))
         room = self.max_length - len(begin)
@@ -107,7 +107,7 @@ class MMLUEvaluator:
                  "their beginning.")
 
     def _find_choices(self, prompts: list[str], tokenizer: Any, text: TextEncoder, letters: str) -> None:
-        """Tokens of the letters after each prompt, as columns of `choice_ids`."""
+        """Find the letters' tokens after each prompt, as columns of `choice_ids`."""
         by_tail: dict[str, list[int]] = {}
         for prompt in prompts:
             if prompt[-TAIL:] not in by_tail:
@@ -117,11 +117,11 @@ class MMLUEvaluator:
         self._columns = np.stack([columns[prompt[-TAIL:]] for prompt in prompts])
 
     def batches(self, datamodule: Any, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
-        """This process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
+        """Yield this process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
 
-        All processes get equally many. Not a torch DataLoader, which would consume the random state of training.
+        All processes get equally many. A torch DataLoader would consume the random state of training.
         """
-        from lmmods.data.batches.collate import Collator  # imports torch, which the command line does without
+        from lmmods.data.batches.collate import Collator  # imports torch, not needed by the command line
 
         order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
         collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,
@@ -133,7 +133,7 @@ class MMLUEvaluator:
     # Answers ---------------------------------------------------------------------------------------------------------
 
     def score(self, step: int, logits: dict[int, np.ndarray]) -> dict[str, float]:
-        """Metrics after `step` optimiser steps, by their full names; also printed.
+        """Return and print the metrics after `step` optimiser steps, by full name.
 
         Args:
             logits: For each prompt's index, [K] logits of `choice_ids` after it.
@@ -147,7 +147,7 @@ class MMLUEvaluator:
 
 
 def _question(row: Row) -> tuple[str, int, str]:
-    """(prompt, number of the right letter, subject). Trailing spaces are dropped: they belong to the answer's token."""
+    """Return (prompt, index of the right letter, subject). Trailing spaces are dropped: they belong to the answer."""
     where = f"mmlu.source {row.file}:{row.line}"
     if row.problem is not None:
         raise UserError(f"{where} cannot be asked: {row.problem}. Remove it.")
@@ -166,10 +166,10 @@ def _question(row: Row) -> tuple[str, int, str]:
 
 
 def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) -> list[int]:
-    """The tokens that the letters become directly after a prompt: " A" as one token, or "A" (first after a newline).
+    """Return the letters' tokens directly after a prompt: " A" as one token, or "A" (tried first after a newline).
 
     Appending the letter may change tokens of the prompt after its last visible character, as with line breaks in many
-    tokenizers; it must not change the prompt's text. Raises UserError: neither is a token of its own for each letter.
+    tokenizers; it must not change the prompt's text. Raises UserError: neither form is a single token for each letter.
     """
     for space in ("", " ") if prompt[-1:].isspace() else (" ", ""):
         begun, *whole = text.encode_texts([prompt, *(prompt + space + letter for letter in letters)],

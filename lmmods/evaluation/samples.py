@@ -1,4 +1,4 @@
-"""Samples during training: text generated from fixed prompts every so many steps, for both engines."""
+"""Samples during training: text generated from fixed prompts at intervals, for both engines."""
 
 import json
 from typing import Any
@@ -34,14 +34,14 @@ class SampleWriter:
         self.prompts, self.every_n_steps, self.compare_base = prompts, every_n_steps, compare_base
         self.generation = Generation(max_new_tokens=max_new_tokens)
         self.prompt_ids: list[list[int]] = []
-        self.latest_step: int | None = None  # last one at which this process sampled
+        self.latest_step: int | None = None  # step of the last samples of this process
         self._base: dict[str, str] = {}  # prompt -> answer before training
 
     def prepare(self, datamodule: Any, max_positions: int | None) -> None:
-        """Encode the prompts. Raises UserError: the task generates nothing, or a prompt leaves no room for an answer.
+        """Encode the prompts. Raises UserError: the task cannot generate, or a prompt leaves no room for an answer.
 
         Args:
-            max_positions: Longest row the model takes, if it has an end.
+            max_positions: Maximum sequence length of the model, if limited.
         """
         if self.prompts is None:
             return
@@ -54,7 +54,7 @@ class SampleWriter:
                                 "model. Shorten it, or lower samples.max_new_tokens.")
 
     def begin(self, folder: RunFolder, resumed_step: int | None) -> None:
-        """Use this run folder; drop the rows after `resumed_step`, which a resumed run will write again."""
+        """Set the run folder; drop rows after `resumed_step`, which the resumed run writes again."""
         self._path = folder.samples
         if self.prompts is not None:
             folder.files.claim(self._path.name)
@@ -70,15 +70,15 @@ class SampleWriter:
 
     @property
     def wants_base(self) -> bool:
-        """Whether the untrained model is asked."""
+        """True if the untrained model is sampled too."""
         return self.prompts is not None and self.compare_base
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Whether to sample after optimiser step `step`, which `ends` the run or not."""
+        """True if samples are due after optimiser step `step`; `ends`: last step of the run."""
         return self.prompts is not None and step != self.latest_step and (ends or step % self.every_n_steps == 0)
 
     def write(self, step: int, outputs: list[str], loggers: list[Any]) -> None:
-        """Write, print and log the answers after `step` optimiser steps. Called by the first process."""
+        """Write, print and log the answers after `step` optimiser steps. Called by the first process only."""
         if step == 0:
             self._base = dict(zip(self.prompts, outputs, strict=True))
         base = self._base if self.compare_base else {}
@@ -96,7 +96,7 @@ class SampleWriter:
 
 
 def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
-    """As a table (W&B) or as text (TensorBoard); loggers with neither get nothing."""
+    """Log the rows as a table (W&B) or as text (TensorBoard); other loggers are skipped."""
     if hasattr(logger, "log_table"):
         logger.log_table("samples", columns=list(rows[0]), data=[list(row.values()) for row in rows], step=step)
     elif hasattr(experiment := getattr(logger, "experiment", None), "add_text"):
@@ -104,7 +104,7 @@ def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
 
 
 def _markdown(row: dict[str, Any]) -> str:
-    """A row with its texts as code blocks, in which nothing is interpreted as markup."""
+    """Format a row with its texts as code blocks, so that no markup is interpreted."""
     return "\n\n".join(f"{name}:\n\n{indented(row[name])}" for name in ("prompt", "base", "output")
                        if row[name] is not None)
 

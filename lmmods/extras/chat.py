@@ -1,4 +1,4 @@
-"""`chat`: talk to a run, a checkpoint, a model folder or a base, on either engine."""
+"""`chat`: chat with a run, a checkpoint, a model folder or a base model, on either engine."""
 
 import contextlib
 import importlib
@@ -73,7 +73,7 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
                    chat_template_kwargs=chat_template_kwargs, quantize=quantize)
     require(seed is None or seed >= 0, "--seed", seed, "0 or more")
     _end_when_interrupted()
-    with contextlib.redirect_stdout(sys.stderr):  # whatever is said while it loads
+    with contextlib.redirect_stdout(sys.stderr):  # keep loading messages out of the answers
         source = read_run(run, ckpt_path) if run else read_model(model, template, chat_template_kwargs, quantize)
         if system is not None and not source.is_chat:
             raise UserError("--system: this model goes on with texts and knows no system turn. Leave it out.")
@@ -98,13 +98,13 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
             converse(session)
         else:
             answer_lines(session)
-    except BrokenPipeError:  # who read the answers has gone
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_options(run: str | None, model: str | None, prompt: str | None, ckpt_path: str | None,
                    **of_models: Any) -> None:
-    """Raise UserError unless the options say clearly what to talk to."""
+    """Raise UserError unless the options identify one model to chat with."""
     if (run is None) == (model is None):
         raise UserError("chat needs --run RUN, a run folder, or --model MODEL, a model folder or hub id"
                         + ("; both are given." if run else "."))
@@ -119,9 +119,9 @@ def _check_options(run: str | None, model: str | None, prompt: str | None, ckpt_
 
 
 def _loader(engine: str, source: Any, precision: str | None, device: str) -> Callable[..., Any]:
-    """A function that loads a model of `source` from its fields, on one engine."""
+    """Return a function that loads a model of `source` from its fields, on one engine."""
     if engine == "jax":
-        importlib.import_module("jax_engine.engine").load()  # says what is not installed
+        importlib.import_module("jax_engine.engine").load()  # reports missing packages
         answering = importlib.import_module("jax_engine.answering")
         answering.connect(device)
         precision = precision or source.precision or answering.choose_precision()
@@ -142,31 +142,31 @@ def _end_when_interrupted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whom `chat` talks to: a run, one of its checkpoints, a model folder or a hub id, and how it is to be asked.
+# Chat sources (a run, one of its checkpoints, a model folder or a hub id) and their prompt format.
 
-CHAT, TEXT = "messages", "text"  # layouts of rows: turns, and whole texts
-NO_ROWS = "none"  # source of a data module that reads none
-# Of generation_config.json: what is used in another way, or says nothing of the text.
+CHAT, TEXT = "messages", "text"  # row layouts: turns, and whole texts
+NO_ROWS = "none"  # placeholder source of a data module that reads no rows
+# Keys of generation_config.json that are used elsewhere or do not affect the text.
 USED_ELSEWHERE = {*BOOKKEEPING, "eos_token_id", "bos_token_id", "pad_token_id", "max_length", "early_stopping",
                   "output_attentions", "output_hidden_states", "return_dict_in_generate", "cache_implementation"}
 
 
 @dataclass
 class Source:
-    """What is talked to, before it is loaded.
+    """Model to chat with, before it is loaded.
 
     Args:
-        title: What it is, in words.
-        model: What its network is made of.
-        data: The data module that writes its prompts and knows its tokens.
-        layout: Of the rows that it was trained on; None for language models, which go on with texts.
-        generation: As its recipe, or its generation_config.json, says it.
+        title: Human-readable description.
+        model: Fields from which the network is built.
+        data: Data module that renders prompts and knows the special tokens.
+        layout: Layout of the training rows; None for language models, which continue texts.
+        generation: Generation settings of its recipe or generation_config.json.
         stop_token_ids: Tokens that end an answer.
-        precision: Of the run; None where there is no run.
-        seed: Of the run.
-        checkpoint: Whose weights are taken; None takes those of `model`.
-        frozen: Whether it may be stored in the narrower types of a model that never trains.
-        base: What it was trained from, to compare; None where that is not known.
+        precision: Precision of the run; None without a run.
+        seed: Seed of the run.
+        checkpoint: Checkpoint to take the weights from; None takes those of `model`.
+        frozen: Whether it may be stored in the narrower types of a model that is never trained.
+        base: Model it was trained from, for comparison; None if unknown.
     """
 
     title: str
@@ -184,7 +184,7 @@ class Source:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it knows turns; otherwise it goes on with whatever text it is given."""
+        """True if the model uses chat turns; otherwise it continues the given text."""
         return self.layout is not None and find_format(self.layout).template is None
 
     @cached_property
@@ -192,7 +192,7 @@ class Source:
         return self.data.prompt_encoder(self.layout)
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """Token ids of the prompt of a conversation. Raises UserError: its template cannot write it."""
+        """Return the prompt's token ids for a conversation. Raises UserError: the template cannot render it."""
         if self.layout is None:
             return self.data.encode_prompts([messages[-1]["content"]])[0]
         try:
@@ -205,7 +205,7 @@ class Source:
 
 
 def read_run(run: str, ckpt_path: str | None) -> Source:
-    """A run's model, or one of its checkpoints. Raises UserError: no run of a causal model, or no model yet."""
+    """Read a run's model or one of its checkpoints. Raises UserError: no run of a causal model, or no model yet."""
     folder = RunFolder(run)
     if not folder.config.is_file():
         is_model = any((folder.root / name).is_file() for name in ("config.json", SETTINGS))
@@ -214,7 +214,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     options = model_block(run, "chat")["init_args"]
     check_remote_code(options)
     model, declared = _blocks(run, folder)
-    model.compile, model.gradient_checkpointing = False, False  # which serve training alone
+    model.compile, model.gradient_checkpointing = False, False  # only useful in training
     data = _data_module(declared)
     checkpoint = folder.resolve(ckpt_path) if ckpt_path is not None else None
     recipe = read_recipe(folder.config)
@@ -239,14 +239,14 @@ def _title(name: str, model: CausalFields) -> str:
 
 
 def without_training(model: CausalFields) -> CausalFields:
-    """The model that a run starts from, which may be quantised without an adapter as nothing of it trains."""
+    """Return the model that a run starts from; as it is not trained, it may be quantised without an adapter."""
     start = replace(model, lora=None, quantize=model.quantize if model.adapter else None)
     start.quantize = model.quantize
     return start
 
 
 def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
-    """The blocks `model` and `data` of config.yaml as the fields that they declare."""
+    """Parse the blocks `model` and `data` of config.yaml into their declared fields."""
     recipe = read_recipe(folder.config)
     parser = Parser(prog="train.py chat")
     for key, base in (("model", declarations.TaskModule), ("data", declarations.DataModule)):
@@ -260,7 +260,7 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
 
 
 def _data_module(declared: Any) -> Any:
-    """The data module of declared fields, which reads no rows for this."""
+    """Build the data module of declared fields without reading rows."""
     name = type(declared).__name__
     kind = getattr(importlib.import_module(f"lmmods.data.{name.removesuffix('Data').lower()}"), name)
     return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
@@ -271,7 +271,7 @@ def _connect(data: Any, model: CausalFields) -> None:
 
 
 def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
-    """What model/ is made of."""
+    """Return the fields that load the exported model/."""
     if (folder.model / SETTINGS).exists():
         return replace(model, lora=None, adapter=str(folder.model))
     if not (folder.model / "config.json").is_file():
@@ -281,7 +281,7 @@ def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
 
 
 def _layout(folder: RunFolder, declared: Any) -> str | None:
-    """The layout of the training rows, from the report on them; turns where it is not known."""
+    """Return the layout of the training rows according to the data report; turns if unknown."""
     if isinstance(declared, declarations.CLMData):
         return None
     try:
@@ -301,7 +301,7 @@ def _seed(recipe: dict[str, Any]) -> int:
 
 def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] | None, quantize: Quantize | None
                ) -> Source:
-    """A folder or hub id of a model or an adapter. Raises UserError: it is neither, or no causal LM."""
+    """Read a model or adapter from a folder or hub id. Raises UserError: it is neither, or not a causal LM."""
     if (Path(name) / "config.yaml").is_file() and (Path(name) / "checkpoints").is_dir():
         raise UserError(f"--model {name} is a run folder: --run {name}")
     adapter = _file_of(name, SETTINGS)
@@ -318,13 +318,13 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
     ends = said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     layout = CHAT if type(data).__name__ == "SFTData" else None
-    ends = sorted({*data.stop_token_ids, *ends})  # the first finds out whether the template is one
+    ends = sorted({*data.stop_token_ids, *ends})  # evaluated first: reading stop_token_ids also validates the template
     return Source(_title(name, model), model, data, layout, _generation(said), ends, frozen=True,
                   base=without_adapter(model) if adapter else None)
 
 
 def without_adapter(model: CausalFields) -> CausalFields:
-    """The base of an adapter."""
+    """Return the base of an adapter."""
     base = replace(model, adapter=None, quantize=None)
     base.quantize = model.quantize
     return base
@@ -339,7 +339,7 @@ def _check_causal(model: CausalFields) -> None:
 
 
 def _data_of(tokenizer: str, model: CausalFields, template: str | None, template_kwargs: dict[str, Any] | None) -> Any:
-    """A data module for chats where there is a template, for texts otherwise."""
+    """Return a chat data module if there is a template, a text one otherwise."""
     from lmmods.data.clm import CLMData
     from lmmods.data.sft import SFTData
 
@@ -355,7 +355,7 @@ def _data_of(tokenizer: str, model: CausalFields, template: str | None, template
 
 
 def _file_of(name: str, file: str) -> Path | None:
-    """A file of a folder or of a hub repository, downloaded where it must be; None where it has no such file.
+    """Return a file of a folder or hub repository, downloaded if needed; None if there is no such file.
 
     Raises:
         UserError: The hub does not answer.
@@ -368,12 +368,12 @@ def _file_of(name: str, file: str) -> Path | None:
     try:
         with hub.loading("--model", name, missing=()):
             return Path(hf_hub_download(name, file))
-    except EntryNotFoundError:  # nor is it cached: who loads the model tells more where that is a reason
+    except EntryNotFoundError:  # neither online nor cached: loading the model reports more if it matters
         return None
 
 
 def _fields_of(name: str, file: str) -> dict[str, Any]:
-    """What a JSON file of a model says, nothing where it has none. Raises UserError: it cannot be read."""
+    """Read a JSON file of a model, {} if it does not exist. Raises UserError: it cannot be read."""
     path = _file_of(name, file)
     try:
         return dict(json.loads(read_text(path))) if path else {}
@@ -382,7 +382,7 @@ def _fields_of(name: str, file: str) -> dict[str, Any]:
 
 
 def _generation(said: dict[str, Any]) -> Generation:
-    """The settings of generation_config.json that this program knows; names those that it does not."""
+    """Return the supported settings of generation_config.json; report the unsupported ones."""
     known = {item.name for item in fields(Generation)}
     said = {key: value for key, value in said.items() if value is not None}
     if not said.get("do_sample"):
@@ -393,7 +393,7 @@ def _generation(said: dict[str, Any]) -> Generation:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A conversation at a terminal, or over a pipe: what is asked, what is answered, and what is said besides.
+# Conversation at a terminal or over a pipe.
 
 PROMPT = ">>> "
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
@@ -402,11 +402,11 @@ HELP = """/new            forget the conversation and begin another (also /reset
 /help           this (also /?)
 /exit           end (also /quit, /bye or Ctrl+D)
 Ctrl+C stops an answer. A line that ends in \\ goes on in the next one."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that command a terminal; line breaks and tabs stay
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # terminal control characters, except line breaks and tabs
 
 
 class TextModel(Protocol):
-    """What answers, of either engine."""
+    """Text-generating model of either engine."""
 
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
                on_token: Callable[[int], bool]) -> bool: ...
@@ -414,11 +414,11 @@ class TextModel(Protocol):
 
 @dataclass
 class Session:
-    """Questions and answers, in turns where the model knows them.
+    """Conversation with one or more models, in turns if they support them.
 
     Args:
-        models: Who answers each question, by the name that stands before the answer where there are several.
-        limit: Tokens that prompt and answer may have together; None where the model sets no limit.
+        models: Models that answer each question, by the name shown before the answer if there are several.
+        limit: Maximum tokens of prompt and answer together; None if the model sets no limit.
         system: System turn of all conversations; None leaves it to the recipe.
     """
 
@@ -428,19 +428,19 @@ class Session:
     seed: int
     limit: int | None
     system: str | None = None
-    turns: dict[str, list[Message]] = field(default_factory=dict)  # each model's own conversation
+    turns: dict[str, list[Message]] = field(default_factory=dict)  # conversation history per model
     num_asked: int = 0
-    stopped: bool = False  # by Ctrl+C
+    stopped: bool = False  # set by Ctrl+C
 
     def begin(self, system: str | None) -> None:
-        """Forget what has been said."""
+        """Start a new conversation."""
         self.turns, self.system = {}, system
 
     def ask(self, text: str) -> None:
-        """Answer on stdout; what else is to be said goes to stderr.
+        """Print the answers on stdout and everything else on stderr.
 
         Raises:
-            UserError: The template cannot write the conversation, or it is too long. The question is forgotten.
+            UserError: The template cannot render the conversation, or it is too long. The question is dropped.
         """
         prompts = {name: self._prompt(name, [*self.turns.get(name, []), {"role": "user", "content": text}])
                    for name in self.models}
@@ -453,7 +453,7 @@ class Session:
                 self.turns[name] = [*turns, {"role": "assistant", "content": answer}]
 
     def _prompt(self, name: str, turns: list[Message]) -> tuple[list[Message], list[int], Generation]:
-        """The turns that are shown, as token ids, and the settings with the room that they leave for the answer."""
+        """Return the turns that fit, their token ids, and the settings with the remaining room for the answer."""
         who, left_out, wanted = f"{name}: " if len(self.models) > 1 else "", 0, self.settings.max_new_tokens
         while True:
             system: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -494,11 +494,11 @@ class Session:
         return text.text
 
 
-# Where questions come from -----------------------------------------------------------------------------------------
+# Input -------------------------------------------------------------------------------------------------------------
 
 
 def converse(session: Session) -> None:
-    """Questions from a person at a terminal, until Ctrl+D or /exit."""
+    """Read questions from a terminal until Ctrl+D or /exit."""
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited, and earlier ones come back
 
@@ -513,12 +513,12 @@ def converse(session: Session) -> None:
                     continue
                 with answering():
                     session.ask(text)
-            except UserError as error:  # the conversation goes on without this question
+            except UserError as error:  # continue the conversation without this question
                 tell(str(error))
 
 
 def _obey(session: Session, command: str, text: str) -> bool:
-    """Do what a command says; returns whether to go on."""
+    """Execute a slash command and return whether to continue."""
     if command in ("exit", "quit", "bye"):
         return False
     if command in ("help", "?"):
@@ -539,7 +539,7 @@ def _obey(session: Session, command: str, text: str) -> bool:
 
 
 def _typed() -> str | None:
-    """What is typed, with the lines that go on; None at its end. Ctrl+C forgets it and asks anew."""
+    """Read an input with its continuation lines; None at the end of input. Ctrl+C discards it and asks again."""
     lines: list[str] = []
     while True:
         try:
@@ -558,7 +558,7 @@ def _typed() -> str | None:
 
 
 def _line(prompt: str) -> str:
-    """A line that is typed; the prompt is no part of what goes to stdout where that is a file."""
+    """Read a line; if stdout is redirected, the prompt does not go to it."""
     if sys.stdout.isatty():
         return input(prompt)
     sys.stderr.write(prompt)
@@ -570,9 +570,9 @@ def _line(prompt: str) -> str:
 
 @contextmanager
 def _interrupting(session: Session) -> Iterator[Callable[[], Any]]:
-    """While a person types Ctrl+C gives a new line, and within what is given here it stops the answer.
+    """Handle Ctrl+C: at the input prompt it starts a new line; within the yielded context it stops the answer.
 
-    A second one during an answer, which waits for a long computation perhaps, ends the program.
+    A second Ctrl+C during an answer, which may be waiting for a long computation, ends the program.
     """
     answering = False
 
@@ -600,10 +600,10 @@ def _interrupting(session: Session) -> Iterator[Callable[[], Any]]:
 
 
 def answer_lines(session: Session) -> None:
-    """Questions from a pipe or a file, one a line, in one conversation.
+    """Read questions from a pipe or file, one per line, as one conversation.
 
     Raises:
-        UserError: A line cannot be asked, or there is none.
+        UserError: A line cannot be answered, or there is none.
     """
     number = 0
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
@@ -615,7 +615,7 @@ def answer_lines(session: Session) -> None:
         try:
             text.encode()
             session.ask(text)
-        except UnicodeEncodeError as error:  # of bytes that came in as halves of characters
+        except UnicodeEncodeError as error:  # undecodable bytes arrive as lone surrogates
             raise UserError(f"line {number} of stdin is not UTF-8; the answers before it have been written.") from error
         except UserError as error:
             raise UserError(f"line {number} of stdin: {error}") from error
@@ -624,7 +624,7 @@ def answer_lines(session: Session) -> None:
 
 
 def _write(text: str) -> None:
-    """Text of an answer; a terminal is never commanded by it."""
+    """Write text of an answer, with control characters escaped on a terminal."""
     if text and sys.stdout.isatty():
         text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
     sys.stdout.write(text)
@@ -632,19 +632,19 @@ def _write(text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text of an answer that grows by a token at a time.
+# Incremental detokenisation of an answer.
 
-UNFINISHED = "\ufffd"  # what decoders write for bytes that are no whole character (yet)
+UNFINISHED = "\ufffd"  # decoders' replacement for an incomplete character
 
 
 class Detokenizer:
-    """Text of tokens as they come, which joined is the text of all of them: `tokens` and `text` so far.
+    """Incremental decoder whose pieces add up to the text of all tokens; `tokens` and `text` hold the state so far.
 
-    A token may be a part of a character, and the spaces of a text depend on the tokens around them. So all tokens are
-    decoded anew each time, and the end waits where a character may not be whole.
+    A token may be part of a character, and spaces depend on neighbouring tokens. So all tokens are decoded again each
+    time, and the end is held back while a character may be incomplete.
 
     Args:
-        decode: Tokens to text.
+        decode: Function from tokens to text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
@@ -654,13 +654,13 @@ class Detokenizer:
         self._given = 0
 
     def add(self, token: int) -> str:
-        """What the token adds to the text that has been given so far."""
+        """Add a token and return the new text."""
         self.tokens.append(token)
         self.text = self._decode(self.tokens)
         return self._rest(self.text.rstrip(UNFINISHED))
 
     def end(self) -> str:
-        """What has been waiting."""
+        """Return the text held back so far."""
         return self._rest(self.text)
 
     def _rest(self, text: str) -> str:

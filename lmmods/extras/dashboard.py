@@ -1,11 +1,11 @@
-"""`dashboard`: the W&B workspace of a project, laid out for this project's metrics."""
+"""`dashboard`: lay out a project's W&B workspace for our metrics."""
 
 from typing import Any, Literal
 
 from lmmods.core.errors import UserError, first_line
 from lmmods.runs.wandb import has_wandb_key
 
-# Section -> its panels: title -> metrics, all runs in one panel.
+# Section -> panels (title -> metrics); each panel shows all runs.
 CURVES = {
     "Loss": {"Training loss": ["train/loss"], "Validation loss": ["val/loss"]},
     "Quality": {"Perplexity": ["val/perplexity"], "Token accuracy": ["val/accuracy"],
@@ -53,7 +53,7 @@ def dashboard(project: str = "lmmods", entity: str | None = None, name: str = "l
 
 
 def workspace(project: str, entity: str, name: str, x: str) -> Any:
-    """The workspace, not yet saved."""
+    """Build the workspace without saving it."""
     import wandb_workspaces.reports.v2 as panels
     import wandb_workspaces.workspaces as workspaces
 

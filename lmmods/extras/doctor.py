@@ -1,4 +1,4 @@
-"""`doctor`: what works on this machine and what does not, on one page of plain text."""
+"""`doctor`: report what works on this machine and what does not, as plain text."""
 
 import json
 import os
@@ -23,20 +23,20 @@ from lmmods.core.redaction import redact
 from lmmods.core.versions import ROOT, Project, code_version, python_version
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What `verify` and `doctor` find: printed as they go, a few lines each, and counted.
+# Findings of `verify` and `doctor`: printed as they occur, and counted.
 
-INDENT = 9  # columns before a text
+INDENT = 9  # columns before the text
 
 
 @dataclass
 class Findings:
-    """Lines of a command; `problems` are the texts of those that are one."""
+    """Printer of findings; `problems` collects the texts of the problems."""
 
     width: int = 120
     problems: list[str] = field(default_factory=list)
 
     def add(self, kind: Literal["ok", "note", "problem"], text: str, remedy: str = "") -> None:
-        """Print a finding, and below it what to do."""
+        """Print a finding, with its remedy below."""
         if kind == "problem":
             self.problems.append(text)
         for begin, part in ((f"{kind:<{INDENT}}", text), (" " * INDENT + "-> ", remedy)):
@@ -46,8 +46,8 @@ class Findings:
 
 
 PROBES = {"torch": "lmmods.torch_engine.probe", "jax": "jax_engine.probe"}
-PROBE_SECONDS = 60  # on a busy machine; alone each takes a few
-COUNTING_SECONDS = 2.0  # for the size of a cache, which may lie on a slow disk
+PROBE_SECONDS = 60  # allows for a busy machine; otherwise a few suffice
+COUNTING_SECONDS = 2.0  # time limit for measuring a cache, which may be on a slow disk
 NETWORK_SECONDS = 10
 LITTLE_DISK, NO_DISK, LITTLE_SHARED = 10 * 2**30, 2**30, 2**30  # bytes
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_JOB_ID")
@@ -64,7 +64,7 @@ def doctor(network: bool = False) -> None:
     Raises:
         UserError: There is a problem.
     """
-    probes = {engine: _Probe(module) for engine, module in PROBES.items()}  # they work while the rest is looked at
+    probes = {engine: _Probe(module) for engine, module in PROBES.items()}  # run in the background meanwhile
     findings = Findings()
     _check_code(findings)
     check_versions(Project.read(), findings)
@@ -82,11 +82,11 @@ def doctor(network: bool = False) -> None:
 
 
 class _Probe:
-    """An engine looking at the devices, in a process of its own."""
+    """Background process in which an engine probes the devices."""
 
     def __init__(self, module: str):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        # JAX would take most of a GPU's memory, which torch looks at in the same moment.
+        # JAX would preallocate most of the GPU's memory, which torch probes at the same time.
         environment = {**os.environ, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
                        "TF_CPP_MIN_LOG_LEVEL": "3"}
         self._said = tempfile.TemporaryFile("w+")
@@ -94,7 +94,7 @@ class _Probe:
                                          stdin=subprocess.DEVNULL, text=True, env=environment)
 
     def answer(self) -> dict[str, Any] | str:
-        """What it has found, or why there is nothing."""
+        """Return the probe's result, or the reason why there is none."""
         try:
             out, _ = self._process.communicate(timeout=PROBE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -121,7 +121,7 @@ def _check_code(findings: Findings) -> None:
 
 
 def check_versions(project: Project, findings: Findings) -> None:
-    """Python and libraries against what the project was tried with."""
+    """Check Python and library versions against those the project was tested with."""
     python = SpecifierSet(project.python).contains(python_version())
     findings.add("ok" if python else "problem", f"Python {python_version()}; tried are {project.python}",
                  "" if python else "make the environment with one of these: make install PYTHON=python3.12")
@@ -163,7 +163,7 @@ def _check_memory(findings: Findings) -> None:
 
 
 def check_torch(found: dict[str, Any] | str, findings: Findings) -> None:
-    """What the torch engine has found."""
+    """Report the probe of the torch engine."""
     if isinstance(found, str):
         return findings.add("problem", f"engine torch: {found}", "python -m lmmods.torch_engine.probe says all; where "
                             "it hangs or crashes, a driver or a library of CUDA is broken, as a rule (nvidia-smi)")
@@ -205,7 +205,7 @@ def _check_kernels(kernels: dict[str, dict[str, str]], findings: Findings) -> No
 
 
 def check_jax(found: dict[str, Any] | str, findings: Findings) -> None:
-    """What the JAX engine has found."""
+    """Report the probe of the JAX engine."""
     if isinstance(found, str):
         return findings.add("problem", f"engine jax: {found}", "python -m jax_engine.probe says all; jax and flax move "
                             "in pairs: pip install -e . (with [cuda] for NVIDIA GPUs)")
@@ -256,14 +256,14 @@ def _check_cache(findings: Findings) -> None:
 
 
 def _size_of(folders: list[Path]) -> str:
-    """Size of all files below folders, or what has been counted of it in time."""
+    """Return the size of all files below folders, or the part counted within the time limit."""
     total, end = 0, time.monotonic() + COUNTING_SECONDS
     for folder in folders:
         for here, _, names in os.walk(folder):
             for name in names:
                 try:
                     total += os.lstat(os.path.join(here, name)).st_size
-                except FileNotFoundError:  # a run has replaced it meanwhile
+                except FileNotFoundError:  # replaced by a run in the meantime
                     continue
             if time.monotonic() > end:
                 return f"more than {_size(total)}"
@@ -287,7 +287,7 @@ def _hub_cache() -> Path:
 
 
 def _check_accounts(findings: Findings) -> None:
-    """Hub and W&B as the environment has them; of secrets only whether they are there."""
+    """Report the hub and W&B accounts in the environment; of secrets only their presence."""
     from lmmods.runs.wandb import has_wandb_key
 
     offline = hub.offline_by()
@@ -323,7 +323,7 @@ def _ask(url: str) -> str:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_SECONDS)
     except urllib.error.HTTPError:
-        return ""  # an answer, whatever it says
+        return ""  # any answer means the host is reachable
     except (OSError, ValueError) as error:
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""`find`: the learning rate and the batch size for a recipe."""
+"""`find`: find the learning rate and the batch size for a recipe."""
 
 import json
 import math
@@ -33,31 +33,30 @@ from lmmods.runs.run_files import LIST
 from lmmods.runs.step_metrics import NotFinite
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The learning rate range test: a short training whose rate rises until the loss diverges (Smith 2015).
+# Learning rate range test: a short training whose rate rises until the loss diverges (Smith 2015).
 #
 # Source: L. N. Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186, section 3.3. Smoothing,
-# the
-# rule of divergence and the suggestion at the steepest fall are those of fast.ai's `lr_find` and Lightning's
-# LearningRateFinder, but for how steepness is measured: batches of text differ so much that the difference of two
-# smoothed losses is mostly noise, so a line is laid through a window of steps, and it must fall clearly.
+# the divergence criterion and the suggestion at the steepest descent follow fast.ai's `lr_find` and Lightning's
+# LearningRateFinder, except for how the slope is measured: batches of text vary so much that the difference of two
+# smoothed losses is mostly noise, so a line is fitted to a window of steps, and its slope must be clearly negative.
 
-SMOOTHING = 0.98  # of the running mean of the loss
-DIVERGED = 4.0  # times the least smoothed loss
-WINDOW = 8  # a line is laid through a quarter of the steps, so many parts of them to each side
-CLEAR = 3.0  # standard errors of its slope by which a line must fall
-FEWEST = 20  # steps, so that some are left
+SMOOTHING = 0.98  # decay of the running mean of the loss
+DIVERGED = 4.0  # factor over the lowest smoothed loss
+WINDOW = 8  # a line is fitted to a quarter of the steps: 1/WINDOW of them on each side
+CLEAR = 3.0  # standard errors by which the slope must be below zero
+FEWEST = 20  # minimum number of steps
 
 
 class Ramp:
-    """A recipe's optimiser whose rate rises by the same factor at each step, from `low` at the first to `high` at the
-    last. It stands for `Optimizer` without being one: no recipe can name it."""
+    """Recipe optimiser whose rate rises by a constant factor per step, from `low` at the first to `high` at the last.
+    Duck-types `Optimizer` instead of subclassing it, so that no recipe can name it."""
 
     def __init__(self, optimizer: Optimizer, low: float, high: float) -> None:
         vars(self).update(vars(optimizer))
         self.low, self.lr = low, high
 
     def lr_at(self, step: int, num_steps: int) -> float:
-        """As `Optimizer.lr_at`."""
+        """Return the rate at a step, as `Optimizer.lr_at` does."""
         return self.low * (self.lr / self.low) ** (min(step, num_steps - 1) / (num_steps - 1))
 
 
@@ -67,11 +66,11 @@ class RangeTest:
 
     Args:
         min_lr: Rate of the first step.
-        max_lr: Rate of the last one, unless the loss diverges before.
+        max_lr: Rate of the last step, unless the loss diverges before.
         num_steps: Optimiser steps of the ramp.
 
     Raises:
-        UserError: These make no ramp.
+        UserError: The arguments do not define a ramp.
     """
 
     min_lr: float = 1e-7
@@ -88,11 +87,11 @@ class RangeTest:
         self._mean = 0.0
 
     def ramp(self, optimizer: Optimizer) -> Ramp:
-        """A recipe's optimiser with the ramp in place of its schedule."""
+        """Return a recipe's optimiser with the ramp in place of its schedule."""
         return Ramp(optimizer, self.min_lr, self.max_lr)
 
     def add(self, figures: dict[str, float]) -> bool:
-        """Note the `lr` and `loss` of an optimiser step. Returns whether the test is over."""
+        """Record the `lr` and `loss` of an optimiser step and return whether the test is over."""
         if self.diverged:
             return True
         loss = figures["loss"]
@@ -107,10 +106,10 @@ class RangeTest:
         return self.diverged or len(self.losses) == self.num_steps
 
     def suggestion(self) -> float:
-        """Rate where the loss falls fastest over the logarithm of the rate, in two digits.
+        """Return the rate of the steepest loss descent over log(rate), rounded to two digits.
 
         Raises:
-            UserError: The loss nowhere falls clearly, or too few steps were made before it diverged.
+            UserError: The loss never falls clearly, or it diverged after too few steps.
         """
         half = self.num_steps // WINDOW
         last = min(int(np.argmin(self.smoothed)) if self.smoothed else 0, len(self.losses) - 1 - half)
@@ -135,26 +134,26 @@ class RangeTest:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The fastest batch size that fits, by steps measured in processes of their own.
+# Fastest batch size that fits, by steps measured in separate processes.
 #
-# Only sizes that divide the rows of an optimiser step are tried, with gradient accumulation making up for the rest, so
-# that every step of the run stays what it was.
+# Only sizes that divide the rows of an optimiser step are tried, with gradient accumulation making up the rest, so
+# that the optimiser steps of the run stay the same.
 
-GAIN = 1.03  # a larger batch must be so much faster to be worth its memory
-# Counted in micro-batches of training: they change with the number of rows in one.
+GAIN = 1.03  # minimum speed-up that justifies a larger batch's memory
+# Keys counted in training micro-batches; they scale with the micro-batch size.
 COUNTED = ("limit_train_batches", "overfit_batches")
 EVALUATED = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step with a batch size.
+    """Measurement of a step with a batch size.
 
     Args:
-        tokens_per_second: Real tokens, with the longest rows; 0 where it did not fit.
-        memory: GiB at its peak.
-        room: GiB that there are for it.
-        problem: Why it does not fit; empty where it does.
+        tokens_per_second: Real (non-padding) tokens, with the longest rows; 0 if it did not fit.
+        memory: Peak memory in GiB.
+        room: Available memory in GiB.
+        problem: Why it does not fit; empty if it does.
     """
 
     batch_size: int
@@ -165,10 +164,10 @@ class Measured:
 
 
 class Sizes:
-    """Batch sizes that leave a recipe's steps as they are, and what each changes in it.
+    """Batch sizes that leave a recipe's optimiser steps unchanged, and the keys that each one sets.
 
     Args:
-        recipe: Parsed.
+        recipe: Parsed recipe.
     """
 
     def __init__(self, recipe: Any) -> None:
@@ -181,16 +180,16 @@ class Sizes:
         self._eval_size = self.now if limited and data.get("eval_batch_size") is None else None
 
     def all(self) -> list[int]:
-        """Sizes in rising order; the recipe's own is among them."""
+        """Return the sizes in ascending order, including the recipe's own."""
         return [size for size in range(1, self._rows + 1) if self._rows % size == 0
                 and all(count * self.now % size == 0 for count in self._counts.values())]
 
     def accumulated(self, size: int) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches per step."""
         return self._rows // size
 
     def changes(self, size: int) -> dict[str, int]:
-        """The keys of the recipe that a size sets, with their values."""
+        """Return the recipe keys that a size sets, with their values."""
         if size == self.now:
             return {}
         counts = {key: count * self.now // size for key, count in self._counts.items()}
@@ -200,13 +199,13 @@ class Sizes:
 
 
 def search(sizes: list[int], now: int, measure: Callable[[int], Measured]) -> list[Measured]:
-    """Measure sizes from `now` on: doubled while that fits and is faster, halved until it fits, then what lies between.
+    """Measure sizes from `now`: double while it fits and gets faster, halve until it fits, then bisect in between.
 
     Args:
-        sizes: In rising order. One that would need more than there is, by the last two that fitted, is not measured.
+        sizes: Ascending sizes. A size that would not fit, extrapolating the last two that did, is not measured.
 
     Returns:
-        What was measured, in that order.
+        The measurements in the order they were made.
     """
     tried: dict[int, Measured] = {}
 
@@ -218,7 +217,7 @@ def search(sizes: list[int], now: int, measure: Callable[[int], Measured]) -> li
     def faster(size: int, than: int) -> bool:
         return tried[size].tokens_per_second >= GAIN * tried[than].tokens_per_second
 
-    low, high = now, None  # the largest that fits, the smallest that does not
+    low, high = now, None  # largest that fits, smallest that does not
     while not fits(low):
         high = low
         smaller = [size for size in sizes if size <= low // 2] or [size for size in sizes if size < low]
@@ -241,7 +240,7 @@ def search(sizes: list[int], now: int, measure: Callable[[int], Measured]) -> li
 
 
 def best(tried: list[Measured]) -> Measured:
-    """The fastest that fits; of those about as fast the smallest. Raises UserError: none fits."""
+    """Return the fastest that fits, the smallest among those about as fast. Raises UserError: none fits."""
     fitting = sorted((each for each in tried if not each.problem), key=lambda each: each.batch_size)
     if not fitting:
         smallest = min(tried, key=lambda each: each.batch_size)
@@ -252,7 +251,7 @@ def best(tried: list[Measured]) -> Measured:
 
 
 def _too_large(size: int, tried: dict[int, Measured]) -> Measured | None:
-    """What a size would need by a straight line through the two largest that fitted; None where that is little."""
+    """Extrapolate a size's memory from the two largest that fitted; None if it is expected to fit."""
     fitting = sorted((each for each in tried.values() if not each.problem), key=lambda each: each.batch_size)[-2:]
     if len(fitting) < 2:
         return None
@@ -265,7 +264,7 @@ def _too_large(size: int, tried: dict[int, Measured]) -> Measured | None:
 
 
 GIB = 2**30
-SHARE = 0.85  # of the free memory of this machine that a search may fill
+SHARE = 0.85  # share of this machine's free memory that a search may use
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -291,7 +290,7 @@ def find(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "lr.json"
             words = [*arguments, *([] if recipe.write else _words(changes)), "--what", "lr", "--result", str(result)]
-            # A process of its own, as the engine may start further ones by repeating its command line.
+            # In a separate process, as the engine may launch further processes by repeating its command line.
             if status := subprocess.run(command(words)).returncode:
                 raise SystemExit(status)
             found |= json.loads(result.read_text())
@@ -300,7 +299,7 @@ def find(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
 
 
 def _find_batch_size(recipe: Any, arguments: list[str]) -> dict[str, int]:
-    """The keys that the best batch size changes, written if asked for; empty where it is the recipe's own."""
+    """Return the keys that the best batch size changes, written if requested; empty if the recipe has it already."""
     if recipe.trainer.num_nodes > 1 or "LOCAL_RANK" in os.environ:
         raise UserError("find starts processes of its own to measure batch sizes: run it on one machine, without a "
                         "launcher.")
@@ -323,13 +322,13 @@ def _find_batch_size(recipe: Any, arguments: list[str]) -> dict[str, int]:
 
 
 def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None, limit: float) -> Measured:
-    """Measure the step of a batch size in a process of its own.
+    """Measure the step of a batch size in a separate process.
 
     Args:
-        memory: GiB that the user allows; None is what there is.
-        limit: GiB of this machine at which the process is ended.
+        memory: GiB that the user allows; None is all that is available.
+        limit: GiB of this machine's memory at which the process is killed.
     """
-    # Two micro-batches need what more of them would.
+    # Two micro-batches need as much memory as more of them.
     changes = sizes.changes(size) | {"trainer.accumulate_grad_batches": min(2, sizes.accumulated(size))}
     with tempfile.TemporaryDirectory() as folder:
         log, result = Path(folder) / "log", Path(folder) / "step.json"
@@ -354,7 +353,7 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
 
 
 def _watched(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
-    """Exit status of a command, and the most GiB that it and its children held; beyond `limit` it is killed."""
+    """Run a command, killing it above `limit`, and return its exit status and the peak GiB of it and its children."""
     most = 0.0
     with started(arguments, log) as process:
         while process.poll() is None:
@@ -366,7 +365,7 @@ def _watched(arguments: list[str], log: Path, limit: float) -> tuple[int, float]
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """A process and its children."""
+    """Return a process and its children."""
     try:
         return [process := psutil.Process(pid), *process.children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -374,7 +373,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _held(pid: int) -> float:
-    """GiB that a process and its children hold."""
+    """Return the memory of a process and its children in GiB."""
     total = 0
     for each in _family(pid):
         with suppress(psutil.NoSuchProcess):
@@ -393,17 +392,17 @@ def _words(changes: dict[str, int]) -> list[str]:
 
 
 def free_memory() -> float:
-    """GiB of this machine, or of its container, that are free."""
+    """Return the free memory of this machine or its container in GiB."""
     free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no such limit
+    with suppress(OSError, ValueError):  # not in a cgroup, or without a limit
         free = min(free, int(CGROUP.read_text()) - int((CGROUP.parent / "memory.current").read_text()))
     return free / GIB
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `find` at work within an engine: a recipe is run dry, and the learning rate or the needs of a step are measured.
+# `find` within an engine: dry-run a recipe and measure the learning rate or the cost of a step.
 
-# Of `trainer`, what a dry run sets in place of the recipe's value.
+# Keys of `trainer` that a dry run overrides.
 UNSEEN = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
           "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
           "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
@@ -411,7 +410,7 @@ UNSEEN = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": N
 
 
 class Finder(EngineCLI):
-    """One engine's classes, running a recipe dry: nothing is logged, sampled or saved, and no folder is made."""
+    """Engine command line that dry-runs a recipe: nothing is logged, sampled or saved, and no folder is created."""
 
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
@@ -471,7 +470,7 @@ class Finder(EngineCLI):
     def _step(self, model: Any, datamodule: Any, result: str | None) -> None:
         probe = StepProbe()
         datamodule.longest_first = True
-        if datamodule.streaming:  # whose longest rows nobody knows
+        if datamodule.streaming:  # the longest rows are unknown when streaming
             datamodule.pad_to_multiple_of = datamodule.max_length
         on_device = self.trainer.dry_run(model, datamodule, probe.add)
         if not self.trainer.is_global_zero:
@@ -487,7 +486,7 @@ class Finder(EngineCLI):
 
 
 def peak_of_process() -> int:
-    """Most bytes of memory that this process has held so far."""
+    """Return the peak memory of this process so far in bytes."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     import resource
@@ -496,28 +495,28 @@ def peak_of_process() -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Values written back into recipe files: only their own characters change, so comments and layout stay.
+# Writing values back into recipe files: only the values' own characters change, so comments and layout stay.
 
 Value = int | float
 
 
 class RecipeFiles:
-    """The files that a command line's `--config` options name, the later of which override the earlier.
+    """Recipe files named by a command line's `--config` options, later ones overriding earlier ones.
 
-    Keys are dotted paths as a file has them, for example `model.init_args.optimizer.lr`.
+    Keys are dotted paths as in a file, for example `model.init_args.optimizer.lr`.
     """
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
-        # What is written out in place of a path cannot be written back.
+        # Inline recipes cannot be written back.
         self._paths = [Path(value) for value in option_values(arguments, *CONFIG_OPTIONS) if _is_file(value)]
 
     def check(self, keys: list[str]) -> None:
-        """Raise UserError where a value of one of these keys could not be written."""
+        """Raise UserError if a value of one of these keys could not be written."""
         self._edited(dict.fromkeys(keys, 1))
 
     def put(self, found: dict[str, Value], write: bool) -> None:
-        """Write what was found into the files, or only say what would be.
+        """Write the found values into the files, or only print what would be written.
 
         Raises:
             UserError: As `check`.
@@ -526,7 +525,7 @@ class RecipeFiles:
             shown = " ".join(f"--{key.replace('.init_args', '')} {as_text(value)}" for key, value in found.items())
             return say(f"Nothing was written: give {shown}, or let find do it with --write true.")
         for path, text in self._edited(found).items():
-            write_text(path.resolve(), text)  # the user's own link stays one
+            write_text(path.resolve(), text)  # keeps a symbolic link intact
         for key, value in found.items():
             say(f"Wrote {key.replace('.init_args', '')}: {as_text(value)} to {self._file_of(key)}.")
 
@@ -538,7 +537,7 @@ class RecipeFiles:
         return texts
 
     def _file_of(self, key: str) -> Path:
-        """The last file that has the key; else the last one that has the mapping it belongs to."""
+        """Return the last file that has the key, or else the last one that has its parent mapping."""
         short = key.replace(".init_args", "")
         typed = {f"--{name}" for name in (key, short)}
         if given := next((word for word in self._arguments if word.partition("=")[0] in typed), None):
@@ -555,13 +554,13 @@ class RecipeFiles:
 
 
 def edited(text: str, key: str, value: Value, name: str) -> str:
-    """A recipe's text with another value of a key, which stands in it or whose mapping does.
+    """Return a recipe's text with a new value of a key; the key or its parent mapping must exist in it.
 
     Args:
-        name: Of the file, for messages.
+        name: File name for messages.
 
     Raises:
-        UserError: The value is used in another place of the file too, or is no single value.
+        UserError: The value is also used elsewhere in the file, or is not a scalar.
     """
     *parents, leaf = key.split(".")
     root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -594,7 +593,7 @@ def edited(text: str, key: str, value: Value, name: str) -> str:
 
 
 def as_text(value: Value) -> str:
-    """A number as YAML 1.1 reads it: 3.2e-4, not 3.2e-04 nor 0.00032."""
+    """Format a number for YAML 1.1: 3.2e-4, not 3.2e-04 or 0.00032."""
     if isinstance(value, int):
         return str(value)
     return re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.1e}")
@@ -620,7 +619,7 @@ def _child(node: yaml.MappingNode, key: str) -> yaml.Node | None:
 
 
 def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Every node, one behind an anchor as often as it stands in the text."""
+    """Yield every node; an anchored one as often as it is referenced."""
     yield node
     for each in node.value if isinstance(node, yaml.CollectionNode) else ():
         for child in each if isinstance(each, tuple) else (each,):
@@ -638,13 +637,13 @@ def _set(content: dict[str, Any], keys: list[str], value: Value) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The picture of a range test.
+# Plot of a range test.
 
-AUTHOR = "lmmods find"  # in each of its pictures
+AUTHOR = "lmmods find"  # author tag that identifies our plots
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError where the picture would replace a file that is none of ours, or its folder is missing."""
+    """Raise UserError if the plot would replace a file that is not one of our plots, or its folder is missing."""
     check_place("--plot", path)
     if path.exists():
         with open(path, "rb") as file:
@@ -654,7 +653,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def draw(test: RangeTest, path: Path) -> None:
-    """Losses over learning rates, and the suggestion where there is one."""
+    """Plot the losses over the learning rates, with the suggestion if there is one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -668,7 +667,7 @@ def draw(test: RangeTest, path: Path) -> None:
     if test.smoothed:
         lowest, highest = min(test.smoothed), max(test.smoothed[: max(len(test.smoothed) // 2, 1)])
         margin = 0.3 * max(highest - lowest, 0.1 * abs(highest))
-        axes.set_ylim(lowest - margin, highest + margin)  # the end, where it diverges, would flatten all else
+        axes.set_ylim(lowest - margin, highest + margin)  # the diverging end would flatten the rest
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss (nats per token)")
@@ -677,14 +676,14 @@ def draw(test: RangeTest, path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an optimiser step takes: its time and speed, over a few of them.
+# Time and throughput of an optimiser step, averaged over a few steps.
 
 @dataclass
 class StepProbe:
-    """Times steps; the first one, in which programs are compiled and buffers made, is left out.
+    """Timer of steps; excludes the first one, in which programs are compiled and buffers allocated.
 
     Args:
-        num_steps: How many to make, 2 or more.
+        num_steps: Number of steps, 2 or more.
     """
 
     num_steps: int = 4
@@ -692,12 +691,12 @@ class StepProbe:
     tokens: list[float] = field(default_factory=list)
 
     def add(self, figures: dict[str, float]) -> bool:
-        """Note a step that the device has done; `num_tokens` are its real tokens. Returns whether it was the last."""
+        """Record a step finished on the device; `num_tokens` are its real tokens. Return whether it was the last."""
         self.ends.append(time.perf_counter())
         self.tokens.append(figures["num_tokens"])
         return len(self.ends) == self.num_steps
 
     def found(self) -> dict[str, Any]:
-        """Seconds of a step and real tokens a second."""
+        """Return the seconds per step and real tokens per second."""
         seconds = self.ends[-1] - self.ends[0]
         return {"seconds_per_step": seconds / (len(self.ends) - 1), "tokens_per_second": sum(self.tokens[1:]) / seconds}

@@ -1,4 +1,4 @@
-"""`verify`: a run against its manifest.json, and its first steps against themselves."""
+"""`verify`: check a run against its manifest.json, and replay its first steps."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ from lmmods.runs.manifest import Manifest, surroundings
 from lmmods.runs.model_card import find_file
 from lmmods.runs.repair import read_table
 
-SHOWN = 20  # differences of one kind
+SHOWN = 20  # differences shown per kind
 
 
 def verify(run: str, replay: int | None = None) -> None:
@@ -65,7 +65,7 @@ def verify(run: str, replay: int | None = None) -> None:
 
 
 def changed(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """What differs between the surroundings of two starts, in words."""
+    """Describe the differences between the environments of two starts."""
     if was["code"]["content"] != now["code"]["content"]:
         def shown(code: dict[str, Any]) -> str:
             commit = f", commit {code['commit'][:10]}" if code.get("commit") else ""
@@ -83,7 +83,7 @@ def changed(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_left(folder: RunFolder, manifest: Manifest, findings: Findings) -> None:
-    """config.yaml, and what a finished run has left."""
+    """Check config.yaml and the output of a finished run."""
     recipe = yaml.safe_load(as_yaml(manifest.starts[-1]["recipe"]))
     if not folder.config.is_file():
         findings.add("problem", "config.yaml is missing")
@@ -122,7 +122,7 @@ def _check_checkpoints(folder: RunFolder, findings: Findings) -> None:
 
 
 def _check_input(key: str, entry: dict[str, Any], findings: Findings) -> None:
-    """One source, model, adapter or tokenizer."""
+    """Check one source, model, adapter or tokenizer."""
     what = f"{key} {entry['path']}"
     if "files" not in entry:
         return findings.add("note", f"{what}: not checked, as its files lie on the hub")
@@ -141,7 +141,7 @@ def _check_input(key: str, entry: dict[str, Any], findings: Findings) -> None:
 
 
 def _place(key: str, entry: dict[str, Any], name: str) -> Path | None:
-    """Where a file of an input should be."""
+    """Return the expected path of an input's file."""
     if key in ("data.source", "data.val_source"):
         return Path(name)
     path = Path(entry["path"]).expanduser()
@@ -149,17 +149,17 @@ def _place(key: str, entry: dict[str, Any], name: str) -> Path | None:
 
 
 def _found(key: str, path: str) -> list[str]:
-    """The files that a source of data stands for now."""
+    """Return the files that a data source matches now."""
     from lmmods.data.sources.source_reader import find_files
 
     try:
         return find_files(path) if key.startswith("data.") and key != "data.tokenizer" and "://" not in path else []
-    except UserError:  # they are missing, which is told one by one
+    except UserError:  # missing files are reported one by one
         return []
 
 
 def _compare(places: dict[str, Path | None], files: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What is wrong with files, by name."""
+    """Return the problem of each wrong file by name."""
     wrong = {}
     for name, told in files.items():
         place = places[name]
@@ -178,14 +178,14 @@ def _tell(wrong: dict[str, str], where: str, findings: Findings) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The first steps of a run once more, in a temporary folder, compared bit for bit.
+# Replay of the first steps of a run in a temporary folder, compared bit for bit.
 
 TIMED = ("train/tokens_per_second", "train/mfu")
 Start = dict[str, Any]
 
 
 def replay_run(run: RunFolder, manifest: Manifest, num_steps: int, findings: Findings) -> None:
-    """Train the first steps again as they were trained, and compare metrics.csv, checkpoints and a finished model.
+    """Retrain the first steps as in the run and compare metrics.csv, checkpoints and a finished model.
 
     Raises:
         UserError: There is nothing to compare, or training fails.
@@ -219,13 +219,13 @@ def replay_run(run: RunFolder, manifest: Manifest, num_steps: int, findings: Fin
 
 
 def stretches(starts: list[Start], num_steps: int) -> list[tuple[Start, int]]:
-    """The starts whose steps are among the run's first ones, each with the step that it was trained to.
+    """Return the starts that trained the run's first steps, each with the step it trained to.
 
-    A start from an earlier checkpoint takes the place of those behind it. One that changed nothing in the recipe is
-    part of the one before.
+    A start from an earlier checkpoint replaces the starts after that checkpoint. A start with an unchanged recipe is
+    merged into the previous one.
 
     Raises:
-        UserError: The run began with a checkpoint of another one.
+        UserError: The run began from a checkpoint of another run.
     """
     kept: list[Start] = []
     for start in starts:
@@ -242,7 +242,7 @@ def stretches(starts: list[Start], num_steps: int) -> list[tuple[Start, int]]:
 
 
 def recipe_of(start: Start, folder: Path, keep_all: bool = False) -> dict[str, Any]:
-    """The recipe of a start with another run folder, without what trains nothing: loggers, uploads, samples.
+    """Return the recipe of a start with another run folder, without loggers, uploads and samples.
 
     Args:
         keep_all: Whether to keep every checkpoint, for comparison.
@@ -258,14 +258,14 @@ def recipe_of(start: Start, folder: Path, keep_all: bool = False) -> dict[str, A
 
 
 def train(arguments: list[str]) -> int:
-    """Run the program in a process of its own, as several devices want to be started. Returns its status."""
+    """Run the program in a separate process, as multi-device launches require. Return its exit status."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run([sys.executable, "-m", "lmmods.cli", *arguments], check=False,
                           env={**os.environ, "PYTHONPATH": path}).returncode
 
 
 def other_machine(was: Start, now: Start) -> list[str]:
-    """What differs between the devices and settings of two starts, in words; keys that one engine has are left out."""
+    """Describe the differences in devices and settings of two starts, ignoring keys that only one engine has."""
     def flat(start: Start) -> dict[str, Any]:
         return {**start["machine"], **start["machine"]["settings"], "settings": None}
 
@@ -283,7 +283,7 @@ def _compare_rows(rows: dict[int, dict[str, str]], again: RunFolder, num_steps: 
         other = found.get(step, {})
         for name, cell in row.items():
             if name in TIMED or name not in other and not name.startswith("train/"):
-                continue  # the replay stops before a validation of its last step
+                continue  # the replay stops before validating its last step
             if cell != other.get(name):
                 return findings.add("problem", f"metrics.csv: step {step} is the first that differs: {name} was {cell} "
                                                f"and is {other.get(name, 'not logged')}")
@@ -305,9 +305,9 @@ def _compare_checkpoints(run: RunFolder, again: RunFolder, num_steps: int, findi
 
 
 def first_difference(was: Path, now: Path) -> tuple[str, int]:
-    """The first array in which two checkpoints differ, in words, empty where none does; and how many are the same."""
+    """Describe the first array that differs between two checkpoints, empty if none; and count the equal ones."""
     from lmmods.runs.checkpoint_io import read_arrays
-    from lmmods.runs.checkpoint_pieces import pieces_in
+    from lmmods.runs.checkpoint_shards import pieces_in
 
     count = 0
     if any(pieces_in(path) is not None for folder in (was, now) for path in folder.glob("*.safetensors")):
@@ -338,7 +338,7 @@ def _first_different_array(old: dict[str, Any], new: dict[str, Any]) -> tuple[st
 
 
 def _header(file: Any) -> tuple[dict[str, Any], int]:
-    """The arrays of a safetensors file by name, and where their bytes begin: https://github.com/huggingface/safetensors"""
+    """Return a safetensors file's arrays and data offset. Source: https://github.com/huggingface/safetensors"""
     length = int.from_bytes(file.read(8), "little")
     return {name: told for name, told in json.loads(file.read(length)).items() if name != "__metadata__"}, 8 + length
 
@@ -350,7 +350,7 @@ def _bytes(file: Any, begin: int, array: dict[str, Any]) -> bytes:
 
 
 def _compare_models(manifest: Manifest, again: Manifest, findings: Findings) -> None:
-    """Weights of the finished models, where the replay has trained the whole run."""
+    """Compare the weights of the finished models if the replay trained the whole run."""
     if not (manifest.end and again.end and manifest.end["step"] == again.end["step"]):
         return
     for name, told in manifest.end["files"].items():

@@ -1,4 +1,4 @@
-"""axolotl's YAML. Keys and defaults as in its schemas (axolotl/utils/schemas) of July 2026."""
+"""Migrate axolotl's YAML. Source: its schemas (axolotl/utils/schemas) of July 2026."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lmmods.extras.migration.training import Names, refuse_objective, take_quant
 NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
               optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,
               default_schedule="cosine", default_warmup=0.03)
-KNOWN = {  # keys of a dataset that are taken over or that rows tell by themselves
+KNOWN = {  # dataset keys that are migrated or can be inferred from the rows
     "path", "name", "split", "revision", "type", "data_files", "ds_type", "field", "text_column", "field_messages",
     "message_property_mappings", "message_field_role", "message_field_content", "roles", "roles_to_train",
     "train_on_eos", "train_on_eot", "message_field_training", "chat_template", "conversation", "template_thinking_key",
@@ -19,16 +19,16 @@ FIELDS = {"field_system": "system", "field_instruction": "instruction", "field_i
           "field_output": "output"}
 PARALLEL = ("dp_replicate_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree",
             "expert_parallel_size")  # 1 is off
-TURN_ENDS = ("train_on_eos", "train_on_eot")  # of a dataset; none is a choice of theirs, not a feature that is off
-KERNELS = ("liger", "cut_cross_entropy")  # what the names of plugins with faster kernels contain
+TURN_ENDS = ("train_on_eos", "train_on_eot")  # dataset keys for which `none` is a valid choice, not a disabled feature
+KERNELS = ("liger", "cut_cross_entropy")  # substrings in the names of plugins with faster kernels
 RL_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
 ANSWERS = {"field_chosen": "chosen", "field_rejected": "rejected", "field_label": "label", "field_prompt": "prompt",
-           "field_completion": "completion"}  # keys of a dataset, or of its type
+           "field_completion": "completion"}  # keys of a dataset or of its type
 OVERFLOW = {"drop": "skip", "truncate": "truncate", "raise": "error"}
 
 
 def axolotl(content: dict[str, Any]) -> Draft:
-    """The recipe of an axolotl configuration. Raises UserError for an objective that there is no task for."""
+    """Return the recipe of an axolotl configuration. Raises UserError: the objective has no task here."""
     draft = Draft("axolotl", content)
     rl = draft.get("rl")
     refuse_objective(draft, rl if rl and rl not in RL_LOSSES else next((key for key in (
@@ -61,7 +61,7 @@ def axolotl(content: dict[str, Any]) -> Draft:
 
 
 def _take_plugins(draft: Draft) -> None:
-    """Those of faster kernels go by the table; what else a plugin does is not done here."""
+    """Migrate plugins: those with faster kernels by the table; other plugins have no counterpart."""
     plugins = draft.content.get("plugins") or []
     others = [each for each in ([plugins] if isinstance(plugins, str) else plugins)
               if not any(name in str(each).lower() for name in KERNELS)]
@@ -180,7 +180,7 @@ def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> No
 
 
 def _account_for(draft: Draft, rows: list[dict[str, Any]], name: str) -> None:
-    """Say of each key of the sets under `name` what is not taken over, or not needed."""
+    """Report each key of the datasets under `name` that is not migrated or not needed."""
     table = rows_of("axolotl")
     for key, value in (item for row in rows for item in sorted(row.items())):
         known = table.get(f"datasets[].{key}")

@@ -1,4 +1,4 @@
-"""`migrate`: a configuration of another program becomes a recipe."""
+"""`migrate`: convert a configuration of another program to a recipe."""
 
 import shlex
 from pathlib import Path
@@ -50,7 +50,7 @@ def migrate(file: str, out: str | None = None, program: Literal["axolotl", "llam
 
 
 def as_draft(content: dict[str, Any], path: Path, program: str | None = None) -> Draft:
-    """What becomes of a configuration. Raises UserError, as `migrate`."""
+    """Convert a configuration. Raises UserError as `migrate` does."""
     if any(isinstance(content.get(block), dict) and ("init_args" in content[block] or block == "trainer")
            for block in BLOCKS):
         raise UserError(f"{path} is a recipe already: python train.py fit --config {path}")
@@ -62,16 +62,16 @@ def as_draft(content: dict[str, Any], path: Path, program: str | None = None) ->
         if program == "llamafactory":
             return llamafactory(content, path.parent)
         return {"axolotl": axolotl, "trl": trl}[program](content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a list where a number belongs, and the like
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # such as a list instead of a number
         raise UserError(f"{path}: a value is of another kind than {PROGRAMS[program]} takes: {error}") from error
 
 
 def check_recipe_text(text: str) -> None:
-    """Refuse a recipe that the parser does not take: its message, and status 2.
+    """Reject a recipe that the parser does not accept, with its message and status 2.
 
     Raises:
-        UserError: A value is none that a run could use.
-        SystemExit: A value is of the wrong type; the parser has told it.
+        UserError: A value is unusable for a run.
+        SystemExit: A value has the wrong type; the parser printed the error.
     """
     from lmmods.commands.early_check import check_early
 

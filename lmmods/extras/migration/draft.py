@@ -1,4 +1,4 @@
-"""A recipe in the making: settings with where they come from, what has no counterpart, needs none, or is not the same.
+"""Draft of a migrated recipe: settings with their origins, keys without counterpart or need, and differences.
 """
 
 import json
@@ -11,10 +11,10 @@ from lmmods.commands.foreign_keys import NOT_NEEDED, VALUES, Row, counterparts, 
 from lmmods.core.recipes import as_yaml, shortened
 
 CLASSES = ("model", "data")
-OFF = (None, False, "", "none", "None", [], {})  # a feature that is off needs no counterpart
+OFF = (None, False, "", "none", "None", [], {})  # a disabled feature needs no counterpart
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-FOREIGN = "transformers"  # the table that all three programs share
-# Keys of another form than any value of theirs, or that no file holds: only a program's own module sets them.
+FOREIGN = "transformers"  # table shared by all three programs
+# Keys set only by a program's own module: their values differ in form from any foreign value, or no file holds them.
 BY_HAND = {"ckpt_path", "overwrite", "publish.repo", "trainer.logger", "trainer.callbacks", "trainer.strategy",
            "trainer.log_every_n_steps", "trainer.val_check_interval", "model.lora", "model.config",
            "model.config_overrides", "data.source", "data.val_source", "data.source.path", "data.source.weight",
@@ -22,56 +22,56 @@ BY_HAND = {"ckpt_path", "overwrite", "publish.repo", "trainer.logger", "trainer.
 
 
 class Draft:
-    """What becomes of a configuration.
+    """Conversion of a configuration to a recipe.
 
     Args:
-        program: The table of its keys.
-        content: Its keys and values. What no one asks for goes by the tables at the end.
+        program: Name of the program, which selects the table of keys.
+        content: Its keys and values. Keys never requested are converted by the tables at the end.
     """
 
     def __init__(self, program: str, content: dict[str, Any]) -> None:
         self.program = program
         self.content = {key: _number(value) for key, value in content.items()}
-        self.settings: dict[str, tuple[Any, str]] = {}  # our key -> value and origin, in order
-        self.lost: dict[str, str] = {}  # what has no counterpart -> why
-        self.unneeded: dict[str, list[str]] = {}  # why a key needs none -> such keys, with their values
-        self.notes: list[str] = []  # what is not the same, or is to be done by hand
+        self.settings: dict[str, tuple[Any, str]] = {}  # our key -> (value, origin), in order
+        self.lost: dict[str, str] = {}  # key without counterpart -> reason
+        self.unneeded: dict[str, list[str]] = {}  # reason -> keys that need no counterpart, with values
+        self.notes: list[str] = []  # differences, and things to do by hand
         self._asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a foreign key, None like no value; it is then dealt with."""
+        """Return the value of a foreign key, treating None as unset, and mark the key as handled."""
         self._asked.add(key)
         value = self.content.get(key)
         return default if value is None else value
 
     def put(self, key: str, value: Any, *origins: str) -> None:
-        """Set a key of the recipe; origins are foreign keys, of which those that are set are named, or words."""
+        """Set a recipe key; origins are foreign keys, of which only those set are cited, or plain words."""
         given = [name for name in origins if self.content.get(name) is not None]
         shown = [f"{name}: {shortened(_flow(self.content[name]), 60)}" for name in given]
         words = [name if not re.fullmatch(r"\w+", name) else f"default of {name}" for name in origins[:1] if not given]
         self.settings[key] = value, ", ".join(shown or words)
 
     def has(self, key: str) -> bool:
-        """Whether the recipe sets a key, or one below it, to something."""
+        """True if the recipe sets a key, or one below it, to a truthy value."""
         return any((name == key or name.startswith(f"{key}.")) and value for name, (value, _) in self.settings.items())
 
     def lose(self, key: str, why: str) -> None:
-        """Note a foreign key that has no counterpart."""
+        """Record a foreign key without counterpart."""
         self._asked.add(key)
         self.lost[key] = why
 
     def spare(self, key: str, value: Any, why: str) -> None:
-        """Note a foreign key for which nothing is needed."""
+        """Record a foreign key that needs no counterpart."""
         self._asked.add(key)
         self.unneeded.setdefault(why, []).append(f"{key}: {shortened(_flow(value), 60)}")
 
     def note(self, text: str) -> None:
-        """Note what is not the same, once."""
+        """Record a difference once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def put_value(self, key: str) -> bool:
-        """Put what a foreign key's value is here by `VALUES`. Returns whether it is anything."""
+        """Set the counterpart of a foreign key's value according to `VALUES`. Return whether it has one."""
         value = self.get(key)
         found = VALUES[key](value) if value is not None else {}
         for ours, setting in found.items():
@@ -81,7 +81,7 @@ class Draft:
         return bool(found)
 
     def finish(self) -> None:
-        """Take over by the tables whatever no one has asked for."""
+        """Convert all keys that were never requested, according to the tables."""
         shared = rows_of(FOREIGN) | rows_of(self.program)
         for key, value in self.content.items():
             if key not in self._asked and value not in OFF:
@@ -90,7 +90,7 @@ class Draft:
     def _take(self, key: str, value: Any, row: Row | None, feature: Row | None) -> None:
         if row is None:
             known = [note for ours, note in counterparts(key) if not ours]
-            known += [feature.note] if feature else []  # galore_rank is of use_galore
+            known += [feature.note] if feature else []  # galore_rank belongs to use_galore
             self.lose(key, known[0] if known else "not known here")
             return
         ours = dict(row.pairs)[key]
@@ -108,21 +108,21 @@ class Draft:
     # The file ---------------------------------------------------------------------------------------------------------
 
     def as_yaml(self, title: str) -> str:
-        """The recipe, each key with its origin, what is lost and not the same in the opening comment."""
+        """Return the recipe with each key's origin, and losses and differences in the opening comment."""
         lines = [f"# {title}"]
         for heading, items in self.remarks().items():
             lines += ["#", f"# {heading}", *(line for item in items for line in _wrapped(item))]
         return "\n".join([*lines, *_lines(self._tree(), 0)]) + "\n"
 
     def remarks(self) -> dict[str, list[str]]:
-        """What there is to say of the recipe, by heading."""
+        """Return the remarks on the recipe by heading."""
         found = {"Not the same, or to be done by hand:": self.notes,
                  "No counterpart:": [f"{key}: {why}" for key, why in self.lost.items()],
                  "Not needed here:": [f"{', '.join(keys)} ({why})" for why, keys in self.unneeded.items()]}
         return {heading: items for heading, items in found.items() if items}
 
     def _tree(self) -> dict[str, Any]:
-        """Settings as blocks, with class_path and init_args; a leaf is (value, origin)."""
+        """Return the settings as nested blocks with class_path and init_args; leaves are (value, origin)."""
         tree: dict[str, Any] = {}
         for block in ("seed_everything", "trainer", *CLASSES, "checkpoint"):
             for key, leaf in self.settings.items():
@@ -159,7 +159,7 @@ def _lines(tree: dict[str, Any], depth: int) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Format a value as one line of YAML."""
     text = as_yaml(value, default_flow_style=True, width=2**20)
     text = text.removesuffix("...\n").strip()
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
@@ -171,7 +171,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 2e-5 as a text."""
+    """Convert numeric text to a number, as YAML 1.1 reads 2e-5 as a string."""
     if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
         return float(value) if re.search(r"[.eE]", value) else int(value)
     return value

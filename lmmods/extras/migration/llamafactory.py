@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML. Keys and defaults as in its dataclasses (llamafactory/hparams) of August 2026."""
+"""Migrate LLaMA-Factory's YAML. Source: its dataclasses (llamafactory/hparams) of August 2026."""
 
 import json
 from pathlib import Path
@@ -11,20 +11,20 @@ from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import Names, refuse_objective, take_training
 
 NAMES = Names()
-COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # beside those of the same name
+COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # other columns keep their names
 TAGS = {"role_tag": "role", "content_tag": "content"}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 USUAL = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system", "observation", "tool"}
 
 
 def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
-    """The recipe of a LLaMA-Factory configuration.
+    """Return the recipe of a LLaMA-Factory configuration.
 
     Args:
-        folder: Of the file, in which and above which `dataset_dir` is looked for too.
+        folder: Folder of the file; `dataset_dir` is also searched in it and its parents.
 
     Raises:
-        UserError: An objective that there is no task for, or the layout of its version 1.
+        UserError: The objective has no task here, or the file has the layout of version 1.
     """
     if "model_class" in content or "dist_config" in content or "peft_config" in content:
         raise UserError("This is LLaMA-Factory's second layout (model, train_dataset, peft_config), which migrate does "
@@ -152,7 +152,7 @@ def _dataset_info(draft: Draft, folder: Path) -> dict[str, Any]:
 
 
 def _source(draft: Draft, name: str, info: dict[str, Any], size: int | None, is_text: bool) -> Any:
-    """A source, as `dataset_info.json` has it."""
+    """Return a source as described by `dataset_info.json`."""
     entry = info.get(name, {})
     if info and not entry:
         draft.note(f"dataset {name} is not in dataset_info.json: write its file or hub id in data.source.")
@@ -228,6 +228,6 @@ def _take_rows(draft: Draft, is_text: bool) -> None:
 
 
 def _names(value: Any) -> list[str]:
-    """A list, or names with commas between them."""
+    """Split a list or comma-separated names."""
     items = value.split(",") if isinstance(value, str) else value or []
     return [str(item).strip() for item in items if str(item).strip()]

@@ -1,6 +1,6 @@
-"""What the three programs share, as they all train with transformers' Trainer: update rule, length, evaluation, saving.
+"""Settings that the three programs share via transformers' Trainer: optimisation, length, evaluation, saving.
 
-Their defaults stand in the recipe wherever ours are others.
+Their defaults are written into the recipe wherever ours differ.
 """
 
 import json
@@ -16,15 +16,15 @@ from lmmods.core.preference_losses import METHODS, REFUSED
 from lmmods.extras.migration.draft import Draft
 
 LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}
-SHARDED = ("adamw", "sgd")  # what strategy fsdp takes
+SHARDED = ("adamw", "sgd")  # optimisers that strategy fsdp supports
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a program calls what all have, and what it takes where nothing is said.
+    """A program's names of shared settings, and its defaults.
 
     Args:
-        warmup: What it takes without `warmup_ratio` and `warmup_steps`.
+        warmup: Default without `warmup_ratio` and `warmup_steps`.
     """
 
     epochs: str = "num_train_epochs"
@@ -40,7 +40,7 @@ class Names:
 
 
 def take_training(draft: Draft, names: Names) -> None:
-    """All of it; the data come before."""
+    """Migrate all shared settings; call it after the data are migrated."""
     _take_length(draft, names)
     _take_optimizer(draft, names)
     _take_schedule(draft, names)
@@ -69,7 +69,7 @@ def take_training(draft: Draft, names: Names) -> None:
 
 
 def take_quantization(draft: Draft, double: bool) -> None:
-    """`load_in_4bit` and its kin, for adapters only; `double` is the program's default of double quantisation."""
+    """Migrate `load_in_4bit` and related keys, for adapters only; `double`: default of double quantisation."""
     four, eight = draft.get("load_in_4bit"), draft.get("load_in_8bit")
     if not (four or eight):
         return
@@ -234,10 +234,10 @@ def _take_strategy(draft: Draft) -> None:
 
 
 def zero_stage(config: Any) -> tuple[int | None, bool]:
-    """Stage of a deepspeed configuration, None if it cannot be told, and whether it keeps anything in host memory.
+    """Return the ZeRO stage of a DeepSpeed configuration, None if unknown, and whether it offloads to host memory.
 
     Args:
-        config: Its content, or its path: read where there is such a file, otherwise guessed from its name.
+        config: Its content, or its path, from whose name the stage is guessed if the file does not exist.
     """
     if isinstance(config, str):
         try:
@@ -253,7 +253,7 @@ def zero_stage(config: Any) -> tuple[int | None, bool]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Preference optimisation of the other programs: their names of losses, and what goes with them.
+# Preference optimisation of the other programs: names of losses and related settings.
 
 NEAREST = {"kto_pair": "kto"}  # LLaMA-Factory's KTO of pairs; here each answer of a pair is a row of its own
 ROWS_DIFFER = ("packing", "neat_packing", "padding_free", "sample_packing")
@@ -261,7 +261,7 @@ SCORED = ("train_on_prompt", "mask_history", "train_on_inputs", "completion_only
 
 
 def take_loss(draft: Draft, name: str, origin: str) -> str:
-    """Put the task with a loss, or with sigmoid where there is none of this name; returns which."""
+    """Set the task with a loss, or with sigmoid if the name is unknown; return the loss."""
     loss = name if name in METHODS else NEAREST.get(name, "sigmoid")
     if loss != name:
         draft.lose(origin, f"{REFUSED.get(name, f'there is no loss {name}')}; {loss} stands in its place")
@@ -271,15 +271,15 @@ def take_loss(draft: Draft, name: str, origin: str) -> str:
 
 
 def take_number(draft: Draft, ours: str, key: str, default: float) -> None:
-    """Put a setting of the loss; a default of theirs where nothing is said."""
+    """Set a parameter of the loss, falling back to their default."""
     draft.put(f"model.{ours}", float(draft.get(key, default)), key)
 
 
 def take_smoothing(draft: Draft, loss: str, key: str, used_by: Sequence[str]) -> None:
-    """Put the label smoothing where their loss uses it.
+    """Set the label smoothing if their loss uses it.
 
     Args:
-        used_by: Losses that do so there.
+        used_by: Their losses that use it.
     """
     value = draft.get(key)
     if value and loss in used_by and METHODS[loss].smooths:
@@ -289,14 +289,14 @@ def take_smoothing(draft: Draft, loss: str, key: str, used_by: Sequence[str]) ->
 
 
 def take_reference(draft: Draft, loss: str) -> None:
-    """Put where the reference's log-probabilities come from, if they are computed beforehand."""
+    """Set the source of the reference's log-probabilities if they are precomputed."""
     key = "precompute_ref_log_probs"
     if draft.get(key) and METHODS[loss].has_reference:
         draft.put("model.reference", "cache", key)
 
 
 def take_data(draft: Draft) -> None:
-    """Put the data module; what it has not is told."""
+    """Set the data module and report what it does not support."""
     draft.put("data", "PreferenceData", "")
     for key in ROWS_DIFFER:
         if draft.get(key):
@@ -307,16 +307,16 @@ def take_data(draft: Draft) -> None:
 
 
 def note_differences(draft: Draft) -> None:
-    """What is not the same of every loss."""
+    """Note the differences that apply to every loss."""
     draft.note("Each term of the loss is divided once by the pairs (or answers) of the whole step; there it is divided "
                "in each micro-batch, some terms by its tokens.")
     draft.note("Dropout is off, but for model.lora.dropout and the rates that model.config_overrides names.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Objectives of other programs that no task here has yet.
+# Objectives of other programs without a task here.
 
-# What programs call them -> in words. An objective that gets a task here leaves this table.
+# Foreign name -> description. Remove an objective when a task for it is added.
 WITHOUT_TASK = {
     **dict.fromkeys(("rm", "reward_model", "process_reward_model", "num_labels"), "a reward model"),
     **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo"), "rewards"),
@@ -324,7 +324,7 @@ WITHOUT_TASK = {
 
 
 def refuse_objective(draft: Draft, name: str | None) -> None:
-    """Raise UserError for an objective that there is no task for; None is one that there is."""
+    """Raise UserError for an objective without a task here; None stands for a supported one."""
     if name is None:
         return
     raise UserError(f"This configuration of {PROGRAMS[draft.program]} trains on {WITHOUT_TASK.get(name, name)} "

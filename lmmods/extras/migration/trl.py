@@ -1,4 +1,4 @@
-"""TRL's YAML, as `trl sft --config` takes it. Keys and defaults of its SFTConfig, ModelConfig and ScriptArguments."""
+"""Migrate TRL's YAML, as for `trl sft --config`. Source: its SFTConfig, ModelConfig and ScriptArguments."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
 
 NAMES, PREFERENCE_NAMES = Names(default_lr=2e-5), Names(default_lr=1e-6)
-# Keys that only trainers of rewards have -> what those train with; there is no task for them.
+# Keys unique to reward-based trainers -> their objective, for which there is no task here.
 OBJECTIVES = {"num_generations": "grpo", "reward_funcs": "grpo", "reward_model_name_or_path": "rm",
               "center_rewards_coefficient": "rm"}
-# Keys that only trainers of preferences have -> the trainer, the more special first.
+# Keys unique to preference trainers -> the trainer, most specific first.
 PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo",
                "beta": "dpo", "precompute_ref_log_probs": "dpo", "sync_ref_model": "dpo", "loss_weights": "dpo",
                "f_divergence_type": "dpo", "label_smoothing": "dpo"}
 
 
 def trl(content: dict[str, Any]) -> Draft:
-    """The recipe of a TRL configuration. Raises UserError for an objective that there is no task for."""
+    """Return the recipe of a TRL configuration. Raises UserError: the objective has no task here."""
     draft = Draft("trl", content)
     refuse_objective(draft, next((OBJECTIVES[key] for key in OBJECTIVES if key in content), None))
     if draft.get("env"):
@@ -42,13 +42,13 @@ def trl(content: dict[str, Any]) -> Draft:
 
 
 def _losses(content: dict[str, Any]) -> list[str]:
-    """The names in `loss_type`: one, or a list."""
+    """Return the names in `loss_type`, which is one name or a list."""
     named = content.get("loss_type") or []
     return [named] if isinstance(named, str) else list(named)
 
 
 def _preference_trainer(content: dict[str, Any]) -> str | None:
-    """The trainer of preferences that a file is for: dpo, cpo or kto; None where it is for none."""
+    """Return the preference trainer that a file is for: dpo, cpo or kto; None if it is for none."""
     losses = _losses(content)
     if any(name in METHODS and not METHODS[name].is_paired for name in losses):
         return "kto"
@@ -166,7 +166,7 @@ def _take_rows(draft: Draft) -> None:
     draft.get("truncation_mode")
     draft.put("data.on_overflow", "truncate", "truncation_mode")
     packs, free, strategy = draft.get("packing"), draft.get("padding_free"), draft.get("packing_strategy", "bfd")
-    if draft.settings["data"][0] == "PreferenceData":  # which has none
+    if draft.settings["data"][0] == "PreferenceData":  # no packing there
         packs = free = False
     if packs or free:
         draft.put("data.packing", True, "packing" if packs else "padding_free")

@@ -1,4 +1,4 @@
-"""Curves of several runs as the geometry of SVG charts: scales, ticks, paths and markers."""
+"""Geometry of SVG charts of several runs: scales, ticks, paths and markers."""
 
 import math
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ import numpy as np
 from lmmods.extras.report.numbers import short
 from lmmods.extras.report.reading import Run
 
-WIDTH, HEIGHT = 360, 214  # units of the SVG; about pixels, so that its text is as large as that of the page
+WIDTH, HEIGHT = 360, 214  # SVG units; close to pixels, so that chart text matches the page's font size
 LEFT, RIGHT, TOP, BOTTOM = 44, 350, 8, 184
 MAX_POINTS = 1000
-MARKED = 6  # markers along a line
+MARKED = 6  # markers per line
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Group:
-    """One chart: its name, unit and the metrics drawn into it; `name*` stands for all that begin so."""
+    """Chart definition: title, unit and metrics; `name*` matches all metrics with this prefix."""
 
     title: str
     unit: str
     metrics: tuple[str, ...]
-    log: bool = False  # a logarithmic scale where the values span more than LOG_SPAN
-    zero: bool = False  # the scale begins at 0
+    log: bool = False  # logarithmic scale if the values span more than LOG_SPAN
+    zero: bool = False  # scale starts at 0
 
 
 LOG_SPAN = 30
@@ -41,7 +41,7 @@ GROUPS = (
     Group("Gradient norm", "L2", ("train/grad_norm",), log=True),
     Group("Throughput", "tokens per second", ("train/tokens_per_second",), zero=True),
 )
-NOT_DRAWN = ("train/tokens", "train/epoch", "train/rows")  # other names of the x axis
+NOT_DRAWN = ("train/tokens", "train/epoch", "train/rows")  # alternative x axes
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Line:
     """One metric of one run, in SVG units.
 
     Args:
-        points: (x, y) of the data, as the pointer shows them.
-        path: The `d` of the SVG path; it breaks where a value is not finite.
-        marks: Where the run's marker stands.
+        points: Data points (x, y), shown on hover.
+        path: The `d` attribute of the SVG path; it breaks at non-finite values.
+        marks: Positions of the run's markers.
     """
 
     run: int
@@ -64,7 +64,7 @@ class Line:
 
 @dataclass
 class Scale:
-    """Values from `low` to `high` onto SVG units from `start` to `end`."""
+    """Map from values in [`low`, `high`] to SVG units in [`start`, `end`]."""
 
     low: float
     high: float
@@ -77,18 +77,18 @@ class Scale:
         return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """(position, label) of about five round values."""
+        """Return (position, label) of about five round values."""
         values = log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
         return [(self(value), short(value)) for value in values]
 
 
 @dataclass
 class Chart:
-    """One group over one x axis.
+    """Chart of one group over one x axis.
 
     Args:
         thinned: Whether a line shows only some of its points.
-        gaps: Whether a line breaks at values that are not finite.
+        gaps: Whether a line breaks at non-finite values.
     """
 
     title: str
@@ -102,10 +102,10 @@ class Chart:
 
 
 def draw_charts(runs: Sequence[Run]) -> tuple[list[list[Chart]], list[list[Chart]]]:
-    """The charts of the main metrics and those of all others.
+    """Return the charts of the main metrics and those of all others.
 
-    Each comes as one chart over the steps and, where a run counted them, a second one over the tokens trained on.
-    A metric without a finite value has none; single subjects of MMLU are for the bars.
+    Each metric gets one chart over steps and, if a run counted them, a second one over training tokens. Metrics
+    without a finite value are skipped; MMLU subjects are shown as bars instead.
     """
     names = {name: None for run in runs for name in run.curves}
     groups = [*GROUPS, *(Group(f"MMLU {name.split('/')[1]}", "share of right answers", (name,))
@@ -118,9 +118,9 @@ def draw_charts(runs: Sequence[Run]) -> tuple[list[list[Chart]], list[list[Chart
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
-    """At most `limit` of the points: first, last, and of each bucket the smallest, the largest and one gap.
+    """Downsample to at most `limit` points: first, last, and the smallest, largest and one gap of each bucket.
 
-    So a spike of a single step stays in the picture. Points that are few enough are returned as they are.
+    This keeps single-step spikes visible. If there are no more than `limit` points, they are returned unchanged.
     """
     if len(points) <= limit:
         return points
@@ -136,7 +136,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, at most six within [low, high]."""
+    """Return at most six multiples of 1, 2 or 5 times a power of ten within [low, high]."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -145,7 +145,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within [low, high], or only some powers where those are too many."""
+    """Return 1, 2 and 5 times powers of ten within [low, high], or only some powers if those are too many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     inside = [value for value in every if low <= value <= high]
@@ -156,10 +156,10 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tokens_at(run: Run, steps: Sequence[int]) -> list[float]:
-    """Tokens trained on at `steps`: as logged, in proportion between logged steps and beyond the last.
+    """Return the training tokens at `steps`: as logged, interpolated in between and extrapolated beyond the last.
 
     Raises:
-        KeyError: The run logged none.
+        KeyError: The run logged no tokens.
     """
     logged = [(0, 0.0), *((step, tokens) for step, tokens in run.curves["train/tokens"] if step > 0)]
     known, tokens = zip(*logged, strict=True)
@@ -190,7 +190,7 @@ def _chart(group: Group, x_name: str, curves: list[tuple[int, str, Points]]) -> 
         kept = thin(points)
         drawn = [(x(a), y(b)) if math.isfinite(b) else None for a, b in kept]
         lines.append(Line(run, metric, dashed, kept, _path(drawn), _marks(drawn, run)))
-    lines.sort(key=lambda line: (line.dashed, -len(line.points)))  # the densest line lies at the bottom
+    lines.sort(key=lambda line: (line.dashed, -len(line.points)))  # draw the densest line first, at the bottom
     unit = ", ".join(part for part in (group.unit, "log scale" if log else "") if part)
     thinned = any(len(points) > MAX_POINTS for _, _, points in curves)
     gaps = any(not math.isfinite(y) for _, _, points in curves for _, y in points)
@@ -206,7 +206,7 @@ def _y_scale(low: float, high: float, log: bool, zero: bool) -> Scale:
 
 
 def _path(drawn: list[tuple[float, float] | None]) -> str:
-    """A path that breaks at None; a point alone becomes a line of no length, which round caps show as a dot."""
+    """Return a path that breaks at None; a lone point becomes a zero-length line, which round caps show as a dot."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for point in drawn:
         if point is None:
@@ -218,7 +218,7 @@ def _path(drawn: list[tuple[float, float] | None]) -> str:
 
 
 def _marks(drawn: list[tuple[float, float] | None], run: int) -> Points:
-    """Every point of a short line; of a long one some, at other places for each run."""
+    """Return marker positions: all points of a short line, some of a long one, offset by run to avoid overlaps."""
     points = [point for point in drawn if point is not None]
     if len(points) <= 2 * MARKED:
         return points

@@ -1,4 +1,4 @@
-"""`report`: one HTML page over runs."""
+"""`report`: compare runs on one HTML page."""
 
 import base64
 import hashlib
@@ -48,15 +48,15 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The page itself: one HTML file that needs nothing beside it.
+# The page: one self-contained HTML file.
 
 HERE = Path(__file__).parent
-GENERATOR = "lmmods report"  # in the head of every page of ours
+GENERATOR = "lmmods report"  # generator tag that identifies our pages
 COLOURS, SHAPES = 8, 7  # in page.css and page.html.jinja; coprime, so that 56 runs look different
 
 
 def render(runs: Sequence[Run], written: datetime, trials: tables.TrialTable | None = None) -> str:
-    """HTML of a report over `runs` and the `trials` of a sweep; whatever a run says is text in it, never markup."""
+    """Render the report on `runs` and the `trials` of a sweep as HTML; all text from runs is escaped."""
     main, other = charts.draw_charts(runs)
     drawn = [chart for both in (*main, *other) for chart in both]
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
@@ -77,14 +77,14 @@ def render(runs: Sequence[Run], written: datetime, trials: tables.TrialTable | N
 
 
 def breakable(name: str) -> Markup:
-    """A dotted key, path or snake_case name that may break after its separators."""
+    """Add line-break opportunities after the separators of a dotted key, path or snake_case name."""
     return Markup("<wbr>").join(re.split(r"(?<=[._/-])(?=.)", name))
 
 
 def _points(all_charts: list[charts.Chart]) -> Markup:
-    """What the pointer shows, as JSON inside a script element, whose text may hold no `<`.
+    """Return the hover data as JSON for a script element, whose text may hold no `<`.
 
-    For each chart its largest x and its lines, each point as [x, SVG y or null, text of y].
+    For each chart: its largest x and its lines, each point as [x, SVG y or null, text of y].
     """
     content = [{"end": chart.x.high, "x": chart.x_name, "lines": [
         {"run": line.run, "metric": line.metric,

@@ -1,11 +1,11 @@
-"""Numbers as a person reads them."""
+"""Human-readable number formatting."""
 
 import math
 from typing import Any
 
 
 def short(value: float) -> str:
-    """A tick's label: 0.002, 5e-5, 2k, 1.5M."""
+    """Format a tick label: 0.002, 5e-5, 2k, 1.5M."""
     size = abs(value)
     if 0 < size < 1e-3:
         mantissa, exponent = f"{value:.9e}".split("e")
@@ -17,7 +17,7 @@ def short(value: float) -> str:
 
 
 def full(value: Any) -> str:
-    """A table's cell: four significant digits, thousands apart, NaN and infinities by name; other values as text."""
+    """Format a table cell: four significant digits, thousands separated, NaN and infinities named; others as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):

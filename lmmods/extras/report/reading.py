@@ -1,4 +1,4 @@
-"""Run folders of either engine, finished or running, as plain values. No torch, no jax: reading takes no time."""
+"""Read run folders of either engine, finished or running, as plain values. Imports neither torch nor jax."""
 
 import csv
 import json
@@ -17,18 +17,18 @@ from lmmods.runs.folder import RunFolder, checkpoint_position
 
 @dataclass
 class Run:
-    """What a run folder holds.
+    """Content of a run folder.
 
     Args:
-        label: The end of its path that tells it apart.
-        recipe: config.yaml.
-        curves: Metric -> (optimiser step, value) of every logged step, values not finite among them.
-        final: metrics.json, and the last logged value of what it lacks.
-        data: data_report.json.
+        label: Shortest end of its path that identifies it.
+        recipe: Content of config.yaml.
+        curves: Metric -> (optimiser step, value) of every logged step, non-finite values included.
+        final: Content of metrics.json, completed with the last logged values.
+        data: Content of data_report.json.
         samples: Rows of samples.jsonl.
-        step: The last optimiser step known of.
+        step: Last known optimiser step.
         completed: Whether training has finished.
-        written: When the newest of the files above was written.
+        written: Modification time of the newest of these files.
     """
 
     label: str
@@ -69,10 +69,10 @@ class Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """The runs in `folders`, in that order.
+    """Read the runs in `folders`, in that order.
 
     Raises:
-        UserError: A folder is not there, holds no run, is given twice, or a file of it cannot be read.
+        UserError: A folder is missing, holds no run or is given twice, or one of its files cannot be read.
     """
     seen: dict[Path, str] = {}
     for folder in folders:
@@ -89,7 +89,7 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def labels(paths: list[Path]) -> list[str]:
-    """The shortest ends of different absolute paths that tell them apart."""
+    """Return the shortest distinct ends of different absolute paths."""
     found = []
     for path in paths:
         parts = path.parts
@@ -113,10 +113,10 @@ def _read(folder: RunFolder, label: str) -> Run:
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """metrics.csv by column; a last line that is still being written is left out.
+    """Read metrics.csv by column, without an incomplete last line that is still being written.
 
     Raises:
-        UserError: The file is no such table.
+        UserError: The file is not such a table.
     """
     lines = _complete_lines(path)
     if not lines:
@@ -139,7 +139,7 @@ def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl; a last line that is still being written is left out.
+    """Read the rows of samples.jsonl, without an incomplete last line that is still being written.
 
     Raises:
         UserError: A line is not an object with `step` and `prompt`.
@@ -157,11 +157,11 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    return _read_text(path).split("\n")[:-1]  # what follows the last line break is half a line, or nothing
+    return _read_text(path).split("\n")[:-1]  # text after the last line break is an incomplete line, or empty
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file; {} where there is none."""
+    """Read a YAML or JSON file; {} if it does not exist."""
     text = _read_text(path)
     try:
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text or "{}")
@@ -182,7 +182,7 @@ def _read_text(path: Path) -> str:
 
 
 def _branch(recipe: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """What lies under `keys`, or {} where a recipe has no such branch."""
+    """Return the mapping under `keys`, or {} if a recipe has none."""
     for key in keys:
         recipe = recipe.get(key) if isinstance(recipe.get(key), dict) else {}
     return recipe

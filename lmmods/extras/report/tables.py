@@ -1,4 +1,4 @@
-"""What runs have in numbers and words, side by side: metrics, settings, data, samples, MMLU."""
+"""Tables that compare runs: metrics, settings, data, samples and MMLU."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ NAMES_THE_RUN = re.compile(r"trainer\.(default_root_dir|logger(\.\d+)?\.init_arg
 
 @dataclass
 class Cell:
-    """Text of a table's cell; `note` stands small below it."""
+    """Table cell; `note` is printed small below the text."""
 
     text: str
     best: bool = False
@@ -28,23 +28,23 @@ class Cell:
 
 @dataclass
 class Row:
-    """A name and one cell a run."""
+    """Table row: a name and one cell per run."""
 
     name: str
     cells: list[Cell]
 
 
 def metrics_table(runs: Sequence[Run]) -> list[Row]:
-    """Final metrics; the best of a row is marked where runs of one task differ, subjects of MMLU left to the bars."""
+    """Return the final metrics, best values marked where runs of one task differ; MMLU subjects are in the bars."""
     names = dict.fromkeys(name for run in runs for name in run.final if not _is_subject(name))
     return [_metric_row(name, runs) for name in names]
 
 
 def settings_tables(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
-    """Settings that differ between the runs, and those that are the same in all (one cell each).
+    """Return the settings that differ between the runs, and those shared by all (one cell each).
 
-    What only says where a run is and what it is called is left out. A key of the trainer that a recipe lacks has its
-    default: each engine writes only those of its own down.
+    Paths and names of runs are left out. A trainer key missing from a recipe has its default, as each engine writes
+    only its own keys.
     """
     flat = [flatten(run.recipe) for run in runs]
     differing, same = [], []
@@ -58,7 +58,7 @@ def settings_tables(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted keys -> text. A list of plain values is one text, another list is counted from 0."""
+    """Flatten to dotted key -> text. A list of plain values is one text; other lists are indexed from 0."""
     if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
         value = dict(enumerate(value))
     if isinstance(value, dict) and value:
@@ -68,7 +68,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
 
 
 def split_rows(runs: Sequence[Run]) -> list[Row]:
-    """Rows, tokens, lengths and padding of each split."""
+    """Return rows, tokens, lengths and padding of each split."""
     splits = [_mapping(run.data.get("splits")) for run in runs]
     rows = []
     for split in dict.fromkeys(name for parts in splits for name in parts):
@@ -79,7 +79,7 @@ def split_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def source_rows(runs: Sequence[Run]) -> tuple[list[tuple[str, bool]], list[tuple[int, str, list[str], list[str]]]]:
-    """Columns with whether they hold numbers, and for each source of each run: run, path, cells, remarks."""
+    """Return the columns (name, is numeric), and for each source of each run: run, path, cells, remarks."""
     found = [(index, path, _mapping(source)) for index, run in enumerate(runs)
              for path, source in _mapping(run.data.get("sources")).items()]
     columns = list(dict.fromkeys(key for _, _, source in found for key, value in source.items()
@@ -92,7 +92,7 @@ def source_rows(runs: Sequence[Run]) -> tuple[list[tuple[str, bool]], list[tuple
 
 @dataclass
 class Answer:
-    """What one run wrote to a prompt, newest first; `base` is what its model wrote before training."""
+    """Answers of one run to a prompt, newest first; `base` is the answer before training."""
 
     run: int
     step: int
@@ -102,7 +102,7 @@ class Answer:
 
 
 def sample_groups(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answer]]]:
-    """For each prompt: the prompt, the base model's answer if it is the same for all runs, and each run's answers."""
+    """Return for each prompt: the prompt, the base model's answer if the same for all runs, and each run's answers."""
     prompts: dict[str, list[Answer]] = {}
     for index, run in enumerate(runs):
         by_prompt: dict[str, list[dict[str, Any]]] = {}
@@ -123,14 +123,14 @@ def sample_groups(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answe
 
 @dataclass
 class Bars:
-    """One split of MMLU: for each subject the (run, share of right answers) of the runs that have it."""
+    """MMLU split: for each subject, (run, accuracy) of the runs that have it."""
 
     split: str
     subjects: list[tuple[str, list[tuple[int, float]]]]
 
 
 def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
-    """The mean first, then the subjects by name; what is no number from 0 to 1 has no bar."""
+    """Return the mean first, then the subjects by name; values outside 0 to 1 have no bar."""
     splits: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for index, run in enumerate(runs):
         for name, value in run.final.items():
@@ -144,12 +144,12 @@ def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
 
 @dataclass
 class TrialRow:
-    """A trial of a sweep.
+    """Trial of a sweep.
 
     Args:
-        value: What it measured last; None where that is nothing.
-        settings: What the varied keys were, in the order of the table's.
-        problem: Why it failed.
+        value: Last measured value; None if there is none.
+        settings: Values of the varied keys, in table order.
+        problem: Reason of failure.
     """
 
     number: int
@@ -161,20 +161,20 @@ class TrialRow:
 
 @dataclass
 class TrialTable:
-    """The trials of a sweep over `keys`, best first."""
+    """Trials of a sweep over `keys`, best first."""
 
     keys: list[str]
     metric: str
     rows: list[TrialRow]
 
     def cells(self, row: TrialRow) -> list[str]:
-        """A row's texts: trial, state, metric, then the varied keys."""
+        """Return a row's texts: trial, state, metric, then the varied keys."""
         value = ABSENT if row.value is None else full(row.value)
         return [str(row.number), row.state, value, *(f"{each:.4g}" if isinstance(each, float) else str(each)
                                                      for each in row.settings)]
 
     def as_text(self) -> str:
-        """The table for a console."""
+        """Format the table for a console."""
         rows = [["trial", "state", self.metric, *self.keys], *map(self.cells, self.rows)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
@@ -182,7 +182,7 @@ class TrialTable:
 
 
 def direction(metric: str) -> int:
-    """-1 where less is better, 1 where more is better, 0 where neither."""
+    """Return -1 if lower is better, 1 if higher is better, 0 if neither."""
     name = metric.rsplit("/", 1)[-1]
     if name.endswith("_threshold"):
         return 0
@@ -223,7 +223,7 @@ def _mapping(value: Any) -> dict:
 
 
 def _plain(value: Any) -> str:
-    """A setting as YAML writes it."""
+    """Format a setting as YAML does."""
     if isinstance(value, list):
         return f"[{', '.join(map(_plain, value))}]"
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""`sweep`: train one recipe with many settings."""
+"""`sweep`: train a recipe with many settings."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from lmmods.runs.folder import RunFolder
 
 OF_THE_SWEEP = ("--trainer.default_root_dir", "--ckpt_path", "--overwrite")
 TRIALS = 20
-MOST_DRAWN = 30  # runs whose curves the report has; its table has all trials
+MOST_DRAWN = 30  # maximum number of runs with curves in the report; its table lists all trials
 
 
 def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = None,  # noqa: B006
@@ -92,11 +92,11 @@ def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = Non
 
 
 def check(recipe: list[str], space: list[Parameter]) -> None:
-    """Refuse what fit would, for the ends of every range and every value of a list.
+    """Reject what fit would reject, for the ends of every range and every value of a list.
 
     Raises:
-        UserError: A key is the sweep's own, or given twice.
-        SystemExit: The parser has spoken.
+        UserError: A key is set by the sweep itself, or given twice.
+        SystemExit: The parser printed help or an error.
     """
     given = {word.partition("=")[0] for word in recipe}
     for key in [*OF_THE_SWEEP, *(f"--{parameter.key}" for parameter in space)]:
@@ -113,7 +113,7 @@ def check(recipe: list[str], space: list[Parameter]) -> None:
 
 
 def settle(folder: Path, asked: dict[str, Any]) -> None:
-    """Note what a sweep asks for, or compare with what the one in the folder does.
+    """Save the settings of a new sweep, or check that they match the sweep in the folder.
 
     Raises:
         UserError: The folder holds another sweep, or something else.
@@ -131,7 +131,7 @@ def settle(folder: Path, asked: dict[str, Any]) -> None:
 
 
 def conclude(folder: Path, study: Study, keys: list[str], metric: str, mode: str) -> list[Any]:
-    """Print the trials, best first, and write them and the curves of the best to report.html. Returns them."""
+    """Print the trials, best first, write them with the curves of the best to report.html, and return them."""
     trials = study.trials()
     if not trials:
         return []
@@ -156,33 +156,33 @@ def conclude(folder: Path, study: Study, keys: list[str], metric: str, mode: str
 
 
 def value_of(trial: Any) -> float | None:
-    """What a trial has measured last."""
+    """Return the last measured value of a trial."""
     if trial.state.name == "COMPLETE":
         return trial.value
     return trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
 
 
 def _name(recipe: list[str]) -> str:
-    """Of the first recipe file."""
+    """Return the name of the first recipe file."""
     paths = [Path(value) for value in option_values(recipe, *CONFIG_OPTIONS) if value.endswith((".yaml", ".yml"))]
     return paths[0].stem if paths else "sweep"
 
 
 def _digest(recipe: list[str]) -> str:
-    """Of what the recipe's files hold: trials of one sweep differ in its parameters alone."""
+    """Return a digest of the recipe files' contents: trials of one sweep may differ only in its parameters."""
     contents = [config_argument(value) for value in option_values(recipe, *CONFIG_OPTIONS)]
     return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, for YAML."""
+    """Convert tuples to lists, for YAML."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Trials of a sweep on this machine: each is a run of fit in a process and a folder of its own.
+# Local trials: each runs fit in its own process and folder.
 
 POLL_SECONDS = 0.2
 INTERRUPTED = 130
@@ -190,12 +190,12 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Worker:
-    """One process that works on a sweep.
+    """Process that runs trials of a sweep.
 
     Args:
-        folder: Of the sweep.
+        folder: Folder of the sweep.
         recipe: Arguments of fit that all trials share.
-        metric: What fit logs and the study compares, taken as it is at the end of a run.
+        metric: Logged metric that the study compares by its value at the end of a run.
     """
 
     study: Study
@@ -204,11 +204,11 @@ class Worker:
     metric: str
 
     def work(self, most: int | None) -> None:
-        """Run trials until the study has so many, or its whole grid.
+        """Run trials until the study has `most` of them, or its whole grid.
 
         Raises:
             UserError: Runs end without having logged the metric.
-            Interrupted: Ctrl+C or SIGTERM; the trial under way has saved what it needs to go on.
+            Interrupted: Ctrl+C or SIGTERM; the current trial has saved what it needs to resume.
         """
         while (asked := self.study.ask(most)) is not None:
             trial, held = asked
@@ -230,7 +230,7 @@ class Worker:
             while process.poll() is None and not pruned:
                 time.sleep(POLL_SECONDS)
                 pruned = self.study.judge(trial, self._points(run))
-        # However fast it was: whether a trial is pruned depends on what it measured alone.
+        # Judge finished trials too: pruning must depend only on measurements, not on the run's speed.
         if pruned or self.study.judge(trial, self._points(run)):
             self.study.finish(trial, "pruned")
             say(f"trial {trial.number}: stopped early, {self.metric} {_shown(self._points(run)[-1][1])}")
@@ -256,12 +256,12 @@ class Worker:
                             "of these, and another --folder; val/loss wants data.val_source or data.val_size.")
 
     def _points(self, run: RunFolder) -> list[tuple[int, float]]:
-        """What the run has logged of the metric: (optimiser step, value)."""
+        """Return the run's logged values of the metric as (optimiser step, value)."""
         return read_curves(run.metrics_csv).get(self.metric, [])
 
 
 def trial_folder(folder: Path, number: int) -> Path:
-    """The run folder of a trial."""
+    """Return the run folder of a trial."""
     return folder / f"trial={number}"
 
 
@@ -270,20 +270,20 @@ def _shown(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A sweep that W&B leads: the file that `wandb sweep` reads, from which `wandb agent` starts runs.
+# W&B sweeps: the file that `wandb sweep` reads and from which `wandb agent` starts runs.
 
 METHODS = {"tpe": "bayes", "random": "random", "grid": "grid"}
 
 
 def sweep_file(folder: Path, recipe: list[str], space: list[Parameter], sampler: str, metric: str, mode: str) -> str:
-    """The text of the file.
+    """Return the text of the sweep file.
 
     Args:
-        folder: Gets a run folder for each run, of the name of its id.
+        folder: Parent of the run folders, which are named after the run ids.
         recipe: Arguments of fit.
 
     Raises:
-        UserError: The recipe logs nothing to W&B, or the command holds a password, which W&B would see.
+        UserError: The recipe does not log to W&B, or the command holds a password, which W&B would see.
     """
     fit = shlex.join([*TYPED, "fit", *recipe])
     if redact(fit) != fit:
@@ -294,13 +294,13 @@ def sweep_file(folder: Path, recipe: list[str], space: list[Parameter], sampler:
         "name": folder.name, "project": _project(recipe), "program": TYPED[-1], "method": METHODS[sampler],
         "metric": {"name": metric, "goal": f"{mode}imize"},
         "parameters": {parameter.key: _distribution(parameter, sampler) for parameter in space},
-        # A shell, as the agent puts no variable into a command, and each run needs a folder of its own.
+        # Via a shell: the agent does not expand environment variables, and each run needs its own folder.
         "command": ["sh", "-c", f'exec {fit} --trainer.default_root_dir {place} "$@"', "sh", "${args}"]}
     return as_yaml(content)
 
 
 def _project(recipe: list[str]) -> str:
-    """The W&B project that the recipe logs to. Raises UserError: it has no WandbLogger."""
+    """Return the W&B project that the recipe logs to. Raises UserError: it has no WandbLogger."""
     loggers: Any = None
     for value in option_values(recipe, *CONFIG_OPTIONS):
         trainer = config_argument(value).get("trainer")
@@ -317,7 +317,7 @@ def _project(recipe: list[str]) -> str:
 
 
 def _distribution(parameter: Parameter, sampler: str) -> dict[str, Any]:
-    """A parameter in the words of W&B's sweep files."""
+    """Return a parameter in the format of W&B's sweep files."""
     if parameter.values or parameter.step is not None or sampler == "grid":
         return {"values": list(parameter.grid())}
     ends = {"min": parameter.low, "max": parameter.high}

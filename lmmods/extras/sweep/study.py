@@ -1,7 +1,7 @@
-"""The memory of a sweep on this machine: an Optuna study in a journal, which several processes may share.
+"""State of a local sweep: an Optuna study in a journal file that several processes may share.
 
-What is tried next depends on the seed, the number of the trial and what the others have measured, and on nothing that
-ends with a process: a sweep that is killed and started again tries the same.
+The next trial depends only on the seed, the trial number and the results of other trials, not on process state, so a
+sweep that is killed and restarted tries the same settings.
 """
 
 import contextlib
@@ -22,26 +22,26 @@ from lmmods.core.recipes import RecipeLoader, guarded, read_recipe
 from lmmods.runs.lock import lock_file
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The search space of a sweep: which keys vary, and over what.
+# Search space: the keys that vary and their values.
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})((?:,(?:log|step={NUMBER}))*)")
 FORMS = ("KEY=LOW..HIGH, with ,log or ,step=S behind it, or KEY=A,B,C; for example model.optimizer.lr=1e-4..1e-2,log "
          "or data.batch_size=4,8")
-MOST = 10_000  # combinations of a grid
+MOST = 10_000  # maximum number of grid combinations
 Scalar = str | int | float
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A key that varies.
+    """Key that varies in a sweep.
 
     Args:
-        key: As on the command line, for example model.optimizer.lr.
-        values: What it may be, each as the command line takes it; empty where it is a range.
-        low: Least value of a range, a whole number where all values are.
-        step: Distance of the values of a range; None where it has none.
-        log: Whether a range is drawn from evenly by the logarithm.
+        key: Key as on the command line, for example model.optimizer.lr.
+        values: Choices, each in command-line form; empty for a range.
+        low: Lower end of a range; an int if all values are.
+        step: Step of a range; None if it has none.
+        log: Whether a range is sampled uniformly on a logarithmic scale.
     """
 
     key: str
@@ -53,15 +53,15 @@ class Parameter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a range holds whole numbers alone."""
+        """True if a range holds only whole numbers."""
         return all(isinstance(each, int) for each in (self.low, self.high, 1 if self.step is None else self.step))
 
     def extremes(self) -> tuple[Scalar, ...]:
-        """The values by which a recipe is checked."""
+        """Return the values with which a recipe is checked."""
         return self.values or (self.low, self.high)
 
     def grid(self) -> tuple[Scalar, ...]:
-        """All values. Raises UserError: a range has no step."""
+        """Return all values. Raises UserError: a range has no step."""
         if self.values:
             return self.values
         step = self.step or (1 if self.is_whole and not self.log else None)
@@ -74,14 +74,14 @@ class Parameter:
 
 
 def read_space(texts: list[str], file: str | None) -> list[Parameter]:
-    """The parameters that a command line and a YAML file name.
+    """Parse the parameters from the command line and a YAML file.
 
     Args:
-        texts: Each of the form that `FORMS` says.
-        file: Of keys to a list of values, or to a mapping {low, high, log, step}.
+        texts: Parameters in the form described by `FORMS`.
+        file: YAML file that maps keys to a list of values, or to a mapping {low, high, log, step}.
 
     Raises:
-        UserError: One has another form, a key stands twice, or there is none.
+        UserError: A parameter is malformed, a key occurs twice, or there is none.
     """
     found = [_from_text(text) for text in texts]
     found += [_from_file(key, value, file) for key, value in (read_recipe(file) if file else {}).items()]
@@ -94,7 +94,7 @@ def read_space(texts: list[str], file: str | None) -> list[Parameter]:
 
 
 def grid(space: list[Parameter]) -> list[dict[str, Scalar]]:
-    """Every combination, the last parameter changing first. Raises UserError: a range has no step, or too many."""
+    """Return all combinations, the last parameter varying fastest. Raises UserError: a range has no step; too many."""
     values = [parameter.grid() for parameter in space]
     if math.prod(map(len, values)) > MOST:
         raise UserError(f"The grid has more than {MOST:,} combinations. Give fewer values, or take --sampler tpe.")
@@ -102,7 +102,7 @@ def grid(space: list[Parameter]) -> list[dict[str, Scalar]]:
 
 
 def as_words(values: dict[str, Scalar]) -> list[str]:
-    """The options that set keys to these values, as W&B's agents write them too."""
+    """Return the options that set keys to these values, in the form that W&B's agents use too."""
     return [f"--{key}={value}" for key, value in values.items()]
 
 
@@ -153,8 +153,8 @@ def _load(values: str, text: str) -> list[Any]:
 
 
 def _texts(key: str, values: list[Any]) -> tuple[Scalar, ...]:
-    """Values as the command line takes them: numbers and words as they are, others as JSON."""
-    # To YAML 1.1, 1e-3 is a text.
+    """Format values for the command line: numbers and words unchanged, others as JSON."""
+    # YAML 1.1 reads 1e-3 as a string.
     values = [float(value) if isinstance(value, str) and re.fullmatch(NUMBER, value) and "e" in value.lower() else value
               for value in values]
     texts = tuple(value if isinstance(value, str | int | float) and not isinstance(value, bool) else json.dumps(value)
@@ -168,7 +168,7 @@ NAME = "sweep"
 
 
 class FileLock:
-    """A lock on a file, of the kind that Optuna's journal takes: it ends with its process, be that killed."""
+    """File lock for Optuna's journal; the OS releases it when the process ends, even if killed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -184,11 +184,11 @@ class FileLock:
 
 
 class Study:
-    """Trials, each held by one process at a time.
+    """Optuna study in which each trial is locked by one process at a time.
 
     Args:
-        folder: Of the sweep.
-        mode: `min` or `max` of the metric.
+        folder: Folder of the sweep.
+        mode: Whether to minimise (`min`) or maximise (`max`) the metric.
 
     Raises:
         UserError: Optuna is not installed.
@@ -216,13 +216,13 @@ class Study:
                     self._study.enqueue_trial(values)
 
     def ask(self, most: int | None) -> tuple[Any, int] | None:
-        """A trial for this process: one whose process has died, or else a new one.
+        """Return a trial for this process: one whose process has died, or else a new one.
 
         Args:
-            most: Trials of the study; None is as many as a grid has.
+            most: Maximum number of trials in the study; None is the size of the grid.
 
         Returns:
-            Optuna's trial and an open file by whose lock it is held; None where nothing is left to do.
+            Optuna's trial and the open file whose lock holds it; None if nothing is left to do.
         """
         states = self._optuna.trial.TrialState
         with self._locked():
@@ -238,7 +238,7 @@ class Study:
             return trial, self._hold(trial.number)
 
     def judge(self, trial: Any, points: list[tuple[int, float]]) -> bool:
-        """Note what a trial has measured, (optimiser step, value), and say whether it is to be stopped."""
+        """Record a trial's measurements, (optimiser step, value), and return whether to prune it."""
         known = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
         for step, value in points:
             if step not in known and value == value:
@@ -248,13 +248,13 @@ class Study:
         return False
 
     def finish(self, trial: Any, state: str, value: float | None = None, problem: str = "") -> None:
-        """End a trial as `complete`, `pruned` or `fail`."""
+        """Finish a trial as `complete`, `pruned` or `fail`."""
         if problem:
             trial.set_user_attr("problem", problem)
         self._study.tell(trial, value, getattr(self._optuna.trial.TrialState, state.upper()))
 
     def trials(self) -> list[Any]:
-        """All that have begun, in their order: Optuna's frozen trials."""
+        """Return Optuna's frozen trials that have started, in order."""
         return [frozen for frozen in self._study.get_trials(deepcopy=False)
                 if frozen.state is not self._optuna.trial.TrialState.WAITING]
 
@@ -275,7 +275,7 @@ class Study:
         study = self._storage.get_study_id_from_name(NAME)
         return self._storage.get_trial_id_from_study_id_trial_number(study, frozen.number)
 
-    # Locks: that of a trial ends with the last process that has the file open, so with the run at the latest ----------
+    # Locks: a trial's lock is released when the last process holding the file open, at the latest its run, ends -------
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -297,7 +297,7 @@ class Study:
 
 
 def _cut_half_line(journal: Path, lock: FileLock) -> None:
-    """Remove what a process that was killed while it wrote has left at the end."""
+    """Remove the incomplete last line left by a process that was killed while writing."""
     lock.acquire()
     try:
         if journal.exists() and not (content := journal.read_bytes()).endswith(b"\n"):
