@@ -7,23 +7,21 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "benchmarks/README.md", "tests/README.md")
-FOLDERS = ("configs", "demo")  # the files in them that pages link to are part of the site as they are
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: dict) -> Files:
     for page in PAGES:
         files.append(File.generated(config, page, abs_src_path=str(ROOT / page)))
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*")):
-        if path.suffix in (".yaml", ".md"):
-            files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):  # part of the site as they are
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: object, **_: object) -> str:
     """Links are written for the tree of the repository; here docs/ is the root."""
     own = page.file.src_uri
-    folder = (ROOT / own if own in PAGES or own.startswith(FOLDERS) else ROOT / "docs" / own).parent
+    folder = (ROOT / own if own in PAGES else ROOT / "docs" / own).parent
     up = "../" * own.count("/")
 
     def here(link: re.Match) -> str:

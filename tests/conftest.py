@@ -81,7 +81,7 @@ def cheap_ends():
         patch.setattr(os, "fsync", lambda _: None)
         # To say whether the libraries are spared it counts a million objects, for each of a thousand small stores.
         patch.setattr(cache, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
-                                                      get_freeze_count=lambda: frozen["objects"]))
+                                                   get_freeze_count=lambda: frozen["objects"]))
         patch.setattr(Figure, "savefig",
                       functools.wraps(Figure.savefig)(lambda figure, path, **_: Path(path).write_bytes(b"a picture")))
         yield

@@ -48,6 +48,7 @@ from lmmods.core.task_fields import Quantize
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoder: token and position embeddings, and the language-modelling head.
 
+
 class DecoderEmbedding(nnx.Module):
     """Embeddings of tokens and, unless they are rotary, positions."""
 

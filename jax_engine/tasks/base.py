@@ -30,6 +30,7 @@ from lmmods.core.text_metrics import perplexity
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters of a network on the devices.
 
+
 class Weights:
     """Trainable and frozen parameters, trees of kind state."""
 

@@ -29,6 +29,7 @@ from lmmods.runs.model_card import first_weights
 # ---------------------------------------------------------------------------------------------------------------------
 # Reference log-probabilities of all answers, computed with the initial network once, and cached.
 
+
 def cache_references(run: Any) -> None:
     """Add `reference_logps` to the batches of a preference task, computing those that the cache lacks.
 

@@ -36,6 +36,7 @@ from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
 # ---------------------------------------------------------------------------------------------------------------------
 # Overrides of LightningCLI internals that have no public hook. Source: lightning 2.6.
 
+
 class CLI(LightningCLI):
     """LightningCLI with an external parser and folder checkpoints."""
 

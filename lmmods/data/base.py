@@ -28,6 +28,7 @@ from lmmods.data.store.rows import RowSet
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches of each role: items built from rows, their order, the collator, and the loader of one data-parallel rank.
 
+
 class Loaders:
     """Builds the loaders of a data module.
 

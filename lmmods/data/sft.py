@@ -22,6 +22,7 @@ from lmmods.data.sources.source import Source
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations, shared by fine-tuning and preference optimisation.
 
+
 class ConversationData(ConversationFields, DataModule):
     """Conversations in a template. Abstract: a task decides what is learned."""
 

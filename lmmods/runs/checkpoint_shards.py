@@ -32,6 +32,7 @@ from lmmods.runs.saving import saving
 # ---------------------------------------------------------------------------------------------------------------------
 # Array operations that an engine provides for checkpoints.
 
+
 @dataclass(frozen=True)
 class ArrayLibrary:
     """Operations on one kind of array.

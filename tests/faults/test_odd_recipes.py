@@ -16,6 +16,7 @@ from tests.forks import Fork, train
 
 ROOT = Path(__file__).parents[2]
 
+
 def told(capsys, arguments, pattern):
     assert main(arguments) == 2
     said = capsys.readouterr().err
