@@ -68,7 +68,7 @@ smoke: $(READY) ## Run the demo recipe for a few steps
 
 docs: $(READY) ## Build the documentation as a site with search in .site/
 	@$(BIN)/pip install --quiet --quiet -c $(LOCK) -e '.[docs]'
-	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --strict --quiet -f mkdocs.yml
+	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --strict -f mkdocs.yml
 	@echo "Open .site/index.html"
 
 bench: $(READY) ## Measure speed and memory beside other trainers (about an hour; installs them)
