@@ -5,4 +5,4 @@ from setuptools import find_packages, setup
 setup(packages=[*find_packages(include=["lmmods*", "jax_engine*"]), "lmmods.configs"],
       package_dir={"lmmods.configs": "configs"},
       package_data={"lmmods.configs": ["*.yaml", "recipes/*.yaml"], "lmmods.extras.report": ["page.*"],
-                    "lmmods.commands": ["foreign_keys.txt"]})
+                    "lmmods.recipe": ["foreign_keys.txt"]})

@@ -1,7 +1,7 @@
 """Entry point of this engine: the classes that recipes configure."""
 
-from lmmods.core.engines import import_all
 from lmmods.core.errors import UserError
+from lmmods.recipe.engines import import_all
 
 
 def load() -> tuple[type, type, type, type, type, type]:

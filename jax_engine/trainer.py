@@ -38,9 +38,9 @@ from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
-from lmmods.core.trainer_fields import JaxTrainerFields, check_length
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
+from lmmods.recipe.trainer_fields import JaxTrainerFields, check_length
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV

@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Arguments without the program name; None reads sys.argv.
     """
-    from lmmods.commands.trust import taken_flag, trusting
     from lmmods.core.errors import is_out_of_memory, user_error_in, what_to_lower
     from lmmods.core.files import wrong_path_in
-    from lmmods.core.recipes import with_shipped_recipes
+    from lmmods.recipe.files import with_shipped_recipes
+    from lmmods.recipe.trust import taken_flag, trusting
 
     if argv is None:  # not called from another program
         sys.excepthook = show_bug
@@ -113,10 +113,10 @@ def run_engine(arguments: list[str]) -> None:
 
 def _run_watched(arguments: list[str]) -> None:
     from lmmods.commands.early_check import check_early
-    from lmmods.commands.trust import guarded_imports
     from lmmods.core.console import quiet_libraries
-    from lmmods.core.engines import peek_engine
     from lmmods.core.errors import UserError
+    from lmmods.recipe.engines import peek_engine
+    from lmmods.recipe.trust import guarded_imports
 
     engine = peek_engine(arguments)
     check_early(arguments, engine)

@@ -22,8 +22,8 @@ from jax_engine.tasks.causal_task import CausalTask
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.core.task_fields import PreferenceFields
 from lmmods.data.store.references import COMPUTING
+from lmmods.recipe.task_fields import PreferenceFields
 from lmmods.runs.model_card import first_weights
 
 # ---------------------------------------------------------------------------------------------------------------------

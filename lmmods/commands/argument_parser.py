@@ -13,12 +13,12 @@ from typing import Any, get_args
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_dumper, set_loader
 
-from lmmods.commands.jsonargparse_compat import options_of, take_no_files, type_of
-from lmmods.commands.trust import refuse_import, resolved
 from lmmods.core.errors import readable
-from lmmods.core.recipes import as_yaml, guarded, shortened
 from lmmods.core.redaction import redact
 from lmmods.core.settings import Generation, LoRA, Optimizer
+from lmmods.recipe.files import as_yaml, guarded, shortened
+from lmmods.recipe.jsonargparse_compat import options_of, take_no_files, type_of
+from lmmods.recipe.trust import refuse_import, resolved
 
 set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  # values of keys and options too
 set_dumper("yaml", as_yaml)
@@ -41,7 +41,7 @@ class Parser(ArgumentParser):
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
             refuse_import(key and key[1], denied[1])
-        from lmmods.commands.foreign_keys import keys_given, told  # only needed for errors
+        from lmmods.recipe.foreign_keys import keys_given, told  # only needed for errors
 
         types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
         arguments = list(_arguments.get())  # empty if the input was not typed by a user

@@ -8,13 +8,13 @@ from jsonargparse import ActionConfigFile, Namespace
 
 from lmmods.commands.argument_parser import OnlyHelp, Parser, parsing
 from lmmods.commands.declarations import EngineCommands
-from lmmods.commands.jsonargparse_compat import parse_alone
 from lmmods.commands.mistakes import with_texts_as_meant
 from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS
-from lmmods.commands.trust import FLAG
-from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import CONFIG_OPTIONS, config_argument, may_overwrite, option_values, shortened
+from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.files import CONFIG_OPTIONS, config_argument, may_overwrite, option_values, shortened
+from lmmods.recipe.jsonargparse_compat import parse_alone
+from lmmods.recipe.trust import FLAG
 
 DEFAULT_SEED = 42
 

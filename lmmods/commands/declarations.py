@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from lmmods.commands.allowed_callbacks import ALLOWED
-from lmmods.core import task_fields, trainer_fields
-from lmmods.data import fields
+from lmmods.recipe import data_fields, task_fields, trainer_fields
+from lmmods.recipe.allowed_callbacks import ALLOWED
 
 # trainer ----------------------------------------------------------------------------------------------------------
 
@@ -180,27 +179,27 @@ class QA(task_fields.QAFields, TaskModule):
     """Find the span of a context that answers a question."""
 
 
-class DataModule(fields.DataFields, Declared):
+class DataModule(data_fields.DataFields, Declared):
     """Text in, batches out."""
 
 
-class SFTData(fields.SFTDataFields, DataModule):
+class SFTData(data_fields.SFTDataFields, DataModule):
     """Conversations for supervised fine-tuning; one row of a batch is one conversation."""
 
 
-class CLMData(fields.CLMDataFields, DataModule):
+class CLMData(data_fields.CLMDataFields, DataModule):
     """Text for causal language modelling."""
 
 
-class MLMData(fields.MLMDataFields, DataModule):
+class MLMData(data_fields.MLMDataFields, DataModule):
     """Text for masked language modelling."""
 
 
-class PreferenceData(fields.PreferenceDataFields, DataModule):
+class PreferenceData(data_fields.PreferenceDataFields, DataModule):
     """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer."""
 
 
-class QAData(fields.QADataFields, DataModule):
+class QAData(data_fields.QADataFields, DataModule):
     """Questions on contexts."""
 
 

@@ -18,7 +18,6 @@ import yaml
 
 from lmmods.commands import declarations
 from lmmods.commands.command_line import CommandLine, RecipeTypes
-from lmmods.commands.jsonargparse_compat import list_classes, options_of, replace_check
 from lmmods.commands.keys import (
     REQUIRED,
     TRAINERS,
@@ -34,16 +33,17 @@ from lmmods.commands.keys import (
 from lmmods.commands.mistakes import Mistakes, check_name, class_of, find_mistakes, read_layers
 from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
-from lmmods.commands.trust import ForeignCode, guarded_imports
 from lmmods.core.errors import UserError, user_error_in
-from lmmods.core.recipes import as_yaml
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
+from lmmods.recipe.files import as_yaml
+from lmmods.recipe.jsonargparse_compat import list_classes, options_of, replace_check
+from lmmods.recipe.trust import ForeignCode, guarded_imports
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.hub_upload import Publisher
 
 # Modules that this stage may import when a recipe names them; none of them imports a heavy library.
-LIGHT = (declarations.__name__, "lmmods.core.settings", "lmmods.data.sources.source")
+LIGHT = (declarations.__name__, "lmmods.core.settings", "lmmods.recipe.source")
 LEFT = object()  # placeholder for a value that only the engine can validate
 
 

@@ -19,15 +19,15 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lmmods.commands.allowed_callbacks import check_callback
 from lmmods.commands.command_line import CommandLine, RecipeTypes
 from lmmods.commands.trainer_keys import BLOCKS, check_recipe_values
-from lmmods.commands.trust import FLAG, PACKAGES, check_recipe, is_trusted
-from lmmods.core.engines import import_all
 from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
 from lmmods.core.hf_config import position_limit, tells_token_types
-from lmmods.core.recipes import Loader
 from lmmods.core.redaction import left_out, redacted
+from lmmods.recipe.allowed_callbacks import check_callback
+from lmmods.recipe.engines import import_all
+from lmmods.recipe.files import Loader
+from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inside import way_out

@@ -4,10 +4,10 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from lmmods.commands.trust import check_remote_code
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import read_recipe
+from lmmods.recipe.files import read_recipe
+from lmmods.recipe.trust import check_remote_code
 from lmmods.runs.folder import RunFolder
 
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from lmmods.commands.early_check import check_early
 from lmmods.commands.engine_cli import EngineCLI, short_name, types_of
 from lmmods.core.console import say
-from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 from lmmods.core.parity import Row, compare, first_rows
-from lmmods.core.recipes import as_yaml
 from lmmods.core.settings import require
+from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.files import as_yaml
 
 # Model keys that do not affect logits or that one engine lacks; a comparison uses their defaults.
 NEUTRAL = ("optimizer", "generation", "piece_tokens", "compile", "max_memory", "quant_storage", "save_dtype")

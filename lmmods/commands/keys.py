@@ -16,10 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 import docstring_parser
 
 from lmmods.commands import declarations
-from lmmods.core.engines import ENGINES
-from lmmods.core.trainer_fields import JaxTrainerFields
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
+from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.trainer_fields import JaxTrainerFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.hub_upload import Publisher
 

@@ -14,9 +14,9 @@ from lmmods.core.adapters import fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.core.markdown import code, escaped, fenced
-from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.sources.conversation import RowProblem
+from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.inside import fresh_folder, hub_id
 

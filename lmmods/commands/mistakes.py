@@ -17,8 +17,6 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse import dict_to_namespace
 
 from lmmods.commands import declarations
-from lmmods.commands.allowed_callbacks import REFUSED, check_callback
-from lmmods.commands.foreign_keys import PROGRAMS, written_for
 from lmmods.commands.keys import (
     REQUIRED,
     Key,
@@ -34,9 +32,11 @@ from lmmods.commands.keys import (
     walk,
 )
 from lmmods.commands.trainer_keys import check_values
-from lmmods.core.engines import ENGINES
 from lmmods.core.errors import UserError, gathering, user_error_in
-from lmmods.core.recipes import CONFIG_OPTIONS, Written, as_yaml, plain, read_value, read_written, shortened
+from lmmods.recipe.allowed_callbacks import REFUSED, check_callback
+from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.files import CONFIG_OPTIONS, Written, as_yaml, plain, read_value, read_written, shortened
+from lmmods.recipe.foreign_keys import PROGRAMS, written_for
 
 LEFT = object()  # placeholder for a value that only the engine can validate
 WRONG = object()  # placeholder for a rejected value
@@ -177,7 +177,7 @@ class Mistakes:
             self.found.append(f"{place}{message}")
 
     def _refuse(self, value: Any, key: Key, layer: Layer, line: int | None, wanted: str | None = None) -> Any:
-        from lmmods.commands.foreign_keys import foreign_value
+        from lmmods.recipe.foreign_keys import foreign_value
 
         at = layer.at(key.name, getattr(value, "line", line) if layer.is_file else None)
         wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
@@ -190,7 +190,7 @@ class Mistakes:
         return WRONG
 
     def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
-        from lmmods.commands.foreign_keys import told
+        from lmmods.recipe.foreign_keys import told
 
         at = layer.at(name, line)
         if name == "config":

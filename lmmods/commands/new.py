@@ -16,8 +16,8 @@ from typing import Any, Literal
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit, saved_quantization, tells_token_types
 from lmmods.core.model_sizes import NetworkShape, step_bytes
-from lmmods.core.recipes import as_yaml
 from lmmods.core.settings import LoRA
+from lmmods.recipe.files import as_yaml
 
 SAMPLE = 20_000  # leading rows to read
 MULTIPLE = 64  # lengths are rounded up to multiples of this
@@ -125,8 +125,8 @@ def _free_path(name: str, overwrite: bool) -> Path:
 
 def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
     """Return up to `SAMPLE` + 1 rows; the extra one shows that there are more. Raises UserError: there are none."""
-    from lmmods.data.sources.source import Source
     from lmmods.data.sources.source_reader import SourceReader
+    from lmmods.recipe.source import Source
 
     usable = (row for row in SourceReader(Source(data, columns=columns)) if row.problem is None)
     rows = list(itertools.islice(usable, SAMPLE + 1))
@@ -137,7 +137,7 @@ def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
 
 def _task(asked: Task | None, model: str, config: Any, row: Any) -> tuple[Task, str]:
     """Infer the task from the first row, and why. Raises UserError: the model cannot learn it, or unknown layout."""
-    from lmmods.data.sources.source import file_type
+    from lmmods.recipe.source import file_type
 
     columns = row.values.keys()
     encoder = _is_encoder(config)
@@ -220,7 +220,7 @@ def _opened(task: Task, model: str, config: Any, cache: str, data: str, options:
     """Build the data module of a task on the first rows. Raises UserError as `inspect` does."""
     import importlib
 
-    from lmmods.data.sources.source import Source
+    from lmmods.recipe.source import Source
 
     kind = getattr(importlib.import_module(f"lmmods.data.{task.lower()}"), f"{task}Data")
     fields = known_fields(config)
@@ -261,7 +261,7 @@ def _conversations(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], d
 
 def _texts(read: Any, most: int, task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Pack joined documents into full blocks. A single text file is split into paragraphs or lines as documents."""
-    from lmmods.data.sources.source import file_type
+    from lmmods.recipe.source import file_type
 
     block = usual = min(BLOCK[task], most)
     for documents in ("file", "paragraph", "line"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
 import lmmods
-from lmmods.commands.trust import FLAG, is_trusted
+from lmmods.recipe.trust import FLAG, is_trusted
 
 TRAIN = Path(lmmods.__path__[0]).parent / "train.py"
 # As the user types it: an installed package has no train.py beside it, but the script `lmmods`.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import DEMO, header_of, read_recipe, recipe_folder, shipped_recipes
+from lmmods.recipe.files import DEMO, header_of, read_recipe, recipe_folder, shipped_recipes
 
 COLUMNS = ("recipe", "task", "training", "model", "hardware", "time")
 

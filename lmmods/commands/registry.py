@@ -15,9 +15,9 @@ from typing import Any, get_args, get_origin
 import docstring_parser
 
 from lmmods.commands.argument_parser import Parser
-from lmmods.commands.jsonargparse_compat import options_of
 from lmmods.commands.trainer_keys import check_texts
 from lmmods.core.errors import UserError
+from lmmods.recipe.jsonargparse_compat import options_of
 
 GROUPS = {"train": "Train", "tune": "Tune", "data": "Look at the data", "results": "Use and compare results",
           "help": "Find your way"}

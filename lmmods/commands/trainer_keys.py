@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 from jsonargparse import Namespace
 
-from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.core.errors import UserError, refuse_value
-from lmmods.core.recipes import DEMO, shortened
 from lmmods.core.settings import as_yaml_word
-from lmmods.core.trainer_fields import check_length
+from lmmods.recipe.files import DEMO, shortened
+from lmmods.recipe.jsonargparse_compat import options_of, type_of
+from lmmods.recipe.trainer_fields import check_length
 from lmmods.runs.ckpt_path import check_asked
 
 MAX_SEED = 2**32 - 1

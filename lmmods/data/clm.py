@@ -6,11 +6,11 @@ from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
-from lmmods.data.fields import CLMDataFields
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
+from lmmods.recipe.data_fields import CLMDataFields
+from lmmods.recipe.source import Source
 
 
 class CLMData(CLMDataFields, DataModule):

@@ -8,13 +8,13 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import Collator
 from lmmods.data.encode.encoder import Encoder
-from lmmods.data.fields import DataFields
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import PromptSet, RowSet
+from lmmods.recipe.data_fields import DataFields
+from lmmods.recipe.source import Source
 
 
 class TaskHooks(DataFields, ABC):

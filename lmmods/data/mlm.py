@@ -12,12 +12,12 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
-from lmmods.data.fields import MLMDataFields
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
+from lmmods.recipe.data_fields import MLMDataFields
+from lmmods.recipe.source import Source
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of masked language models: special tokens around a block, and masks drawn from (seed, draw, row).

@@ -15,16 +15,16 @@ from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
 from lmmods.data.encode.conversations import Choices
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
-from lmmods.data.fields import PreferenceDataFields
 from lmmods.data.sft import ConversationData
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.preferences import conversation_layout, read_answers
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
 from lmmods.data.splits import STAGE_ROLES, Role
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.references import ReferenceStore
 from lmmods.data.store.rows import RowSet
+from lmmods.recipe.data_fields import PreferenceDataFields
+from lmmods.recipe.source import Source
 
 
 class PreferenceData(PreferenceDataFields, ConversationData):

@@ -12,14 +12,14 @@ from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, 
 from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
-from lmmods.data.fields import QADataFields
 from lmmods.data.scoring import Answers, Predictions, SpanSettings, WindowLogits, choose_answer
 from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
+from lmmods.recipe.data_fields import QADataFields
+from lmmods.recipe.source import Source
 
 
 class QAData(QADataFields, DataModule):

@@ -13,11 +13,11 @@ from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder, TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
-from lmmods.data.fields import ConversationFields, SFTDataFields
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source
+from lmmods.recipe.data_fields import ConversationFields, SFTDataFields
+from lmmods.recipe.source import Source
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations, shared by fine-tuning and preference optimisation.

@@ -10,11 +10,11 @@ from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import encoding_state
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source, as_sources
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import Store
 from lmmods.data.store.cache import Cache
 from lmmods.data.store.rows import RowSet, split, weighted
+from lmmods.recipe.source import Source, as_sources
 
 Role = Literal["train", "val", "test", "predict"]
 FIRST_BUFFER = 1000  # rows of a stream that the report covers

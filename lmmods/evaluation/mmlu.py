@@ -12,8 +12,8 @@ from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source import Source, as_sources
 from lmmods.data.sources.source_reader import SourceReader
+from lmmods.recipe.source import Source, as_sources
 
 LETTERS = "ABCDEFGHIJ"
 NO_SUBJECT = "all"

@@ -17,19 +17,19 @@ from typing import Any, Literal, Protocol
 from lmmods.commands import declarations
 from lmmods.commands.argument_parser import Parser
 from lmmods.commands.exported_model import model_block
-from lmmods.commands.trust import check_remote_code, guarded_imports, is_trusted
 from lmmods.core import hub
 from lmmods.core.adapters import SETTINGS, adapter_config
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
 from lmmods.core.files import read_text
 from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLING
-from lmmods.core.recipes import read_recipe
 from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
-from lmmods.core.task_fields import CausalFields, Quantize
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
+from lmmods.recipe.files import read_recipe
+from lmmods.recipe.task_fields import CausalFields, Quantize
+from lmmods.recipe.trust import check_remote_code, guarded_imports, is_trusted
 from lmmods.runs.folder import RunFolder
 
 Changes = make_dataclass("GenerationChanges", [(item.name, item.type | None, None) for item in fields(Generation)],
@@ -251,7 +251,7 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     parser = Parser(prog="train.py chat")
     for key, base in (("model", declarations.TaskModule), ("data", declarations.DataModule)):
         parser.add_subclass(base, key)
-    with guarded_imports((declarations.__name__, "lmmods.core.settings", "lmmods.data.sources.source")):
+    with guarded_imports((declarations.__name__, "lmmods.core.settings", "lmmods.recipe.source")):
         config = parser.parse_object({key: recipe.get(key) for key in ("model", "data")})
     made = parser.instantiate_classes(config)
     if not isinstance(made.model, CausalFields):

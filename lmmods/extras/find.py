@@ -26,8 +26,8 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.files import check_place
 from lmmods.core.progress_bar import Bar
-from lmmods.core.recipes import CONFIG_OPTIONS, RecipeLoader, option_values, read_recipe, read_text
 from lmmods.core.settings import Optimizer, require
+from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, option_values, read_recipe, read_text
 from lmmods.runs.atomic import write_json, write_text
 from lmmods.runs.run_files import LIST
 from lmmods.runs.step_metrics import NotFinite

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from lmmods.commands.trust import FLAG, is_trusted
 from lmmods.core import fingerprints
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import as_yaml, read_recipe
 from lmmods.core.versions import ROOT
 from lmmods.extras.doctor import Findings
+from lmmods.recipe.files import as_yaml, read_recipe
+from lmmods.recipe.trust import FLAG, is_trusted
 from lmmods.runs.atomic import files_in
 from lmmods.runs.checkpoint_format import check_manifest
 from lmmods.runs.folder import RunFolder, checkpoint_position

@@ -13,7 +13,7 @@ from typing import Any
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import as_yaml
+from lmmods.recipe.files import as_yaml
 from lmmods.runs.atomic import (
     REPLACED,
     commit_files,

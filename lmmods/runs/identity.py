@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import read_recipe
 from lmmods.data.batches.stream import ENDLESS
+from lmmods.recipe.files import read_recipe
 from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.folder import RunFolder

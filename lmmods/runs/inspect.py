@@ -7,8 +7,8 @@ from typing import Any
 from lmmods.core.console import printable, say
 from lmmods.core.labels import IGNORED
 from lmmods.core.progress_bar import shows_colour
-from lmmods.core.recipes import as_yaml
-from lmmods.core.trainer_fields import TrainerFields
+from lmmods.recipe.files import as_yaml
+from lmmods.recipe.trainer_fields import TrainerFields
 
 # Lightning's defaults for keys that are null; see TrainerFields.
 TRAINER_MEANS = {"log_every_n_steps": 50, "num_sanity_val_steps": 2}

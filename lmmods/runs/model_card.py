@@ -14,12 +14,12 @@ from lmmods.core.errors import UserError, one_line
 from lmmods.core.files import read_text
 from lmmods.core.generation_config import GENERATION_CONFIG, exported_generation
 from lmmods.core.markdown import code, escaped, fenced
-from lmmods.core.recipes import Loader, as_yaml
 from lmmods.core.redaction import redact, redacted
-from lmmods.core.task_fields import CausalFields, TaskFields
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.report import render_table
 from lmmods.data.sources.source_reader import NAMED_SETS
+from lmmods.recipe.files import Loader, as_yaml
+from lmmods.recipe.task_fields import CausalFields, TaskFields
 from lmmods.runs.atomic import write_json
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import hub_id, shown_path, shown_paths

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.core.files import is_plain_name, read_text
-from lmmods.core.recipes import read_recipe
+from lmmods.recipe.files import read_recipe
 from lmmods.runs.atomic import write_json
 from lmmods.runs.checkpoint_files import holds_checkpoint, remove_checkpoints
 from lmmods.runs.inside import OWNER, check_links, delete, inside

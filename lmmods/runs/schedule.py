@@ -6,8 +6,8 @@ The loop of the JAX engine follows it; both engines use it to announce the lengt
 from dataclasses import dataclass, replace
 
 from lmmods.core.errors import UserError
-from lmmods.core.trainer_fields import num_steps, steps_per_epoch
 from lmmods.data.batches.stream import ENDLESS
+from lmmods.recipe.trainer_fields import num_steps, steps_per_epoch
 from lmmods.runs.progress import Progress
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from lmmods.core.compat import logged_checkpoints, without_anonymous
 from lmmods.core.console import say
-from lmmods.core.recipes import read_recipe
 from lmmods.core.redaction import redact, redacted
+from lmmods.recipe.files import read_recipe
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.run_files import wandb_id
 

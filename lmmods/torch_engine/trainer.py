@@ -23,7 +23,7 @@ from lmmods.core.hardware import no_device, processor
 from lmmods.core.parity import Row
 from lmmods.core.peers import Peers, cannot_meet, check_timeout
 from lmmods.core.signals import Interruption
-from lmmods.core.trainer_fields import check_length, num_steps
+from lmmods.recipe.trainer_fields import check_length, num_steps
 from lmmods.runs.checkpoint_format import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.profilers import Profiler
 
 from lmmods.cli import main
-from lmmods.commands.allowed_callbacks import ALLOWED, REFUSED
+from lmmods.recipe.allowed_callbacks import ALLOWED, REFUSED
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_checkpoint
 

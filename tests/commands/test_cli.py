@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmmods.cli import main
 from lmmods.commands.early_check import check_early
 from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, GROUPS, parse_command
-from lmmods.core.recipes import as_yaml
+from lmmods.recipe.files import as_yaml
 from lmmods.runs.folder import RunFolder
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.recipes import COLUMNS, describe
-from lmmods.core.recipes import header_of, may_overwrite, shipped_recipes
+from lmmods.recipe.files import header_of, may_overwrite, shipped_recipes
 from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

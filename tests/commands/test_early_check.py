@@ -12,18 +12,18 @@ from jsonargparse import ArgumentParser
 
 from lmmods.cli import main
 from lmmods.commands import declarations, engine_cli
-from lmmods.commands.allowed_callbacks import reason_against
 from lmmods.commands.command_line import CommandLine
 from lmmods.commands.early_check import EarlyCommandLine, check_early
 from lmmods.commands.inspector import Inspector
-from lmmods.commands.jsonargparse_compat import options_of, type_of
 from lmmods.commands.planner import Planning
 from lmmods.commands.registry import ENGINE_COMMANDS
 from lmmods.commands.trainer_keys import check_recipe_values
-from lmmods.commands.trust import guarded_imports
 from lmmods.core.errors import UserError, user_error_in
-from lmmods.data import fields
 from lmmods.extras.find import Finder
+from lmmods.recipe import data_fields
+from lmmods.recipe.allowed_callbacks import reason_against
+from lmmods.recipe.jsonargparse_compat import options_of, type_of
+from lmmods.recipe.trust import guarded_imports
 from tests.faults.test_mutations import RECIPES, mutate, places
 from tests.faults.test_odd_recipes import VALUES
 
@@ -46,7 +46,7 @@ OPTIONS = [["--model", "SFT"], ["--model", "CLM"], ["--model.class_path", "CLM"]
            ["--model.lora", "{class_path: os.system}"], ["--data.source", "{path: x, limit: 3}"],
            ["--data.source", "{path: x, limit: many}"], ["--samples.prompts", "[a, b]"], ["--mmlu.limit", "x"],
            ["--unknown", "1"], ["--seed_everything", "x"], ["--config", "trainer: {max_steps: 3}"],
-           ["--config", "model: {class_path: lmmods.core.task_fields.TaskFields}"], ["stray"]]
+           ["--config", "model: {class_path: lmmods.recipe.task_fields.TaskFields}"], ["stray"]]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -230,11 +230,11 @@ def test_classes_of_ones_own_are_of_the_kind_that_they_inherit(engine):
     """What the early check leaves to the engine is held to the same; what says nothing goes with anything."""
     causal = importlib.import_module(f"{declarations.FOLDERS[engine]['model']}.clm").CLM
     own = type("Own", (causal,), {})(pretrained="m")
-    mine = type("Mine", (fields.SFTDataFields,), {})("rows.jsonl")
+    mine = type("Mine", (data_fields.SFTDataFields,), {})("rows.jsonl")
     with pytest.raises(UserError, match="model.class_path is Own, .* but data.class_path is Mine: set it to CLMData"):
         own.check_data(mine)
-    own.check_data(type("Texts", (fields.CLMDataFields,), {})("rows.jsonl"))
-    own.check_data(type("Plain", (fields.DataFields,), {})("rows.jsonl"))
+    own.check_data(type("Texts", (data_fields.CLMDataFields,), {})("rows.jsonl"))
+    own.check_data(type("Plain", (data_fields.DataFields,), {})("rows.jsonl"))
     type("Free", (causal,), {"takes": None})(pretrained="m").check_data(mine)
 
 

@@ -9,7 +9,7 @@ import yaml
 from lmmods.cli import main
 from lmmods.commands.new import Machine, gpu_of, plan_memory
 from lmmods.core.model_sizes import NetworkShape, Widths
-from lmmods.core.recipes import header_of
+from lmmods.recipe.files import header_of
 
 LLAMA_7B = NetworkShape(6_738_415_616, 6_476_005_376, 2_498_560, Widths(32, 4096, 11008))
 GPT2 = NetworkShape(124_439_808, 84_934_656, 147_456, Widths(12, 768, 3072))

@@ -1,4 +1,4 @@
-"""What lmmods/commands/jsonargparse_compat.py and argument_parser.py need of jsonargparse."""
+"""What lmmods/recipe/jsonargparse_compat.py and argument_parser.py need of jsonargparse."""
 
 import contextlib
 from calendar import Calendar, TextCalendar
@@ -8,7 +8,7 @@ import pytest
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from lmmods.commands.argument_parser import Parser
-from lmmods.commands.jsonargparse_compat import (
+from lmmods.recipe.jsonargparse_compat import (
     kept_settings,
     list_classes,
     options_of,

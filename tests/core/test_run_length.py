@@ -7,7 +7,7 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.core.trainer_fields import check_length, num_steps
+from lmmods.recipe.trainer_fields import check_length, num_steps
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_checkpoint
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from lmmods.data.fields import SFTDataFields
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.source import Source
+from lmmods.recipe.data_fields import SFTDataFields
+from lmmods.recipe.source import Source
 
 
 class WithConstructor(SFTData):
@@ -53,5 +53,6 @@ def test_own_keys_stand_beside_those_of_the_task(own):
 
 
 def test_fields_need_no_library():
-    code = "import sys, lmmods.data.fields; print({'numpy', 'pyarrow', 'torch', 'lightning'} & sys.modules.keys())"
+    code = ("import sys, lmmods.recipe.data_fields; "
+            "print({'numpy', 'pyarrow', 'torch', 'lightning'} & sys.modules.keys())")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

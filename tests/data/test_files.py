@@ -10,8 +10,8 @@ import fsspec
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
+from lmmods.recipe.source import Source
 
 pytestmark = pytest.mark.timeout(60)  # what would wait for a pipe fails here
 
@@ -111,7 +111,7 @@ def test_kinds_of_urls(folder):
     memory = fsspec.filesystem("memory")
     memory.pipe({"/kinds/a.jsonl": b'{"n": "1"}\n', "/kinds/notes.md": b"x", "/kinds/.b.jsonl": b"no"})
     assert values("memory://kinds") == ["1"]
-    from lmmods.data.sources.source import compression, file_type
+    from lmmods.recipe.source import compression, file_type
 
     assert file_type("https://host/x.jsonl.gz?token=a/b") == ".jsonl"
     assert compression("https://host/x.jsonl.gz?token=a/b") == "gzip" and compression("zip://a.csv::b.gz") is None

@@ -15,8 +15,8 @@ from lmmods.core.errors import UserError
 from lmmods.data.sft import SFTData
 from lmmods.data.sources import readers, source_reader
 from lmmods.data.sources.readers import read_file
-from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
+from lmmods.recipe.source import Source
 
 DAMAGED = {
     "cut.jsonl": (b'{"a": 1}\n{"a": ', r"cut.jsonl:2: broken JSON"),

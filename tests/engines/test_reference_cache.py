@@ -8,9 +8,9 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.settings import LoRA
-from lmmods.core.task_fields import PreferenceFields
 from lmmods.data.preference import PreferenceData
 from lmmods.data.store.references import ReferenceStore
+from lmmods.recipe.task_fields import PreferenceFields
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import first_weights
 from tests.finished_runs import rows

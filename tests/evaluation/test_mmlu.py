@@ -207,7 +207,7 @@ def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
 
 
 def test_several_files_and_mapped_columns(tmp_path, data, rows):
-    from lmmods.data.sources.source import Source
+    from lmmods.recipe.source import Source
 
     first = write(tmp_path / "first.jsonl", rows[:3])
     second = write(tmp_path / "second.jsonl", [{"question": row["input"], "right": row["output"]} for row in rows[3:]])

@@ -9,7 +9,15 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.commands.foreign_keys import (
+from lmmods.core.errors import UserError
+from lmmods.core.preference_losses import PreferenceLoss
+from lmmods.core.settings import Optimizer, OptimizerName
+from lmmods.data.encode.templates import TEMPLATES as OUR_TEMPLATES
+from lmmods.extras.migration import axolotl, llamafactory, training, trl
+from lmmods.extras.migration.command import as_draft
+from lmmods.extras.migration.draft import Draft
+from lmmods.extras.migration.training import zero_stage
+from lmmods.recipe.foreign_keys import (
     MARKS,
     NO_KEY,
     OPTIMIZERS,
@@ -22,15 +30,7 @@ from lmmods.commands.foreign_keys import (
     rows_of,
     told,
 )
-from lmmods.core.errors import UserError
-from lmmods.core.preference_losses import PreferenceLoss
-from lmmods.core.settings import Optimizer, OptimizerName
-from lmmods.core.trainer_fields import TrainerFields
-from lmmods.data.encode.templates import TEMPLATES as OUR_TEMPLATES
-from lmmods.extras.migration import axolotl, llamafactory, training, trl
-from lmmods.extras.migration.command import as_draft
-from lmmods.extras.migration.draft import Draft
-from lmmods.extras.migration.training import zero_stage
+from lmmods.recipe.trainer_fields import TrainerFields
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 HEADER = "| old | ours | notes |\n|---|---|---|\n"

@@ -11,7 +11,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import MAX_NODES, check, config_argument, read_recipe
+from lmmods.recipe.files import MAX_NODES, check, config_argument, read_recipe
 from tests.forks import Fork, train
 
 ROOT = Path(__file__).parents[2]

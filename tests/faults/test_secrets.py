@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import HIDDEN, left_out, redact, redacted
-from lmmods.data.sources.source import Source
 from lmmods.data.sources.source_reader import SourceReader
+from lmmods.recipe.source import Source
 from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

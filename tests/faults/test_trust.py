@@ -10,8 +10,8 @@ from jsonargparse import Namespace
 
 from lmmods.cli import main
 from lmmods.commands.engine_cli import check_outputs
-from lmmods.commands.trust import taken_flag, trusting
 from lmmods.core.errors import UserError
+from lmmods.recipe.trust import taken_flag, trusting
 from lmmods.runs.folder import RunFolder
 
 EVIL = '''
@@ -327,7 +327,7 @@ def test_no_key_is_of_any_type(engine):
     from lmmods.commands import engine_cli
     from lmmods.commands.argument_parser import Parser
     from lmmods.commands.command_line import CommandLine
-    from lmmods.commands.jsonargparse_compat import options_of, type_of
+    from lmmods.recipe.jsonargparse_compat import options_of, type_of
 
     def open_types(kind) -> bool:
         return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(

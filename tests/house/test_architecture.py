@@ -17,8 +17,8 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path
            if path.name != "__init__.py"}
 
 # Each room may use those to its left, and itself. The two engines never use each other.
-ROOMS = ["lmmods.core", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmods.torch_engine", "jax_engine",
-         "lmmods.commands", "lmmods.extras", "lmmods.strategies", "lmmods.cli"]
+ROOMS = ["lmmods.core", "lmmods.recipe", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmods.torch_engine",
+         "jax_engine", "lmmods.commands", "lmmods.extras", "lmmods.strategies", "lmmods.cli"]
 # The same inside rooms; what lies in none of these folders may use all of them.
 INSIDE = {
     "lmmods.data": ["sources", "encode", "store", "batches", "scoring"],
@@ -117,7 +117,7 @@ def test_every_setting_is_read():
 def test_each_engine_reads_the_fields_of_its_tasks(engine, unread):
     other = ({"lmmods.torch_engine", "jax_engine"} - {engine}).pop()
     found = dead_settings({module: text for module, text in modules().items() if not within(module, other)})
-    assert {field for owner, field in found if owner.startswith("lmmods.core.task_fields.")} == unread
+    assert {field for owner, field in found if owner.startswith("lmmods.recipe.task_fields.")} == unread
 
 
 def test_a_setting_that_nobody_reads_is_found():
@@ -144,7 +144,7 @@ def test_a_setting_that_nobody_reads_is_found():
     sources = modules()
     text = sources["lmmods.data.sft"]
     sources["lmmods.data.sft"] = text.replace("self.chat_template_kwargs", "None")
-    assert dead_settings(sources) - before == {("lmmods.data.fields.ConversationFields", "chat_template_kwargs")}
+    assert dead_settings(sources) - before == {("lmmods.recipe.data_fields.ConversationFields", "chat_template_kwargs")}
 
 
 def test_generation_hands_every_option_on():

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.commands.foreign_keys import NO_KEY
 from lmmods.commands.registry import COMMANDS, parse_command
 from lmmods.core.settings import LoRA
-from lmmods.data.sources.source import Source
+from lmmods.recipe.foreign_keys import NO_KEY
+from lmmods.recipe.source import Source
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

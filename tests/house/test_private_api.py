@@ -9,7 +9,7 @@ import pytest
 from tests.house.private_api import is_private, private_uses
 from tests.house.test_architecture import MODULES, modules
 
-COMPAT = {"lmmods.core.compat", "lmmods.commands.jsonargparse_compat", "lmmods.commands.engine_cli",
+COMPAT = {"lmmods.core.compat", "lmmods.recipe.jsonargparse_compat", "lmmods.commands.engine_cli",
           "jax_engine.distributed.devices"}
 PACKAGES = ("lmmods", "jax_engine")
 

@@ -24,7 +24,7 @@ from fsspec.compression import compr
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 from lmmods.data.sources.cells import DEEPEST, is_deeper_than, is_longer_than, without_fillers
-from lmmods.data.sources.source import check_regular, compression, file_type
+from lmmods.recipe.source import check_regular, compression, file_type
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be arbitrary

@@ -18,7 +18,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.sources.cells import is_longer_than, without_fillers
 from lmmods.data.sources.readers import LONGEST, READERS, TOO_LONG, Row, read_file
-from lmmods.data.sources.source import CODECS, Source, check_regular, file_type
+from lmmods.recipe.source import CODECS, Source, check_regular, file_type
 
 NAMED_SETS = {
     "alpaca": "tatsu-lab/alpaca",

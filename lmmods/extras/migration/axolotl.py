@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lmmods.commands.foreign_keys import NOT_NEEDED, TEMPLATES, rows_of
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import OFF, Draft
 from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
+from lmmods.recipe.foreign_keys import NOT_NEEDED, TEMPLATES, rows_of
 
 NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
               optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,

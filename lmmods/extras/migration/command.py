@@ -4,14 +4,14 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
-from lmmods.commands.foreign_keys import BLOCKS, PROGRAMS, written_for
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import read_recipe
 from lmmods.extras.migration.axolotl import axolotl
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.llamafactory import llamafactory
 from lmmods.extras.migration.trl import trl
+from lmmods.recipe.files import read_recipe
+from lmmods.recipe.foreign_keys import BLOCKS, PROGRAMS, written_for
 from lmmods.runs.folder import write_text
 
 

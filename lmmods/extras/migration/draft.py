@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lmmods.commands.foreign_keys import NOT_NEEDED, VALUES, Row, counterparts, rows_of
-from lmmods.core.recipes import as_yaml, shortened
+from lmmods.recipe.files import as_yaml, shortened
+from lmmods.recipe.foreign_keys import NOT_NEEDED, VALUES, Row, counterparts, rows_of
 
 CLASSES = ("model", "data")
 OFF = (None, False, "", "none", "None", [], {})  # a disabled feature needs no counterpart

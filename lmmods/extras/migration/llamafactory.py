@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lmmods.commands.foreign_keys import TEMPLATES
 from lmmods.core.errors import UserError
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import Names, refuse_objective, take_training
+from lmmods.recipe.foreign_keys import TEMPLATES
 
 NAMES = Names()
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # other columns keep their names

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmmods.commands.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 from lmmods.core.errors import UserError
 from lmmods.core.preference_losses import METHODS, REFUSED
 from lmmods.extras.migration.draft import Draft
+from lmmods.recipe.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 
 LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}
 SHARDED = ("adamw", "sgd")  # optimisers that strategy fsdp supports

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmmods.core.trainer_fields import TrainerFields
 from lmmods.extras.report.numbers import full, percent
 from lmmods.extras.report.reading import Run
+from lmmods.recipe.trainer_fields import TrainerFields
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 HIGHER_IS_BETTER = ("accuracy", "exact_match", "f1", "tokens_per_second", "mfu")

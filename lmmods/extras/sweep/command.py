@@ -15,9 +15,7 @@ import yaml
 from lmmods.commands.early_check import check_early
 from lmmods.commands.programs import TYPED, last_error, started
 from lmmods.core.console import say
-from lmmods.core.engines import peek_engine
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
 from lmmods.core.redaction import redact
 from lmmods.core.settings import require
 from lmmods.core.signals import Interrupted
@@ -25,6 +23,8 @@ from lmmods.extras.report.command import render
 from lmmods.extras.report.reading import read_curves, read_runs
 from lmmods.extras.report.tables import TrialRow, TrialTable
 from lmmods.extras.sweep.study import Parameter, Study, as_words, grid, read_space
+from lmmods.recipe.engines import peek_engine
+from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
 from lmmods.runs.atomic import write_text
 from lmmods.runs.folder import RunFolder
 

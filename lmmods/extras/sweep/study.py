@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import RecipeLoader, guarded, read_recipe
+from lmmods.recipe.files import RecipeLoader, guarded, read_recipe
 from lmmods.runs.lock import lock_file
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from lmmods.commands.jsonargparse_compat import kept_settings
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import TRUST_KEY
+from lmmods.recipe.files import TRUST_KEY
+from lmmods.recipe.jsonargparse_compat import kept_settings
 
 PACKAGES = ("lightning", "torch", "lmmods", "jax_engine")  # the last two hold user-defined tasks and families too
 FLAG = f"--{TRUST_KEY}"

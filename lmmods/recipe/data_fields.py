@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.settings import check_set
-from lmmods.data.sources.source import SourceLike
+from lmmods.recipe.source import SourceLike
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
 # Tokens of a micro-batch. With a width of 768, one layer's inputs alone would take 400 GB in 16 bits.

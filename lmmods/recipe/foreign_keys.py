@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import CONFIG_OPTIONS, RecipeLoader, config_argument, guarded, option_values
+from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, config_argument, guarded, option_values
 
 TABLES = Path(__file__).with_name("foreign_keys.txt")
 NOT_NEEDED = "not needed"

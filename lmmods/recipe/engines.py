@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from lmmods.core.errors import UserError
-from lmmods.core.recipes import CONFIG_OPTIONS, config_argument, option_values
+from lmmods.recipe.files import CONFIG_OPTIONS, config_argument, option_values
 
 ENGINES = ("torch", "jax")
 
