@@ -15,7 +15,7 @@ from jax_engine.models.generate import stream
 from jax_engine.tasks.base import check_supported
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
-from lmmods.recipe.task_fields import CausalFields
+from lmmods.recipe.tasks.base import CausalFields
 from lmmods.runs.checkpoint_format import check_manifest
 from lmmods.runs.checkpoint_io import open_checkpoint
 

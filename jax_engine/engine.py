@@ -1,11 +1,12 @@
 """Entry point of this engine: the classes that recipes configure."""
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.engines import import_all
+from lmmods.recipe import trainer_fields
+from lmmods.recipe.engines import EngineTypes, import_all
 
 
-def load() -> tuple[type, type, type, type, type, type]:
-    """Return the classes of trainer, tasks (their base), checkpoint policy, samples, MMLU evaluation and uploads.
+def load() -> EngineTypes:
+    """Return the classes that recipes configure.
 
     Raises:
         UserError: jax or flax is not installed, or their versions are incompatible.
@@ -20,12 +21,19 @@ def load() -> tuple[type, type, type, type, type, type]:
         raise UserError(f"engine jax: this flax is incompatible with this jax ({error}). Reinstall both: "
                         "pip install -e .") from error
     del flax, jax
+    from jax_engine.callbacks import EarlyStopping
+    from jax_engine.distributed.devices import MeshSharding
     from jax_engine.tasks.base import Task
     from jax_engine.trainer import Trainer
+    from lmmods.data.base import DataModule
     from lmmods.evaluation.mmlu import MMLUEvaluator
     from lmmods.evaluation.samples import SampleWriter
     from lmmods.runs.checkpoint_policy import CheckpointPolicy
+    from lmmods.runs.csv_logger import Logger
     from lmmods.runs.hub_upload import Publisher
 
     import_all("jax_engine.tasks")
-    return Trainer, Task, CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher
+    import_all("lmmods.data")
+    blocks = {"checkpoint": CheckpointPolicy, "samples": SampleWriter, "mmlu": MMLUEvaluator, "publish": Publisher}
+    return EngineTypes(Trainer, Task, DataModule, blocks, {
+        trainer_fields.Callback: EarlyStopping, trainer_fields.Logger: Logger, trainer_fields.Strategy: MeshSharding})

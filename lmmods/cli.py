@@ -74,7 +74,7 @@ def run_interruptible(arguments: list[str]) -> int:
     Raises:
         UserError: There is no such command, or the command raises one.
     """
-    from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, check_command, program_help, run_command
+    from lmmods.commands.registry import COMMANDS, check_command, program_help
     from lmmods.core.console import quiet_libraries, tell
     from lmmods.core.errors import UserError
     from lmmods.core.progress_bar import keep_last_line
@@ -87,62 +87,78 @@ def run_interruptible(arguments: list[str]) -> int:
     try:
         if arguments[:1] in (["--help"], ["-h"], ["help"]):
             print(program_help())
-        elif not arguments or arguments[0].startswith("-") and not COMMANDS.keys() & set(arguments):
+        elif not arguments or arguments[0].startswith("-"):
             raise UserError(f"A command is missing.\n\n{program_help()}")
-        elif arguments[0].startswith("-") or arguments[0] in ENGINE_COMMANDS:  # or options before the command
-            run_engine(arguments)
         else:
-            check_command(arguments[0])
-            enable_collector()
-            raise_at_signals("Interrupted.")
-            run_command(arguments[0], arguments[1:])
+            command, *words = arguments
+            check_command(command)
+            if COMMANDS[command].takes == "recipe":
+                run_with_recipe(command, words)
+            else:
+                run_alone(command, words)
     except Interrupted as stop:
         tell(str(stop))
         return 0 if isinstance(stop, Stopped) else STATUS
     return 0
 
 
-def run_engine(arguments: list[str]) -> None:
-    """Build the parser of the engine that `arguments` select and run the command."""
+def run_alone(command: str, words: list[str]) -> None:
+    """Run a command that takes no recipe, or print its help."""
+    from lmmods.commands.help import help_of, wants_help
+    from lmmods.commands.registry import function_of, parse_command
+
+    if wants_help(words):
+        return print(help_of(command, words))
+    enable_collector()
+    raise_at_signals("Interrupted.")
+    function_of(command)(**parse_command(command, words))
+
+
+def run_with_recipe(command: str, words: list[str]) -> None:
+    """Read a recipe and run a command on its engine, or print help or the recipe."""
     from lmmods.core.peers import Peers
 
     Peers.current().begin()  # before the imports, which take seconds
     with Peers.current().end_together():
-        _run_watched(arguments)
+        _run_watched(command, words)
 
 
-def _run_watched(arguments: list[str]) -> None:
-    from lmmods.commands.early_check import check_early
-    from lmmods.core.console import quiet_libraries
-    from lmmods.core.errors import UserError
-    from lmmods.recipe.engines import peek_engine
-    from lmmods.recipe.trust import guarded_imports
+def _run_watched(command: str, words: list[str]) -> None:
+    from lmmods.commands.help import help_of, wants_help
+    from lmmods.commands.registry import COMMANDS, function_of, options_of
+    from lmmods.recipe.reader import parse
 
-    engine = peek_engine(arguments)
-    check_early(arguments, engine)
+    if wants_help(words):
+        return print(help_of(command, words))
+    options, _ = options_of(command)
+    prints = [word for word in words if word.startswith("--print_config")]
+    parsed = parse([command, *words], options, COMMANDS[command].example, checked=not prints)
+    if prints:
+        from lmmods.commands.print_config import print_config
+
+        return print_config(parsed, prints[-1])
+    _import_engine(parsed.engine)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lmmods.commands.engine_cli import types_of
-    from lmmods.commands.inspector import Inspector
+    from lmmods.core.errors import UserError
+    from lmmods.recipe.trust import guarded_imports
 
-    classes = types_of(engine)
-    quiet_libraries()
     enable_collector()
-    raise_at_signals(BEFORE if "fit" in arguments else "Interrupted.")
+    raise_at_signals(BEFORE if command == "fit" else "Interrupted.")
     try:
         with guarded_imports():
-            if arguments[:1] == ["find"]:
-                from lmmods.extras.find import find
-
-                find(classes, engine, arguments)
-            elif arguments[:1] == ["plan"]:
-                from lmmods.commands.planner import plan
-
-                plan(classes, engine, arguments)
-            else:
-                Inspector(classes, engine, arguments)
+            function_of(command)(parsed, **parsed.options)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
+
+
+def _import_engine(engine: str) -> None:
+    """Import an engine's libraries while the collector is off, and quieten them again: they set up their logging."""
+    from lmmods.core.console import quiet_libraries
+    from lmmods.recipe.engines import load_engine
+
+    load_engine(engine)
+    quiet_libraries()
 
 
 def enable_collector() -> None:

@@ -87,63 +87,6 @@ def cheap_ends():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def found_options():
-    """jsonargparse goes through all options of a parser, and takes a key apart, for each of thousands of look-ups; here
-    it remembers them."""
-    from jsonargparse import Namespace, _core, _subcommands
-
-    take_apart, own = Namespace._parse_key, {}  # of keys of one part
-
-    def taken_apart(namespace, key):
-        if not isinstance(key, str) or "." in key:
-            return take_apart(namespace, key)
-        if key not in own:
-            own[key], _, _ = take_apart(namespace, key)
-        return own[key], namespace, ""
-
-    find = _subcommands.find_action_and_subcommand
-
-    def remembered(parser, dest, exclude=None):
-        if getattr(parser, "_subcommands_action", None) is not None:  # which may get more of them
-            return find(parser, dest, exclude=exclude)
-        known = vars(parser).setdefault("found_options", {})
-        key = dest, exclude, len(parser._actions)
-        if key not in known:
-            known[key] = find(parser, dest, exclude=exclude)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Namespace, "_parse_key", taken_apart)
-        for module in (_core, _subcommands):
-            patch.setattr(module, "find_action_and_subcommand", remembered)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kept_parsers():
-    """A parser of a command line is made once for an engine and a command; it keeps nothing of what it has parsed."""
-    from lmmods.commands import early_check, engine_cli
-    from lmmods.commands.registry import ENGINE_COMMANDS
-
-    made = {}
-
-    def kept(kind, parts):
-        def make(*args):
-            *_, arguments = args
-            if any(word.startswith("--pr") for word in arguments):  # --print_config stays where a recipe is refused
-                return kind(*args)
-            key = kind, *parts(*args), *(word for word in arguments[:1] if word in ENGINE_COMMANDS)
-            return made[key] if key in made else made.setdefault(key, kind(*args))
-        return make
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(early_check, "EarlyCommandLine", kept(early_check.EarlyCommandLine, lambda engine, _: (engine,)))
-        patch.setattr(engine_cli, "CommandLine", kept(engine_cli.CommandLine,
-                                                      lambda types, engine, _: (*vars(types).values(), engine)))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def few_memory_maps():
     """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).

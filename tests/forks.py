@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
-PRELOADED = ["lmmods.torch_engine.trainer", "lmmods.commands.engine_cli", "jax_engine.trainer", "peft", "bitsandbytes",
+PRELOADED = ["lmmods.torch_engine.trainer", "lmmods.commands.setup", "jax_engine.trainer", "peft", "bitsandbytes",
              "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)

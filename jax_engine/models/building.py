@@ -22,7 +22,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
 from lmmods.core.initialization import mean_row
-from lmmods.recipe.task_fields import Quantize, TaskFields
+from lmmods.recipe.tasks.base import Quantize, TaskFields
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 

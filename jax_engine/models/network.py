@@ -43,7 +43,7 @@ from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal
 from lmmods.core.settings import decays
-from lmmods.recipe.task_fields import Quantize
+from lmmods.recipe.tasks.base import Quantize
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoder: token and position embeddings, and the language-modelling head.

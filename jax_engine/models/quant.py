@@ -20,7 +20,7 @@ from jax import Array
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray, Part
-from lmmods.recipe.task_fields import Quantize
+from lmmods.recipe.tasks.base import Quantize
 
 BLOCK, NESTED_BLOCK = 64, 256
 # Values of the sixteen codes. NF4: appendix E of the QLoRA paper. FP4: sign, two bits of exponent and one of mantissa.

@@ -25,7 +25,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.model_sizes import describe_sizes, flops_per_token, step_bytes, widths_of
 from lmmods.core.text_metrics import perplexity
-from lmmods.recipe.task_fields import TaskFields
+from lmmods.recipe.tasks.base import TaskFields
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters of a network on the devices.

@@ -16,7 +16,7 @@ from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task, Weights
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.labels import IGNORED
-from lmmods.recipe.task_fields import CausalFields
+from lmmods.recipe.tasks.base import CausalFields
 
 
 class CausalTask(CausalFields, Task):

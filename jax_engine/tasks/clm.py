@@ -1,7 +1,7 @@
 """Causal language modelling on JAX: from scratch, full fine-tuning or adapters."""
 
 from jax_engine.tasks.causal_task import CausalTask
-from lmmods.recipe.task_fields import CLMFields
+from lmmods.recipe.tasks.clm import CLMFields
 
 
 class CLM(CLMFields, CausalTask):

@@ -11,7 +11,7 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
-from lmmods.recipe.task_fields import MLMFields
+from lmmods.recipe.tasks.mlm import MLMFields
 
 
 class MLM(MLMFields, Task):

@@ -23,7 +23,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.store.references import COMPUTING
-from lmmods.recipe.task_fields import PreferenceFields
+from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.model_card import first_weights
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
-from lmmods.recipe.task_fields import QAFields
+from lmmods.recipe.tasks.qa import QAFields
 
 
 class QA(QAFields, Task):

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on JAX: full or with adapters."""
 
 from jax_engine.tasks.causal_task import CausalTask
-from lmmods.recipe.task_fields import SFTFields
+from lmmods.recipe.tasks.sft import SFTFields
 
 
 class SFT(SFTFields, CausalTask):

@@ -1,4 +1,4 @@
-"""Table of all commands: group and line in the program help, and the function that implements the command.
+"""Table of all commands: group and line in the program help, and the function that performs the command.
 
 To add a command, add a row to `COMMANDS` and a function whose documented arguments become its options.
 """
@@ -6,18 +6,15 @@ To add a command, add a row to `COMMANDS` and a function whose documented argume
 import difflib
 import importlib
 import inspect
-import itertools
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal
 
-import docstring_parser
-
-from lmmods.commands.argument_parser import Parser
-from lmmods.commands.trainer_keys import check_texts
 from lmmods.core.errors import UserError
-from lmmods.recipe.jsonargparse_compat import options_of
+
+if TYPE_CHECKING:
+    from lmmods.recipe.keys import Key
 
 GROUPS = {"train": "Train", "tune": "Tune", "data": "Look at the data", "results": "Use and compare results",
           "help": "Find your way"}
@@ -30,36 +27,40 @@ class Command:
     Args:
         group: Key of `GROUPS`.
         line: One-line description for the help.
-        function: Its function, as module:name below lmmods; None for a method of the engine's trainer.
+        function: Its function, as module:name below lmmods.
         positional: Arguments of the function that are given without their names.
-        takes_recipe: Whether all other options are those of fit; the function gets them as its first argument.
+        takes: `recipe`: all other options are those of a recipe, which the function gets as its first argument;
+            `words`: the same, but it gets their words; empty for a command that takes none.
         example: Complete example arguments; empty if none are needed or the command reports them itself.
     """
 
     group: str
     line: str
-    function: str | None = None
+    function: str
     positional: tuple[str, ...] = ()
-    takes_recipe: bool = False
+    takes: Literal["recipe", "words", ""] = ""
     example: str = ""
 
 
 RECIPE = "--config configs/sft_qlora.yaml"
 COMMANDS = {
-    "fit": Command("train", "Train.", example=RECIPE),
-    "validate": Command("train", "Evaluate on the validation set.", example=RECIPE),
-    "test": Command("train", "Evaluate on the test set.", example=RECIPE),
-    "predict": Command("train", "Write predictions.jsonl.", example=RECIPE),
+    "fit": Command("train", "Train.", "commands.train:fit", takes="recipe", example=RECIPE),
+    "validate": Command("train", "Evaluate on the validation set.", "commands.train:validate", takes="recipe",
+                        example=RECIPE),
+    "test": Command("train", "Evaluate on the test set.", "commands.train:test", takes="recipe", example=RECIPE),
+    "predict": Command("train", "Write predictions.jsonl.", "commands.train:predict", takes="recipe", example=RECIPE),
     "recipes": Command("help", "List the recipes that come with the project: task, model, hardware, time.",
                        "commands.recipes:recipes"),
     "new": Command("data", "Write a recipe for your own model and data.", "commands.new:new", ("name",),
                    example="mine --model demo/llama --data demo/instructions.jsonl"),
-    "inspect": Command("data", "Show what would be trained on, and train nothing.", example=RECIPE),
+    "inspect": Command("data", "Show what would be trained on, and train nothing.", "commands.inspect:inspect",
+                       takes="recipe", example=RECIPE),
     "plan": Command("data", "Say whether a recipe fits on devices that are not here, and how long it runs.",
-                    example=f"{RECIPE} --on 8xH100"),
-    "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe.", example=RECIPE),
+                    "commands.plan:plan", takes="recipe", example=f"{RECIPE} --on 8xH100"),
+    "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe.", "extras.find:find",
+                    takes="recipe", example=RECIPE),
     "sweep": Command("tune", "Train a recipe with many settings, on this machine (Optuna) or by W&B's agents.",
-                     "extras.sweep.command:sweep", ("parameters",), takes_recipe=True),
+                     "extras.sweep.command:sweep", ("parameters",), "words"),
     "chat": Command("results", "Talk to a run, a checkpoint, a model folder or a hub model.", "extras.chat:chat"),
     "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.",
                      "commands.merge:merge", example="--run runs/sft_qlora --out merged"),
@@ -75,7 +76,7 @@ COMMANDS = {
     "migrate": Command("help", "Make a recipe of a YAML of axolotl, LLaMA-Factory or TRL.",
                        "extras.migration.command:migrate", ("file",), example="theirs.yaml --out mine.yaml"),
 }
-ENGINE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.function is None)
+RECIPE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.takes == "recipe")
 
 
 def program_help() -> str:
@@ -100,66 +101,46 @@ def check_command(name: str) -> None:
                         + " python train.py --help lists all.")
 
 
-def command_parser(name: str) -> Parser:
-    """Build the parser of a command that is a function."""
-    function, positional = _function(name), COMMANDS[name].positional
-    others = " All other options are those of fit." if COMMANDS[name].takes_recipe else ""
-    parser = Parser(prog=f"train.py {name}", description=COMMANDS[name].line + others)
-    texts = {each.arg_name: each.description for each in docstring_parser.parse(function.__doc__).params}
-    for argument, parameter in inspect.signature(function).parameters.items():
-        if argument in positional:
-            parser.add_argument(argument, help=texts[argument], **_positional(parameter))
-    # The first argument of a command that takes a recipe receives the options of fit.
-    skipped = {*positional, *list(inspect.signature(function).parameters)[: COMMANDS[name].takes_recipe]}
-    parser.add_function_arguments(function, as_group=False, skip=skipped)
-    return parser
-
-
-def parse_command(name: str, arguments: list[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and keyword arguments for a command's function."""
-    parser = command_parser(name)
-    if not COMMANDS[name].takes_recipe:
-        return [], _values(name, parser, arguments)
-    known = {word for option in options_of(parser) for word in option.option_strings}
-    positional, own, recipe, words = [], [], [], iter(arguments)
-    for word in words:
-        kind = positional if not word.startswith("-") else own if word.partition("=")[0] in known else recipe
-        kind.append(word)
-        if kind is not positional and "=" not in word and word not in ("-h", "--help"):
-            kind.extend(itertools.islice(words, 1))  # the next word is the option's value
-    return [recipe], _values(name, parser, [*positional, *own])
-
-
-def _values(name: str, parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    """Parse the arguments by name, groups of settings into objects. Raises UserError: one is wrong."""
-    if not any(word.partition("=")[0].endswith((".help", "--help")) or word == "-h" for word in arguments):
-        from lmmods.commands.keys import keys_of  # not needed to list the commands
-        from lmmods.commands.mistakes import find_mistakes_of_options
-
-        keys, command = keys_of(_function(name)), COMMANDS[name]
-        unnamed = [keys.pop(argument) for argument in command.positional]
-        if command.takes_recipe:
-            keys.pop(next(iter(keys)))
-        find_mistakes_of_options(arguments, keys, unnamed, f"{name} {command.example}" if command.example else "")
-    found = parser.parse_args(arguments)
-    check_texts(vars(found), "")
-    return vars(parser.instantiate(found))
-
-
-def run_command(name: str, arguments: list[str]) -> None:
-    """Parse the arguments of a command that is a function and run it."""
-    unnamed, named = parse_command(name, arguments)
-    _function(name)(*unnamed, **named)
-
-
-def _positional(parameter: inspect.Parameter) -> dict[str, Any]:
-    """Return the argparse options of a positional argument: its type and nargs."""
-    many, required = get_origin(parameter.annotation) is list, parameter.default is parameter.empty
-    return {"type": get_args(parameter.annotation)[0] if many else parameter.annotation,
-            **({"nargs": "+" if required else "*"} if many else {} if required else {"nargs": "?"}),
-            **({} if required else {"default": parameter.default})}
-
-
-def _function(name: str) -> Callable[..., None]:
+def function_of(name: str) -> Callable[..., None]:
+    """Import the function of a command."""
     module, _, function = COMMANDS[name].function.partition(":")
     return getattr(importlib.import_module(f"lmmods.{module}"), function)
+
+
+def options_of(name: str) -> tuple[dict[str, "Key"], list["Key"]]:
+    """Return the options of a command, and the keys that its positional words stand for."""
+    from lmmods.recipe.keys import keys_of  # not needed to list the commands
+
+    keys, command = keys_of(function_of(name)), COMMANDS[name]
+    unnamed = [keys.pop(argument) for argument in command.positional]
+    if command.takes:
+        keys.pop(next(each for each in inspect.signature(function_of(name)).parameters
+                      if each not in command.positional))
+    return keys, unnamed
+
+
+def parse_command(name: str, words: list[str]) -> dict[str, Any]:
+    """Return the arguments of a command that takes no recipe. Raises UserError: a word is wrong."""
+    from lmmods.recipe.reader import parse_options
+    from lmmods.recipe.values import check_texts
+
+    command, (keys, unnamed) = COMMANDS[name], options_of(name)
+    recipe: dict[str, Any] = {}
+    if command.takes == "words":
+        first = next(iter(inspect.signature(function_of(name)).parameters))
+        words, recipe[first] = _split(words, keys)
+    values = parse_options(words, keys, unnamed, f"{name} {command.example}" if command.example else "")
+    check_texts(values, "")
+    return recipe | values
+
+
+def _split(words: list[str], own: dict[str, "Key"]) -> tuple[list[str], list[str]]:
+    """Part the words of a command with own options and those of a recipe."""
+    mine, recipe, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        kind = recipe if word.startswith("-") and word.partition("=")[0].lstrip("-") not in own else mine
+        kind.append(word)
+        if word.startswith("-") and "=" not in word and rest:
+            kind.append(rest.pop(0))  # the value of the option
+    return mine, recipe

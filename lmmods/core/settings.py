@@ -101,7 +101,7 @@ class LoRA:
     """
 
     rank: int = 64
-    alpha: float = 16
+    alpha: float = 16.0
     dropout: float = 0.0
     targets: str | list[str] = "all-linear"
     target_parameters: list[str] | None = None

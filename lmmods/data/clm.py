@@ -9,8 +9,8 @@ from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, che
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.data_fields import CLMDataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.clm import CLMDataFields
 
 
 class CLMData(CLMDataFields, DataModule):

@@ -13,8 +13,8 @@ from lmmods.data.sources.preferences import Answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import PromptSet, RowSet
-from lmmods.recipe.data_fields import DataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.base import DataFields
 
 
 class TaskHooks(DataFields, ABC):

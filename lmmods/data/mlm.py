@@ -16,8 +16,8 @@ from lmmods.data.scoring import Predictions
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.data_fields import MLMDataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.mlm import MLMDataFields
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of masked language models: special tokens around a block, and masks drawn from (seed, draw, row).

@@ -23,8 +23,8 @@ from lmmods.data.splits import STAGE_ROLES, Role
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.references import ReferenceStore
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.data_fields import PreferenceDataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.preference import PreferenceDataFields
 
 
 class PreferenceData(PreferenceDataFields, ConversationData):

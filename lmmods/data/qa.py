@@ -18,8 +18,8 @@ from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.data_fields import QADataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.qa import QADataFields
 
 
 class QAData(QADataFields, DataModule):

@@ -16,8 +16,9 @@ from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_j
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
-from lmmods.recipe.data_fields import ConversationFields, SFTDataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.base import ConversationFields
+from lmmods.recipe.tasks.sft import SFTDataFields
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations, shared by fine-tuning and preference optimisation.

@@ -7,45 +7,24 @@ import numpy as np
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
-from lmmods.core.settings import require
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
-from lmmods.recipe.source import Source, as_sources
+from lmmods.recipe.block_fields import MMLUFields
+from lmmods.recipe.source import as_sources
 
 LETTERS = "ABCDEFGHIJ"
 NO_SUBJECT = "all"
 TAIL = 8  # characters at a prompt's end that decide how the letter after it is tokenised
 
 
-class MMLUEvaluator:
-    """Ask multiple-choice questions while training; the answer is the likeliest letter, not a generated text.
+class MMLUEvaluator(MMLUFields):
+    """Asks multiple-choice questions of a network in training, and scores the answers."""
 
-    Rows are `subject, input, output`: the whole prompt, up to and with `Answer:`, and the right letter, from A to J.
-    Metrics are `mmlu/<name>/accuracy` (of all questions), `mmlu/<name>/mean_subject_accuracy` (of the subjects' own
-    accuracies), `mmlu/<name>/loss` (cross-entropy over the letters) and `mmlu/<name>/<subject>`.
-
-    Args:
-        source: Where the questions come from: file, folder, glob, URL, hub id, a mapping as in data.source, or a list
-            of these; null asks nothing.
-        every_n_steps: Optimiser steps between rounds of questions; null asks at each validation, so that checkpoints
-            and early stopping may go by the accuracy. The end of the run is asked too.
-        limit: Ask only so many of the questions, spread evenly over all; null asks all.
-        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning.
-        name: The part of the metrics' names that says which questions these are.
-    """
-
-    def __init__(self, source: str | Source | list[str | Source] | None = None, every_n_steps: int | None = None,
-                 limit: int | None = None, max_length: int = 2048, name: str = "eval"):
-        require(source is None or bool(source), "mmlu.source", source, "null, or a file, folder, glob or hub id")
-        require(every_n_steps is None or every_n_steps >= 1, "mmlu.every_n_steps", every_n_steps, "null, or 1 or more")
-        require(limit is None or limit >= 1, "mmlu.limit", limit, "null, or 1 or more")
-        require(max_length >= 2, "mmlu.max_length", max_length, "2 or more")
-        require(bool(name.strip()) and "/" not in name, "mmlu.name", repr(name), "a word without a slash")
-        self.source, self.every_n_steps, self.limit, self.name = source, every_n_steps, limit, name
-        self.max_length = max_length
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.choice_ids = np.zeros(0, np.int64)  # [K] token ids that stand for a letter after some prompt
         self.latest_step: int | None = None  # step of the last evaluation in this process
 

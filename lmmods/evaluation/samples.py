@@ -6,33 +6,20 @@ from typing import Any
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.markdown import indented
-from lmmods.core.settings import Generation, require
+from lmmods.core.settings import Generation
+from lmmods.recipe.block_fields import SampleFields
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples
 
 PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters shown on the console
 
 
-class SampleWriter:
-    """Generate from fixed prompts, always the likeliest token, so that the answers of two steps can be compared.
+class SampleWriter(SampleFields):
+    """Generates the samples of a run and writes them."""
 
-    They go to samples.jsonl, to the console, and to W&B and TensorBoard where these log.
-
-    Args:
-        prompts: What to ask: instructions in fine-tuning, beginnings of texts in language modelling; null asks nothing.
-        every_n_steps: Optimiser steps between samples. The end of the run is sampled too.
-        max_new_tokens: Longest answer in tokens.
-        compare_base: Also ask before the first step, and write that answer beside each later one.
-    """
-
-    def __init__(self, prompts: list[str] | None = None, every_n_steps: int = 100, max_new_tokens: int = 64,
-                 compare_base: bool = True):
-        require(prompts is None or bool(prompts) and all(prompt.strip() for prompt in prompts), "samples.prompts",
-                prompts, "null or a list of texts, none of them empty")
-        require(every_n_steps >= 1, "samples.every_n_steps", every_n_steps, "1 or more")
-        require(max_new_tokens >= 1, "samples.max_new_tokens", max_new_tokens, "1 or more")
-        self.prompts, self.every_n_steps, self.compare_base = prompts, every_n_steps, compare_base
-        self.generation = Generation(max_new_tokens=max_new_tokens)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.generation = Generation(max_new_tokens=self.max_new_tokens)
         self.prompt_ids: list[list[int]] = []
         self.latest_step: int | None = None  # step of the last samples of this process
         self._base: dict[str, str] = {}  # prompt -> answer before training

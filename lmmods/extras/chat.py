@@ -14,8 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lmmods.commands import declarations
-from lmmods.commands.argument_parser import Parser
 from lmmods.commands.exported_model import model_block
 from lmmods.core import hub
 from lmmods.core.adapters import SETTINGS, adapter_config
@@ -27,9 +25,12 @@ from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
+from lmmods.recipe.classes import class_name, module_of
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.task_fields import CausalFields, Quantize
-from lmmods.recipe.trust import check_remote_code, guarded_imports, is_trusted
+from lmmods.recipe.reader import objects, parse
+from lmmods.recipe.tasks.base import CausalFields, Quantize
+from lmmods.recipe.tasks.clm import CLMDataFields
+from lmmods.recipe.trust import check_remote_code, is_trusted
 from lmmods.runs.folder import RunFolder
 
 Changes = make_dataclass("GenerationChanges", [(item.name, item.type | None, None) for item in fields(Generation)],
@@ -246,23 +247,17 @@ def without_training(model: CausalFields) -> CausalFields:
 
 
 def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
-    """Parse the blocks `model` and `data` of config.yaml into their declared fields."""
-    recipe = read_recipe(folder.config)
-    parser = Parser(prog="train.py chat")
-    for key, base in (("model", declarations.TaskModule), ("data", declarations.DataModule)):
-        parser.add_subclass(base, key)
-    with guarded_imports((declarations.__name__, "lmmods.core.settings", "lmmods.recipe.source")):
-        config = parser.parse_object({key: recipe.get(key) for key in ("model", "data")})
-    made = parser.instantiate_classes(config)
-    if not isinstance(made.model, CausalFields):
+    """Read the blocks `model` and `data` of config.yaml into their fields."""
+    parsed = parse(["chat", "--config", str(folder.config)], {}, checked=False)
+    model, data = parsed.classes["model"], parsed.classes["data"]
+    if model is None or data is None or not issubclass(model, CausalFields):
         raise UserError(f"--run {run}: config.yaml is not of a run of SFT, CLM or Preference.")
-    return made.model, made.data
+    return (model(**objects(model, parsed.given["model"])), data(**objects(data, parsed.given["data"])))
 
 
 def _data_module(declared: Any) -> Any:
     """Build the data module of declared fields without reading rows."""
-    name = type(declared).__name__
-    kind = getattr(importlib.import_module(f"lmmods.data.{name.removesuffix('Data').lower()}"), name)
+    kind = getattr(importlib.import_module(module_of(type(declared), "lmmods.data")), class_name(type(declared)))
     return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
 
 
@@ -282,7 +277,7 @@ def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
 
 def _layout(folder: RunFolder, declared: Any) -> str | None:
     """Return the layout of the training rows according to the data report; turns if unknown."""
-    if isinstance(declared, declarations.CLMData):
+    if isinstance(declared, CLMDataFields):
         return None
     try:
         sources = json.loads(folder.data_report.read_text(encoding="utf-8"))["sources"]

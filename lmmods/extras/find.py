@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
 import yaml
 
-from lmmods.commands.command_line import CommandLine, RecipeTypes
-from lmmods.commands.engine_cli import EngineCLI
 from lmmods.commands.programs import command, last_error, started
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -28,9 +26,14 @@ from lmmods.core.files import check_place
 from lmmods.core.progress_bar import Bar
 from lmmods.core.settings import Optimizer, require
 from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, option_values, read_recipe, read_text
+from lmmods.recipe.keys import BLOCKS, keys_of
+from lmmods.recipe.reader import Recipe
 from lmmods.runs.atomic import write_json, write_text
 from lmmods.runs.run_files import LIST
 from lmmods.runs.step_metrics import NotFinite
+
+if TYPE_CHECKING:
+    from lmmods.commands.setup import Setup
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Learning rate range test: a short training whose rate rises until the loss diverges (Smith 2015).
@@ -167,13 +170,13 @@ class Sizes:
     """Batch sizes that leave a recipe's optimiser steps unchanged, and the keys that each one sets.
 
     Args:
-        recipe: Parsed recipe.
+        recipe: Plain values of the recipe.
     """
 
-    def __init__(self, recipe: Any) -> None:
-        trainer, data = recipe.trainer, recipe.data.init_args
-        self.now: int = data.batch_size
-        self._rows: int = data.batch_size * trainer.accumulate_grad_batches
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        trainer, data = recipe["trainer"], recipe["data"]["init_args"]
+        self.now: int = data["batch_size"]
+        self._rows: int = data["batch_size"] * trainer["accumulate_grad_batches"]
         self._counts = {f"trainer.{key}": trainer[key] for key in COUNTED
                         if isinstance(trainer.get(key), int) and trainer[key]}
         limited = any(isinstance(trainer.get(key), int) and trainer[key] for key in EVALUATED)
@@ -268,56 +271,73 @@ SHARE = 0.85  # share of this machine's free memory that a search may use
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
-def find(types: RecipeTypes, engine: str, arguments: list[str]) -> None:
-    """Perform `find`, whose options are those of `EngineCommands.find`.
+def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "both", steps: int = 100,
+         min_lr: float = 1e-7, max_lr: float = 1.0, memory: float | None = None, plot: str = "lr.png",
+         write: bool = False, result: str | None = None) -> None:
+    """Find the learning rate and the fastest batch size; neither takes or makes a run folder.
+
+    Args:
+        what: `lr`: a range test. `batch_size`: the fastest that fits, with the same rows in each optimiser step.
+            `both`: one after the other. `step`: only measure a step of the recipe as it is, on its longest rows.
+        steps: Optimiser steps of the range test.
+        min_lr: Learning rate of its first step.
+        max_lr: Learning rate of its last step, if the loss does not diverge before.
+        memory: GiB that a batch may need, on each GPU or else of this machine; null is what is free.
+        plot: Picture of the range test.
+        write: Write what is found into the recipe's file; comments stay.
+        result: File to write what is found to, as JSON.
 
     Raises:
         UserError: The options or the recipe are wrong, nothing fits, or nothing can be suggested.
     """
-    recipe = CommandLine(types, engine, arguments).parse(arguments).find
-    require(recipe.memory is None or recipe.memory > 0, "--memory", recipe.memory, "GiB, more than 0")
-    if recipe.result:
-        check_place("--result", Path(recipe.result))
-    if recipe.what in ("lr", "both"):
-        RangeTest(recipe.min_lr, recipe.max_lr, recipe.steps)
-        check_replaceable(Path(recipe.plot))
-    if recipe.what in ("lr", "step"):
-        Finder(types, engine, arguments)
-        return
-    changes = _find_batch_size(recipe, arguments)
+    require(memory is None or memory > 0, "--memory", memory, "GiB, more than 0")
+    if result:
+        check_place("--result", Path(result))
+    if what in ("lr", "both"):
+        test = RangeTest(min_lr, max_lr, steps)
+        check_replaceable(Path(plot))
+    if what == "lr":
+        return find_rate(parsed, test, plot, write, result)
+    if what == "step":
+        return measure_step(parsed, result)
+    arguments = [parsed.command, *parsed.words]
+    changes = _find_batch_size(parsed, arguments, memory, write)
     found: dict[str, Any] = {key.rsplit(".", 1)[-1]: value for key, value in changes.items()}
-    if recipe.what == "both":
+    if what == "both":
         with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "lr.json"
-            words = [*arguments, *([] if recipe.write else _words(changes)), "--what", "lr", "--result", str(result)]
+            path = Path(folder) / "lr.json"
+            words = [*arguments, *([] if write else _words(changes)), "--what", "lr", "--result", str(path)]
             # In a separate process, as the engine may launch further processes by repeating its command line.
             if status := subprocess.run(command(words)).returncode:
                 raise SystemExit(status)
-            found |= json.loads(result.read_text())
-    if recipe.result:
-        write_json(Path(recipe.result), found)
+            found |= json.loads(path.read_text())
+    if result:
+        write_json(Path(result), found)
 
 
-def _find_batch_size(recipe: Any, arguments: list[str]) -> dict[str, int]:
+def _find_batch_size(parsed: Recipe, arguments: list[str], memory: float | None, write: bool) -> dict[str, int]:
     """Return the keys that the best batch size changes, written if requested; empty if the recipe has it already."""
-    if recipe.trainer.num_nodes > 1 or "LOCAL_RANK" in os.environ:
+    from lmmods.recipe.library_classes import LibraryClasses, whole
+
+    recipe = whole(parsed, LibraryClasses(parsed))
+    if recipe["trainer"]["num_nodes"] > 1 or "LOCAL_RANK" in os.environ:
         raise UserError("find starts processes of its own to measure batch sizes: run it on one machine, without a "
                         "launcher.")
     sizes, files = Sizes(recipe), RecipeFiles(arguments)
-    if recipe.write:
+    if write:
         files.check(list(sizes.changes(next((size for size in sizes.all() if size != sizes.now), sizes.now))))
     limit = free_memory() * SHARE
-    tried = search(sizes.all(), sizes.now, lambda size: _measure(sizes, size, arguments, recipe.memory, limit))
+    tried = search(sizes.all(), sizes.now, lambda size: _measure(sizes, size, arguments, memory, limit))
     chosen = best(tried)
     changes = sizes.changes(chosen.batch_size)
     words = ", ".join(f"{key.replace('.init_args', '')} {value}" for key, value in changes.items())
     say(f"Batch size {chosen.batch_size}: " + (
         f"{words}; every step has the same rows as before." if changes else
         "the recipe's own is as fast as any that fits and leaves the rows of a step as they are."))
-    if changes and recipe.data.init_args.get("group_by_length"):
+    if changes and recipe["data"]["init_args"].get("group_by_length"):
         say("data.group_by_length sorts the rows of 50 batches at a time, so their order changes with the batch size.")
     if changes:
-        files.put(changes, recipe.write)
+        files.put(changes, write)
     return changes
 
 
@@ -409,80 +429,74 @@ UNSEEN = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": N
           "check_val_every_n_epoch": 10**9}
 
 
-class Finder(EngineCLI):
-    """Engine command line that dry-runs a recipe: nothing is logged, sampled or saved, and no folder is created."""
+def unseen(parsed: Recipe, **trainer: Any) -> "Setup":
+    """Build a recipe for a dry run: nothing is logged, sampled or saved, and no folder is created."""
+    from lmmods.commands.setup import Setup
 
-    def before_instantiate_classes(self) -> None:
-        super().before_instantiate_classes()
-        recipe, defaults = self.recipe, self.parser.commands["find"].get_defaults()
-        for block in ("checkpoint", "samples", "mmlu", "publish"):
-            recipe[block] = defaults[block]
-        changes = UNSEEN | {"max_steps": recipe.steps}
-        if recipe.what == "step":
-            changes |= {"max_steps": StepProbe.num_steps, "limit_val_batches": 1, "num_sanity_val_steps": 1}
-        for key, value in changes.items():
-            if key in recipe.trainer:
-                recipe.trainer[key] = value
+    names = keys_of(parsed.kind("trainer"))
+    changes = {name: value for name, value in (UNSEEN | trainer).items() if name in names}
+    parsed.given |= dict.fromkeys(BLOCKS, {}) | {"trainer": parsed.given["trainer"] | changes}
+    return Setup(parsed)
 
-    def find(self, model: Any, datamodule: Any, what: Literal["lr", "batch_size", "both", "step"] = "both",
-             steps: int = 100, min_lr: float = 1e-7, max_lr: float = 1.0, memory: float | None = None,
-             plot: str = "lr.png", write: bool = False, result: str | None = None) -> None:
-        """Perform `find` of a learning rate or a step; arguments as of `EngineCommands.find`."""
-        if what == "step":
-            return self._step(model, datamodule, result)
-        test = RangeTest(min_lr, max_lr, steps)
-        files = RecipeFiles(self.arguments)
-        if write:
-            files.check(["model.init_args.optimizer.lr"])
-        self._range_test(model, datamodule, test)
-        if not self.trainer.is_global_zero:
+
+def find_rate(parsed: Recipe, test: RangeTest, plot: str, write: bool, result: str | None) -> None:
+    """Run the range test, draw it, and print or write the rate that it suggests."""
+    files = RecipeFiles([parsed.command, *parsed.words])
+    if write:
+        files.check(["model.init_args.optimizer.lr"])
+    with unseen(parsed, max_steps=test.num_steps) as setup:
+        _range_test(setup, test)
+        if not setup.trainer.is_global_zero:
             return
         try:
             suggestion = test.suggestion()
         finally:
             draw(test, Path(plot))
-        say(f"Learning rate {suggestion:g}: there the loss falls fastest over {len(test.rates)} steps from "
-            f"{test.rates[0]:.2g} to {test.rates[-1]:.2g}. It is the peak, for `model.optimizer.lr`. Curve: {plot}")
-        found = {"model.init_args.optimizer.lr": suggestion}
-        if result:
-            write_json(Path(result), {"lr": suggestion, "rates": test.rates, "losses": test.losses,
-                                      "smoothed": test.smoothed, "diverged": test.diverged})
-        files.put(found, write)
+    say(f"Learning rate {suggestion:g}: there the loss falls fastest over {len(test.rates)} steps from "
+        f"{test.rates[0]:.2g} to {test.rates[-1]:.2g}. It is the peak, for `model.optimizer.lr`. Curve: {plot}")
+    if result:
+        write_json(Path(result), {"lr": suggestion, "rates": test.rates, "losses": test.losses,
+                                  "smoothed": test.smoothed, "diverged": test.diverged})
+    files.put({"model.init_args.optimizer.lr": suggestion}, write)
 
-    def _range_test(self, model: Any, datamodule: Any, test: RangeTest) -> None:
-        model.optimizer = test.ramp(model.optimizer)
-        bar = Bar(self.trainer.is_global_zero)
-        bar.open("range test", test.num_steps)
 
-        def watch(figures: dict[str, float]) -> bool:
-            over, done = test.add(figures), len(test.rates)
-            shown = done % 10 == 0 and not over
-            bar.update(done, f"lr {test.rates[-1]:.2g}  loss {test.smoothed[-1]:.4g}" if shown else "")
-            return over
+def _range_test(setup: "Setup", test: RangeTest) -> None:
+    setup.model.optimizer = test.ramp(setup.model.optimizer)
+    bar = Bar(setup.trainer.is_global_zero)
+    bar.open("range test", test.num_steps)
 
-        try:
-            self.trainer.dry_run(model, datamodule, watch)
-        except NotFinite:
-            test.diverged = True
-        finally:
-            bar.close()
+    def watch(figures: dict[str, float]) -> bool:
+        over, done = test.add(figures), len(test.rates)
+        shown = done % 10 == 0 and not over
+        bar.update(done, f"lr {test.rates[-1]:.2g}  loss {test.smoothed[-1]:.4g}" if shown else "")
+        return over
 
-    def _step(self, model: Any, datamodule: Any, result: str | None) -> None:
-        probe = StepProbe()
+    try:
+        setup.trainer.dry_run(setup.model, setup.datamodule, watch)
+    except NotFinite:
+        test.diverged = True
+    finally:
+        bar.close()
+
+
+def measure_step(parsed: Recipe, result: str | None) -> None:
+    """Measure a step of the recipe as it is, on its longest rows."""
+    probe = StepProbe()
+    with unseen(parsed, max_steps=probe.num_steps, limit_val_batches=1, num_sanity_val_steps=1) as setup:
+        datamodule = setup.datamodule
         datamodule.longest_first = True
         if datamodule.streaming:  # the longest rows are unknown when streaming
             datamodule.pad_to_multiple_of = datamodule.max_length
-        on_device = self.trainer.dry_run(model, datamodule, probe.add)
-        if not self.trainer.is_global_zero:
-            return
-        found = {**probe.found(), "memory": (on_device or peak_of_process()) / 2**30,
-                 "on_device": on_device is not None}
-        if result:
-            write_json(Path(result), found)
-        where = "on the first device" if found["on_device"] else "of this machine"
-        say(f"A step of {datamodule.batch_size} × {self.trainer.accumulate_grad_batches} of the longest rows takes "
-            f"{found['seconds_per_step']:.3g} s ({found['tokens_per_second']:,.0f} tokens per second) and at its peak "
-            f"{found['memory']:.2f} GiB {where}.")
+        on_device = setup.trainer.dry_run(setup.model, datamodule, probe.add)
+    if not setup.trainer.is_global_zero:
+        return
+    found = {**probe.found(), "memory": (on_device or peak_of_process()) / 2**30, "on_device": on_device is not None}
+    if result:
+        write_json(Path(result), found)
+    where = "on the first device" if found["on_device"] else "of this machine"
+    say(f"A step of {datamodule.batch_size} × {setup.trainer.accumulate_grad_batches} of the longest rows takes "
+        f"{found['seconds_per_step']:.3g} s ({found['tokens_per_second']:,.0f} tokens per second) and at its peak "
+        f"{found['memory']:.2f} GiB {where}.")
 
 
 def peak_of_process() -> int:

@@ -1,30 +1,38 @@
-"""Names of the engines, the choice of one by a command line, and import of all their classes."""
+"""The engines: their names, and the classes that recipes configure on each."""
 
 import importlib
 import pkgutil
-
-from lmmods.core.errors import UserError
-from lmmods.recipe.files import CONFIG_OPTIONS, config_argument, option_values
+from dataclasses import dataclass
+from typing import Any
 
 ENGINES = ("torch", "jax")
+ENTRIES = {"torch": "lmmods.torch_engine.engine", "jax": "jax_engine.engine"}
+
+
+@dataclass(frozen=True)
+class EngineTypes:
+    """Classes of an engine that a recipe configures.
+
+    Args:
+        model: Base class of all tasks.
+        data: Base class of all data modules.
+        blocks: Classes of `checkpoint`, `samples`, `mmlu` and `publish`.
+        libraries: Stand-in of a library's class in the fields of `trainer` -> the class.
+    """
+
+    trainer: type
+    model: type
+    data: type
+    blocks: dict[str, type]
+    libraries: dict[type, Any]
+
+
+def load_engine(engine: str) -> EngineTypes:
+    """Import an engine. Raises UserError: one of its libraries is missing or of the wrong version."""
+    return importlib.import_module(ENTRIES[engine]).load()
 
 
 def import_all(package: str) -> None:
     """Import every module of a package: recipes can name only imported classes by their short names."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")
-
-
-def peek_engine(arguments: list[str]) -> str:
-    """Return the engine named by `--engine`, or else by the last `--config` that names one.
-
-    It decides which classes the parser knows, so it is read before the parser is built. Raises UserError: a recipe file
-    cannot be read, or no engine has this name.
-    """
-    engine = "torch"
-    for value in option_values(arguments, *CONFIG_OPTIONS):
-        engine = config_argument(value).get("engine", engine)
-    engine = next(reversed(option_values(arguments, "--engine")), engine)
-    if engine not in ENGINES:
-        raise UserError(f"engine is {engine!r}, but must be torch or jax.")
-    return engine

@@ -103,9 +103,7 @@ def as_yaml(content: Any, **style: Any) -> str:
 
 def config_argument(value: str) -> dict[str, Any]:
     """Read the argument of `--config`: the path of a recipe file, or an inline recipe. Raises UserError: neither."""
-    if not value.strip() or value.startswith("--"):  # missing, or the next option
-        raise UserError("--config has no value. Give it a recipe, as in --config configs/sft_qlora.yaml; "
-                        "python train.py recipes lists those that come with the project.")
+    _check_given(value)
     if re.search(r"[{\n]|:\s", value) and not _exists(value):
         return _mapping(value, "--config")
     return read_recipe(value)
@@ -113,8 +111,15 @@ def config_argument(value: str) -> dict[str, Any]:
 
 def read_written(value: str) -> dict[Written, Any]:
     """Like `config_argument`, with `Written` keys and values."""
+    _check_given(value)
     is_text = re.search(r"[{\n]|:\s", value) and not _exists(value)
     return _mapping(value if is_text else read_text(value), "--config" if is_text else value, WrittenLoader)
+
+
+def _check_given(value: str) -> None:
+    if not value.strip() or value.startswith("--"):  # missing, or the next option
+        raise UserError("--config has no value. Give it a recipe, as in --config configs/sft_qlora.yaml; "
+                        "python train.py recipes lists those that come with the project.")
 
 
 def read_value(text: str) -> Any:
@@ -156,23 +161,6 @@ def with_shipped_recipes(arguments: list[str]) -> list[str]:
             word = f"{name}={as_file(value)}"
         found.append(word)
     return found
-
-
-def may_overwrite(arguments: list[str], folder: str | None) -> bool:
-    """True if `fit` may start over in a run folder.
-
-    `--overwrite` on the command line applies to any folder, a key in a recipe only to the folder that the recipe names.
-    """
-    if typed := option_values(arguments, "--overwrite"):
-        return typed[-1].lower() == "true"
-    overwrites = False
-    for value in option_values(arguments, *CONFIG_OPTIONS):
-        content = config_argument(value)
-        if "overwrite" in content:
-            trainer = content.get("trainer")
-            named = trainer.get("default_root_dir") if isinstance(trainer, dict) else None
-            overwrites = content["overwrite"] is True and named is not None and named == folder
-    return overwrites
 
 
 def read_text(path: str | Path) -> str:

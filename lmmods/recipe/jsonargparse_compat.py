@@ -5,10 +5,8 @@ Covered by tests/compat/test_jsonargparse.py. Source: jsonargparse 4.53.
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import jsonargparse
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -31,36 +29,6 @@ def take_no_files(parser: argparse.ArgumentParser) -> None:
         if getattr(option, "_enable_path", False):
             option._enable_path = False
             option.sub_add_kwargs["sub_configs"] = False
-
-
-def list_classes(option: argparse.Action, names: Iterable[str]) -> None:
-    """List only these classes in an option's help; by default ActionTypeHint's `extra_help` lists all imported ones."""
-    option.extra_help = lambda: f", known subclasses: {', '.join(names)}"
-
-
-def replace_check(option: argparse.Action, check: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None:
-    """Replace the check of an option's values: ActionTypeHint's `_check_type`, called for each value.
-
-    Args:
-        check: Takes jsonargparse's check, the value and the previous value (None at first), and returns the value to
-            store. A value may be a pair (key, text): jsonargparse's form of `--model.key text`.
-    """
-    original = option._check_type
-
-    def check_type(value: Any, append: bool = False, cfg: Any = None, mode: str | None = None) -> Any:
-        return check(lambda each: original(each, append=append, cfg=cfg, mode=mode), value,
-                     cfg.get(option.dest) if cfg else None)
-
-    option._check_type = check_type
-
-
-def parse_alone(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> jsonargparse.Namespace:
-    """Parse with a subcommand's parser directly; the top-level parser would check everything a second time.
-
-    Removes `parent_parser`, set by `add_subcommand`, so that the subcommand's parser handles --print_config itself.
-    """
-    vars(parser).pop("parent_parser", None)
-    return parser.parse_args(arguments)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""The keys of `trainer` that both engines have: types, defaults, documentation.
+"""Keys of `trainer`: types, defaults, documentation. Those of TrainerFields work on both engines.
 
-The JAX engine's trainer inherits them; the torch engine's hands most of them to Lightning.
+The JAX engine's trainer inherits its fields; the torch engine's hands most of them to Lightning.
 """
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from fractions import Fraction
 from typing import Literal
 
@@ -22,6 +23,14 @@ class Callback:
 
 class Strategy:
     """How a run is spread over devices: stands for the engine's classes."""
+
+
+class ClusterEnvironment:
+    """How the processes of a run find each other: stands for Lightning's class, as `Profiler` does."""
+
+
+class Profiler:
+    """What measures the parts of a step."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -88,6 +97,41 @@ class TrainerFields:
     default_root_dir: str = "runs/default"
     detect_anomaly: bool = False
     heartbeat_timeout: int | None = 30
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TorchTrainerFields(TrainerFields):
+    """Train, evaluate and predict with Lightning.
+
+    Args:
+        min_epochs: Epochs to train at least, whatever would stop the run before.
+        min_steps: Optimiser steps to train at least.
+        max_time: Stop after this time: DD:HH:MM:SS, or a mapping such as {hours: 8}.
+        fast_dev_run: Run one batch of each loop (true), or so many, and write nothing.
+        deterministic: Whether torch must use deterministic algorithms; `warn` uses them where there are some.
+        benchmark: cuDNN's search for the fastest algorithm.
+        inference_mode: Evaluate under torch.inference_mode instead of no_grad.
+        profiler: What measures the parts of a step: simple, advanced, pytorch, or a class.
+        barebones: Leave out all that could slow a step down, to measure the loop itself.
+        sync_batchnorm: Share the statistics of batch norms between processes.
+        reload_dataloaders_every_n_epochs: Epochs after which loaders are made anew; 0 keeps them.
+        plugins: Cluster environments.
+        model_registry: Name of the model on Lightning's hub.
+    """
+
+    min_epochs: int | None = None
+    min_steps: int | None = None
+    max_time: str | timedelta | dict[str, int] | None = None
+    fast_dev_run: int | bool = False
+    deterministic: bool | Literal["warn"] | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    profiler: Profiler | str | None = None
+    barebones: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None
+    model_registry: str | None = None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -88,29 +88,28 @@ def refuse_import(key: str | None, path: str) -> None:
                       "--trust_recipe_code true to the command line.")
 
 
-def check_recipe(recipe: Any, remote_code_typed: bool) -> None:
-    """Check a parsed recipe before anything in it is built.
+def check_recipe(values: Any, model: dict[str, Any], remote_code_typed: bool) -> None:
+    """Check a recipe before anything in it is built.
 
     Args:
-        recipe: Parsed values, classes as `class_path` and `init_args`.
-        remote_code_typed: Whether the command line itself requests the code shipped with the model.
+        values: Parsed values of library classes and the user's own, as `class_path` and `init_args`.
+        model: Settings of the model.
+        remote_code_typed: True if the command line itself requests the code shipped with the model.
 
     Raises:
         UserError: A key holds a function or a class of the wrong kind, or requests code from the hub.
     """
     if is_trusted():
         return
-    for key, value in vars(recipe).items():
-        if key != "config":  # paths of the recipe files
+    for key, value in vars(values).items():
+        if key != "config":  # the recipe itself
             _check_built(value, key)
-    options = recipe["model"]["init_args"]
-    check_remote_code(options, remote_code_typed)
+    check_remote_code(model, remote_code_typed)
     for name in ("config", "config_overrides"):
-        given = options.get(name)
-        given = given if isinstance(given, dict) else vars(given) if hasattr(given, "__dict__") else {}
-        for key in ("attn_implementation", "_attn_implementation"):
+        given = model.get(name)
+        for key in ("attn_implementation", "_attn_implementation") if isinstance(given, dict) else ():
             _check_kernel(f"model.{name}.{key}", given.get(key))
-    _check_kernel("model.attention", options.get("attention"))
+    _check_kernel("model.attention", model.get("attention"))
 
 
 def check_remote_code(options: Any, typed: bool = False) -> None:

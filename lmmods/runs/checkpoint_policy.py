@@ -3,32 +3,19 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lmmods.core.errors import UserError
-from lmmods.core.settings import require
+from lmmods.recipe.block_fields import CheckpointFields
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.folder import RunFolder, checkpoint_position
 
 
-class CheckpointPolicy:
-    """When a checkpoint is written besides after each validation, at the end and when interrupted, and which stay.
+class CheckpointPolicy(CheckpointFields):
+    """Ranks the checkpoints of a run and decides which stay."""
 
-    Args:
-        every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
-        keep_last: How many of the newest to keep.
-        keep_best: How many of the best by `monitor` to keep beside them.
-        monitor: Metric that says which is best.
-        mode: Whether the smaller or the larger value is better.
-    """
-
-    def __init__(self, every_n_steps: int | None = 250, keep_last: int = 2, keep_best: int = 1,
-                 monitor: str = "val/loss", mode: Literal["min", "max"] = "min"):
-        require(every_n_steps is None or every_n_steps >= 1, "checkpoint.every_n_steps", every_n_steps, "1 or more")
-        require(keep_last >= 1, "checkpoint.keep_last", keep_last, "1 or more")
-        require(keep_best >= 0, "checkpoint.keep_best", keep_best, "0 or more")
-        self.every_n_steps, self.keep_last, self.keep_best = every_n_steps, keep_last, keep_best
-        self.monitor, self.mode = monitor, mode
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first
 
     def state_dict(self) -> dict[str, Any]:

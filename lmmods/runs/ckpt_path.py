@@ -5,15 +5,9 @@ import re
 from pathlib import Path
 
 from lmmods.core.errors import UserError
+from lmmods.recipe.values import A_CHECKPOINT
 
 CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
-_A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"
-
-
-def check_asked(ckpt_path: str | None) -> None:
-    """Raise UserError if `--ckpt_path` is given but empty."""
-    if ckpt_path is not None and not ckpt_path.strip():
-        raise UserError(f"--ckpt_path is empty, but must be last, best, a step number, or {_A_CHECKPOINT}.")
 
 
 def place_of(text: str) -> Path | None:
@@ -29,7 +23,7 @@ def refuse_foreign(asked: str, path: Path) -> None:
     """Raise UserError, naming what the path is, unless it may be a checkpoint."""
     if path.is_dir() and ((path / "state.json").exists() or path.name.startswith("step=")):
         return  # whole or damaged: shown by reading it
-    raise UserError(f"--ckpt_path {asked} is {_what(path)}, but must be last, best, a step number, or {_A_CHECKPOINT}.")
+    raise UserError(f"--ckpt_path {asked} is {_what(path)}, but must be last, best, a step number, or {A_CHECKPOINT}.")
 
 
 def _what(path: Path) -> str:

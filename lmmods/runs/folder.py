@@ -14,6 +14,7 @@ from typing import Any
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.recipe.files import as_yaml
+from lmmods.recipe.values import check_ckpt_path
 from lmmods.runs.atomic import (
     REPLACED,
     commit_files,
@@ -25,7 +26,7 @@ from lmmods.runs.atomic import (
     write_text,
 )
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
-from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_asked, check_places, place_of, refuse_foreign
+from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
 from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
@@ -164,7 +165,7 @@ class RunFolder:
         Raises:
             UserError: There is none.
         """
-        check_asked(ckpt_path)
+        check_ckpt_path(ckpt_path)
         if ckpt_path in ("last", "best"):
             found = self.find(ckpt_path)
         elif CHECKPOINT_NAME.fullmatch(f"{CHECKPOINT_PREFIX}{ckpt_path.removeprefix(CHECKPOINT_PREFIX)}"):

@@ -8,37 +8,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.files import read_text
-from lmmods.core.hub import HUB_ID
 from lmmods.core.redaction import redact
-from lmmods.core.settings import require
+from lmmods.recipe.block_fields import PublishFields
 from lmmods.runs.folder import write_json
 from lmmods.runs.inside import OWNER, is_local_path
 
 
-class Publisher:
-    """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
+class Publisher(PublishFields):
+    """Uploads the model of a run to a hub repository."""
 
-    Repository, token and write permission are checked before training. An upload that fails during training is reported
-    once and training continues; at the end it is an error (exit status 2) after everything else has been written.
-
-    Args:
-        repo: Hub repository `user/name`, made if there is none; null uploads nothing.
-        private: Whether only its owner sees it.
-        when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
-            leaving one out while the upload before it is under way.
-        license: License in the card, as the hub names them (apache-2.0, mit, ...).
-    """
-
-    def __init__(self, repo: str | None = None, private: bool = True, when: Literal["end", "save"] = "end",
-                 license: str | None = None):
-        require(repo is None or "/" in repo and bool(HUB_ID.fullmatch(repo)), "publish.repo", repo, "user/name")
-        require(license is None or repo is not None, "publish.repo", repo, "set where publish.license is")
-        self.repo, self.private, self.when, self.license = repo, private, when, license
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._upload: threading.Thread | None = None
         self._has_warned = False
 

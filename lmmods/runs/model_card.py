@@ -19,7 +19,7 @@ from lmmods.data.hooks import TaskHooks
 from lmmods.data.report import render_table
 from lmmods.data.sources.source_reader import NAMED_SETS
 from lmmods.recipe.files import Loader, as_yaml
-from lmmods.recipe.task_fields import CausalFields, TaskFields
+from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.atomic import write_json
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import hub_id, shown_path, shown_paths

@@ -12,7 +12,7 @@ from typing import Any
 
 from lmmods.core.console import say, warn
 from lmmods.core.progress_bar import clock, describe
-from lmmods.recipe.task_fields import CausalFields, TaskFields
+from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder

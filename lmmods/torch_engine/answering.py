@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation
-from lmmods.recipe.task_fields import CausalFields
+from lmmods.recipe.tasks.base import CausalFields
 from lmmods.runs.checkpoint_io import read_checkpoint
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine import precision as precisions

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.profilers import Profiler
 
 from lmmods.cli import main
-from lmmods.recipe.allowed_callbacks import ALLOWED, REFUSED
+from lmmods.recipe.classes import ALLOWED, REFUSED
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_checkpoint
 
@@ -20,7 +20,7 @@ ABSTRACT = ["BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", 
 
 def test_each_is_in_one_of_the_tables():
     unknown = KNOWN - set(ALLOWED) - set(REFUSED)
-    assert not unknown, f"Lightning has new callbacks: {unknown}. Add them to commands/allowed_callbacks.py once tried."
+    assert not unknown, f"Lightning has new callbacks: {unknown}. Add them to recipe/classes.py once tried."
     assert not set(ALLOWED) & set(REFUSED) and set(ALLOWED) | set(REFUSED) <= KNOWN
 
 

@@ -16,9 +16,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
-from lmmods.commands.early_check import check_early
-from lmmods.commands.registry import COMMANDS, ENGINE_COMMANDS, GROUPS, parse_command
+from lmmods.commands.registry import COMMANDS, GROUPS, RECIPE_COMMANDS, options_of, parse_command
 from lmmods.recipe.files import as_yaml
+from lmmods.recipe.reader import parse
 from lmmods.runs.folder import RunFolder
 
 
@@ -372,8 +372,8 @@ def test_a_command_without_options(name, capsys, monkeypatch):
 def test_examples_of_commands_have_all_that_is_needed(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     words = COMMANDS[name].example.split()
-    if name in ENGINE_COMMANDS:
-        check_early([name, *words], "torch")
+    if name in RECIPE_COMMANDS:
+        parse([name, *words], options_of(name)[0])
     else:
         parse_command(name, words)
 

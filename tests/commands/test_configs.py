@@ -12,7 +12,9 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.recipes import COLUMNS, describe
-from lmmods.recipe.files import header_of, may_overwrite, shipped_recipes
+from lmmods.commands.registry import options_of
+from lmmods.recipe.files import header_of, shipped_recipes
+from lmmods.recipe.reader import parse
 from lmmods.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +87,11 @@ def test_a_recipe_is_found_by_name_behind_files(tmp_path, monkeypatch, capsys):
     (["-c=smoke.yaml", "--overwrite=true"], "runs/mine", True),
     (["--config", "smoke.yaml", "--overwrite", "false"], "runs/smoke", False),
     (["--config", "smoke.yaml", "--config", "{overwrite: false}"], "runs/smoke", False),
-    (["--config", "{overwrite: true}"], None, False), (["--config", "{overwrite: true, trainer: 1}"], "x", False)])
+    (["--config", "{overwrite: true}"], None, False)])
 def test_a_file_lets_fit_overwrite_the_folder_it_names(monkeypatch, words, folder, wanted):
     monkeypatch.chdir(ROOT / "configs")
-    assert may_overwrite(words, folder) is wanted
+    named = ["--trainer.default_root_dir", folder] if folder else []
+    assert parse(["fit", *words, *named], options_of("fit")[0], checked=False).options["overwrite"] is wanted
 
 
 @pytest.mark.slow

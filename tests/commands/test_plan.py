@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lmmods.commands.planner import first_that_fits
+from lmmods.commands.plan import first_that_fits
 from lmmods.core.hardware import target_named
 from lmmods.core.model_sizes import score_flops
 from lmmods.core.plan import GIB, StepPlan, Traffic, Variant, remedies

@@ -6,11 +6,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lmmods.commands.engine_cli import CLI
 from lmmods.torch_engine.compat import lightning as compat
 from tests.compat.contract import mend
 
@@ -96,29 +94,3 @@ def test_all_processes_share_one_copy_of_the_parameters(monkeypatch):
     used = inspect.getsource(ModelParallelStrategy.setup_environment)
     assert strategy._data_parallel_size == 3 and "self._data_parallel_size, self._tensor_parallel_size" in used, mend(
         "lightning", compat.shard_over_all)
-
-
-def test_the_command_line_interface_reads_no_file_of_a_checkpoint():
-    used = inspect.getsource(LightningCLI.__init__)
-    assert hasattr(LightningCLI, "_parse_ckpt_path") and "self._parse_ckpt_path()" in used, mend(
-        "lightning", CLI._parse_ckpt_path)
-    assert "torch.load" not in inspect.getsource(LightningCLI).replace(
-        inspect.getsource(LightningCLI._parse_ckpt_path), ""), mend("lightning", CLI._parse_ckpt_path)
-
-
-def test_the_command_line_interface_takes_another_parser():
-    used = inspect.getsource(LightningCLI)
-    for part in ("self._subcommand_parsers[subcommand]", "self._subcommand_method_arguments[subcommand]",
-                 "self._parser(self.subcommand).callback_keys", "self.setup_parser(", "self.parse_arguments("):
-        assert part in used, mend("lightning", CLI.use_parser)
-
-
-def test_the_command_line_interface_performs_a_command_that_no_trainer_has():
-    assert "self._run_subcommand(self.subcommand)" in inspect.getsource(LightningCLI.__init__)
-    cli = CLI.__new__(CLI)
-    cli.trainer, cli.model, cli.datamodule = object(), "model", "data"
-    cli.config_init, cli._subcommand_method_arguments = {"find": {"what": "lr", "data": 1}}, {"find": ["what"]}
-    called = {}
-    cli.find = called.update
-    cli._run_subcommand("find")
-    assert called == {"what": "lr", "model": "model", "datamodule": "data"}, mend("lightning", CLI._run_subcommand)

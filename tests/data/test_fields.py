@@ -9,8 +9,8 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lmmods.data.sft import SFTData
-from lmmods.recipe.data_fields import SFTDataFields
 from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.sft import SFTDataFields
 
 
 class WithConstructor(SFTData):

@@ -15,7 +15,7 @@ from jax_engine.tasks.qa import QA as JaxQA
 from jax_engine.tasks.sft import SFT as JaxSFT
 from jax_engine.trainer import Trainer as JaxTrainer
 from lmmods.core.errors import UserError
-from lmmods.recipe.task_fields import CausalFields, TaskFields
+from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.clm import CLM
 from lmmods.torch_engine.tasks.mlm import MLM

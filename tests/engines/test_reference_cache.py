@@ -10,7 +10,7 @@ from lmmods.cli import main
 from lmmods.core.settings import LoRA
 from lmmods.data.preference import PreferenceData
 from lmmods.data.store.references import ReferenceStore
-from lmmods.recipe.task_fields import PreferenceFields
+from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import first_weights
 from tests.finished_runs import rows

@@ -1,18 +1,12 @@
 """What is wrong with a recipe and a command line is told at once: where, which key, what it must be, what was meant."""
 
-import contextlib
-import io
-import random
 
 import pytest
 import yaml
 
 from lmmods.cli import main
-from lmmods.commands.early_check import EarlyCommandLine
-from lmmods.commands.keys import recipe_keys, task_classes, walk
-from lmmods.commands.mistakes import find_mistakes
-from lmmods.core.errors import UserError
-from tests.faults.test_mutations import OFFLINE, STRANGE, mutate
+from lmmods.commands.registry import options_of
+from lmmods.recipe.keys import recipe_keys, task_classes, walk
 
 BASE = """
 trainer: {max_steps: 3, default_root_dir: run}
@@ -200,11 +194,12 @@ OF_THE_ENGINE = {
         "trainer.callbacks.patience is many, but must be a whole number.",
     "--trainer.logger lightning.pytorch.loggers.Nothing": "There is no class lightning.pytorch.loggers.Nothing.",
     "--model lmmods.torch_engine.tasks.sft.SFTX": "There is no class lmmods.torch_engine.tasks.sft.SFTX.",
-    "--model lmmods.torch_engine.tasks.sft.SFT --model.lora.rnk 3":
+    "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rnk 3":
         "model.lora.rnk is no key there. Did you mean rank?",
-    "--model lmmods.torch_engine.tasks.sft.SFT --model.lora.rank x":
+    "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rank x":
         "model.lora.rank is x, but must be a whole number.",
-    "--model lmmods.torch_engine.tasks.sft.SFT --model.lr 3": "model.lr is no key. Here: model.optimizer.lr.",
+    "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lr 3":
+        "model.lr is no key. Here: model.optimizer.lr.",
 }
 PARSER = ("Parser key", "Option '", "typing", "Literal", "Union", "subclass", "NoneType", "Namespace", "Expected")
 
@@ -330,44 +325,6 @@ trainer: {{default_root_dir: {tmp_path}/run}}
     assert (read["checkpoint"]["monitor"], read["samples"]["prompts"]) == ("3", ["no", "12"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_what_the_parser_refuses_is_refused_first_and_nothing_else(engine, tmp_path):
-    """Shipped recipes with a key changed, added, moved or missing, and an option: both verdicts are the same."""
-    chance, parser = random.Random(engine), EarlyCommandLine(engine, ["fit"])
-    classes = {block: task_classes(block) for block in ("model", "data")}
-    names = [key.name for key in walk(recipe_keys("fit", engine), classes)]
-    refused = 0
-    for _ in range(40):
-        tree = yaml.safe_load(chance.choice(OFFLINE).read_text()) | {"engine": engine}
-        paths = [(name.split(".")[0], *["init_args"] * name.startswith(("model.", "data.")), *name.split(".")[1:])
-                 for name in names]
-        tree, what = mutate(tree, paths, chance)
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree, allow_unicode=True))
-        words = ["fit", "--config", str(tmp_path / "recipe.yaml")]
-        if chance.random() < 0.3:
-            value = yaml.safe_dump(chance.choice(STRANGE), default_flow_style=True, width=10**6)
-            words.append(f"--{chance.choice(names)}={value.strip().removesuffix('...').strip()}")
-        mine, theirs = verdict(find_mistakes, words, engine), verdict(parser.judge, words)
-        assert mine or not theirs, (what, words[3:], theirs)
-        # An empty mapping under a key that is none, and a block without its class, are left to the engine by the other.
-        assert theirs or not mine or " is no key" in mine or " is missing" in mine, (what, words[3:], mine)
-        refused += bool(mine)
-    assert 10 < refused < 40
-
-
-def verdict(judge, *args) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            judge(*args)
-        except UserError as error:
-            return str(error)
-        except SystemExit:
-            return said.getvalue()
-    return ""
-
-
 # Help ---------------------------------------------------------------------------------------------------------------
 
 
@@ -377,7 +334,7 @@ def test_help_has_every_key(capsys, tmp_path):
     for engine in ("torch", "jax"):
         assert main(["fit", "--engine", engine, "--help"]) == 0
         said = capsys.readouterr().out
-        for key in walk(recipe_keys("fit", engine), classes):
+        for key in walk(recipe_keys(options_of("fit")[0], engine), classes):
             again = key.name.count(".") > 1 and key.name.split(".")[1].endswith("_source")  # the keys of data.source
             assert again or "." not in key.name or f"\n  --{key.name} " in said, key.name
             assert key.text, key.name

@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lmmods.cli import main
-from lmmods.commands.engine_cli import check_outputs
+from lmmods.commands.setup import check_outputs
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import taken_flag, trusting
 from lmmods.runs.folder import RunFolder
@@ -324,24 +324,19 @@ def test_no_key_is_of_any_type(engine):
     """A key of type Any takes whatever a recipe names. Dictionaries of Any are kept as they are, never built."""
     from typing import Any, get_args
 
-    from lmmods.commands import engine_cli
-    from lmmods.commands.argument_parser import Parser
-    from lmmods.commands.command_line import CommandLine
-    from lmmods.recipe.jsonargparse_compat import options_of, type_of
+    from lmmods.recipe.engines import load_engine
+    from lmmods.recipe.keys import keys_of, recipe_keys, task_classes, walk
 
     def open_types(kind) -> bool:
         return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(
             map(open_types, get_args(kind)))
 
-    types = getattr(engine_cli, f"{engine}_engine")()
-    parsers = list(CommandLine(types, engine, []).commands.values())
+    types = load_engine(engine)
+    classes = {block: task_classes(block) for block in ("model", "data")}
+    typed = {key.name: key.type for key in walk(recipe_keys({}, engine), classes)}
     for base in (types.model, types.data):
         for kind in _concrete(base):
-            each = Parser()
-            each.add_class_arguments(kind, "it", fail_untyped=False)
-            parsers.append(each)
-    options = [option for each in parsers for option in options_of(each)]
-    typed = {option.dest: type_of(option) for option in options if type_of(option) is not None}
+            typed |= {f"{kind.__name__}.{name}": key.type for name, key in keys_of(kind).items()}
     assert len(typed) > 100
     assert not [name for name, kind in typed.items() if open_types(kind)]
 

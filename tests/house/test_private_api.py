@@ -9,8 +9,7 @@ import pytest
 from tests.house.private_api import is_private, private_uses
 from tests.house.test_architecture import MODULES, modules
 
-COMPAT = {"lmmods.core.compat", "lmmods.recipe.jsonargparse_compat", "lmmods.commands.engine_cli",
-          "jax_engine.distributed.devices"}
+COMPAT = {"lmmods.core.compat", "lmmods.recipe.jsonargparse_compat", "jax_engine.distributed.devices"}
 PACKAGES = ("lmmods", "jax_engine")
 
 
@@ -22,7 +21,7 @@ def test_private_parts_of_libraries_are_used_in_compat_modules_only():
     found = private_uses(modules(), PACKAGES)
     outside = [f"{module}:{line}" for module, lines in found.items() if not is_compat(module) for line in lines]
     assert not outside, f"move it to a compat module and hold it by a test in tests/compat: {outside}"
-    assert COMPAT - {"lmmods.commands.engine_cli"} <= found.keys()
+    assert COMPAT <= found.keys()
 
 
 @pytest.mark.parametrize("line", [

@@ -10,7 +10,7 @@ import pytest
 from lmmods.cli import main
 from lmmods.core.settings import LoRA
 from lmmods.core.throughput import Stopwatch
-from lmmods.recipe.task_fields import CausalFields, TaskFields
+from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.schedule import Schedule

@@ -5,31 +5,34 @@ from collections.abc import Iterator
 
 import torch
 
-from lmmods.commands.engine_cli import types_of
-from lmmods.commands.planner import Planning
+from lmmods.commands.plan import planner_of
+from lmmods.commands.registry import options_of
 from lmmods.core.hardware import target_named
+from lmmods.recipe.reader import parse
 from lmmods.torch_engine.nn.optim import build_optimizer
-from lmmods.torch_engine.planning import Planner, full_batch, stand_in, take_step
+from lmmods.torch_engine.planning import full_batch, stand_in, take_step
 from tests.peak_memory import give_back, taken
 
 
-class Measured(Planning):
-    def plan(self, model, datamodule, on):
-        planner = Planner(self.trainer, model, datamodule, target_named(on), *self._asked)
-        variant = planner.recipe()
-        self.planned = planner.plan(variant).total
-        model.trainer = stand_in(datamodule, planner.precision, variant.accumulated)
-        model.configure_model()
-        optimizer = build_optimizer(model.named_parameters(), model.optimizer)
-        batches = [full_batch(planner.example, variant.rows, datamodule.max_length)] * variant.accumulated
+def measured(recipe: str) -> tuple[int, int]:
+    """Bytes that a recipe, whose arguments are JSON, is planned to take, and those that it takes."""
+    parsed = parse(["plan", *json.loads(recipe), "--on", "cpu"], options_of("plan")[0])
+    setup, planner = planner_of(parsed, target_named("cpu"))
+    model, datamodule = setup.model, setup.datamodule
+    variant = planner.recipe()
+    planned = planner.plan(variant).total
+    model.trainer = stand_in(datamodule, planner.precision, variant.accumulated)
+    model.configure_model()
+    optimizer = build_optimizer(model.named_parameters(), model.optimizer)
+    batches = [full_batch(planner.example, variant.rows, datamodule.max_length)] * variant.accumulated
 
-        def step():
-            take_step(model, optimizer, batches, (self.trainer.gradient_clip_val, None))
+    def step():
+        take_step(model, optimizer, batches, (setup.trainer.gradient_clip_val, None))
 
-        step()
-        kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for tensor in (*held(model, optimizer), *batches[0].values())}
-        self.taken = sum(kept.values()) + taken(step)
+    step()
+    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*held(model, optimizer), *batches[0].values())}
+    return planned, sum(kept.values()) + taken(step)
 
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -48,5 +51,4 @@ def compare(*recipes: str) -> None:
     """Print for each recipe, whose arguments are JSON, the bytes that are planned and those that are taken."""
     give_back()
     for recipe in recipes:
-        cli = Measured(types_of("torch"), "torch", ["plan", *json.loads(recipe), "--on", "cpu"])
-        print("bytes", cli.planned, cli.taken)
+        print("bytes", *measured(recipe))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, Au
 from lmmods.core.adapters import adapted_layers
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
-from lmmods.recipe.task_fields import TaskFields
+from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.nn import loading, lora, summary
 from lmmods.torch_engine.nn.attention import FLOAT32
 from lmmods.torch_engine.nn.building import build_network, enable_checkpointing

@@ -32,7 +32,7 @@ from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import FILES, MANIFEST, Store, damage
 
 BYTES_PER_PROCESS = 20_000_000  # below this, starting another process costs more than it saves
-FIELDS = ("data_fields", "source")  # modules of lmmods.recipe that decide how rows are read
+SOURCE = "recipe/source.py"  # beside the data package, what decides how rows are read
 ATTEMPTS = 3  # at opening a store that other processes may replace meanwhile
 Prepare = Callable[[], tuple[Iterable[Row], Encoder, dict[str, Any]]]
 
@@ -151,7 +151,7 @@ def fingerprint(settings: dict[str, Any]) -> str:
     """Hash (32 hex digits) of settings and of all code that reads and encodes data."""
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
     package = Path(lmmods.__path__[0])
-    for path in [*sorted((package / "data").rglob("*.py")), *(package / "recipe" / f"{name}.py" for name in FIELDS)]:
+    for path in [*sorted((package / "data").rglob("*.py")), package / SOURCE]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

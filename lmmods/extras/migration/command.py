@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
+from lmmods.commands.registry import options_of
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError
 from lmmods.extras.migration.axolotl import axolotl
@@ -12,6 +13,7 @@ from lmmods.extras.migration.llamafactory import llamafactory
 from lmmods.extras.migration.trl import trl
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.foreign_keys import BLOCKS, PROGRAMS, written_for
+from lmmods.recipe.reader import parse
 from lmmods.runs.folder import write_text
 
 
@@ -67,15 +69,8 @@ def as_draft(content: dict[str, Any], path: Path, program: str | None = None) ->
 
 
 def check_recipe_text(text: str) -> None:
-    """Reject a recipe that the parser does not accept, with its message and status 2.
-
-    Raises:
-        UserError: A value is unusable for a run.
-        SystemExit: A value has the wrong type; the parser printed the error.
-    """
-    from lmmods.commands.early_check import check_early
-
-    check_early(["fit", "--config", text], "torch")
+    """Raise UserError if `fit` does not accept a recipe."""
+    parse(["fit", "--config", text], options_of("fit")[0])
 
 
 def _summary(draft: Draft, out: str | None) -> str:

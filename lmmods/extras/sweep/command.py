@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
-from lmmods.commands.early_check import check_early
 from lmmods.commands.programs import TYPED, last_error, started
+from lmmods.commands.registry import options_of
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
@@ -23,8 +23,8 @@ from lmmods.extras.report.command import render
 from lmmods.extras.report.reading import read_curves, read_runs
 from lmmods.extras.report.tables import TrialRow, TrialTable
 from lmmods.extras.sweep.study import Parameter, Study, as_words, grid, read_space
-from lmmods.recipe.engines import peek_engine
 from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
+from lmmods.recipe.reader import parse
 from lmmods.runs.atomic import write_text
 from lmmods.runs.folder import RunFolder
 
@@ -104,12 +104,12 @@ def check(recipe: list[str], space: list[Parameter]) -> None:
             raise UserError(f"sweep: {key} is set by the sweep, for each trial anew. Take it out.")
         if key in OF_THE_SWEEP and key[2:] in {parameter.key for parameter in space}:
             raise UserError(f"sweep: {key[2:]} cannot vary: each trial has a folder of its own.")
-    engine = peek_engine(recipe)
+    options, _ = options_of("fit")
     first = {parameter.key: parameter.extremes()[0] for parameter in space}
-    check_early(["fit", *recipe, *as_words(first)], engine)
+    parse(["fit", *recipe, *as_words(first)], options)
     for parameter in space:
         for value in parameter.extremes()[1:]:
-            check_early(["fit", *recipe, *as_words(first | {parameter.key: value})], engine)
+            parse(["fit", *recipe, *as_words(first | {parameter.key: value})], options)
 
 
 def settle(folder: Path, asked: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
-from lmmods.recipe.task_fields import TaskFields
+from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
 from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache

@@ -24,7 +24,7 @@ from lmmods.core.hf_config import (
 )
 from lmmods.core.initialization import mean_row
 from lmmods.core.lazy_array import LazyArray
-from lmmods.recipe.task_fields import Quantize
+from lmmods.recipe.tasks.base import Quantize
 from lmmods.torch_engine.compat.bitsandbytes import (
     mend_cpu_kernels,
     multiply_by_matrices,

@@ -15,7 +15,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.model_sizes import describe_sizes
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import perplexity
-from lmmods.recipe.task_fields import TaskFields
+from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network

@@ -11,7 +11,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, require
-from lmmods.recipe.task_fields import CausalFields
+from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.experts import routed_mixture
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, seed_step

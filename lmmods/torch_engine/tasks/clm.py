@@ -1,6 +1,6 @@
 """Causal language modelling: from scratch, full or with adapters."""
 
-from lmmods.recipe.task_fields import CLMFields
+from lmmods.recipe.tasks.clm import CLMFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmmods.core.console import say
-from lmmods.recipe.task_fields import MLMFields
+from lmmods.recipe.tasks.mlm import MLMFields
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.loss import LossSums, token_loss
 from lmmods.torch_engine.tasks.base import TaskModule

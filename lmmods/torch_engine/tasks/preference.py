@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.task_fields import PreferenceFields
+from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, gather, split_rows
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums

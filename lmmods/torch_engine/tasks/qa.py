@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmmods.recipe.task_fields import QAFields
+from lmmods.recipe.tasks.qa import QAFields
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.tasks.base import TaskModule

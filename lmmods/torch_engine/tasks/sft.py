@@ -1,6 +1,6 @@
 """Supervised fine-tuning: full, LoRA or QLoRA."""
 
-from lmmods.recipe.task_fields import SFTFields
+from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 
 

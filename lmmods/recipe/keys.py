@@ -1,6 +1,6 @@
 """Keys that a command line and its recipes may hold, with type, default and description.
 
-They are read from the declarations, which import no heavy library, and from the command functions.
+They are read from the dataclasses of fields, which import no heavy library, and from the command functions.
 """
 
 import dataclasses
@@ -15,18 +15,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import docstring_parser
 
-from lmmods.commands import declarations
-from lmmods.evaluation.mmlu import MMLUEvaluator
-from lmmods.evaluation.samples import SampleWriter
+from lmmods.recipe.block_fields import CheckpointFields, MMLUFields, PublishFields, SampleFields
+from lmmods.recipe.classes import declared
 from lmmods.recipe.engines import ENGINES
-from lmmods.recipe.trainer_fields import JaxTrainerFields
-from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.hub_upload import Publisher
+from lmmods.recipe.tasks.base import DataFields, TaskFields
+from lmmods.recipe.trainer_fields import JaxTrainerFields, TorchTrainerFields
 
 REQUIRED = inspect.Parameter.empty
-TRAINERS = {"torch": declarations.TorchTrainerFields, "jax": JaxTrainerFields}
-TASKS = {"model": declarations.TaskModule, "data": declarations.DataModule}
-BLOCKS = (CheckpointPolicy, SampleWriter, MMLUEvaluator, Publisher)  # not dataclasses, but configured like them
+TRAINERS = {"torch": TorchTrainerFields, "jax": JaxTrainerFields}
+BLOCKS = {"checkpoint": CheckpointFields, "samples": SampleFields, "mmlu": MMLUFields, "publish": PublishFields}
 DEFAULT_SEED = 42
 PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose text is always a path
 WORDS = {str: ("a text", "texts"), int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
@@ -72,18 +69,16 @@ def _texts(kind: Callable[..., Any]) -> dict[str, str]:
             for each in docstring_parser.parse(base.__doc__ or "").params}
 
 
-def recipe_keys(command: str, engine: str) -> dict[str, Key]:
-    """Return the top-level keys of a recipe, with the options of an engine command."""
-    own = keys_of(getattr(declarations.EngineCommands, command))
-    blocks = {"trainer": TRAINERS[engine], "model": TASKS["model"], "data": TASKS["data"],
-              "checkpoint": CheckpointPolicy, "samples": SampleWriter, "mmlu": MMLUEvaluator, "publish": Publisher}
+def recipe_keys(options: dict[str, Key], engine: str) -> dict[str, Key]:
+    """Return the top-level keys of a recipe, with the options of the command that takes it."""
+    blocks = {"trainer": TRAINERS[engine], "model": TaskFields, "data": DataFields, **BLOCKS}
     return {
-        **own,
+        **options,
         "seed_everything": Key("seed_everything", bool | int, DEFAULT_SEED,
                                "Seed of everything that is drawn; true draws the seed itself."),
         "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
         # Accepted by every command, as a recipe written for fit may set it.
-        **({} if "overwrite" in own else {"overwrite": Key("overwrite", bool, False, "")}),
+        **({} if "overwrite" in options else {"overwrite": Key("overwrite", bool, False, "")}),
         **{name: Key(name, kind, REQUIRED, _summary(kind)) for name, kind in blocks.items()}}
 
 
@@ -102,7 +97,7 @@ def block_in(hint: Any) -> type | None:
 
 
 def _is_block(kind: Any) -> bool:
-    return inspect.isclass(kind) and (kind in BLOCKS or dataclasses.is_dataclass(kind))
+    return inspect.isclass(kind) and dataclasses.is_dataclass(kind)
 
 
 def is_left(hint: Any) -> bool:
@@ -128,8 +123,8 @@ def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator
 
 
 def task_classes(block: str) -> tuple[type, ...]:
-    """Return the declared classes of `model` or `data`."""
-    return tuple(getattr(declarations, name) for name in declarations.TASKS[block])
+    """Return the fields of every declared class of `model` or `data`."""
+    return tuple(declared(block).values())
 
 
 def nearest(name: str, names: list[str]) -> str | None:

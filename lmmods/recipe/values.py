@@ -4,18 +4,15 @@ import math
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
-
-from jsonargparse import Namespace
+from typing import Any
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.settings import as_yaml_word
 from lmmods.recipe.files import DEMO, shortened
-from lmmods.recipe.jsonargparse_compat import options_of, type_of
 from lmmods.recipe.trainer_fields import check_length
-from lmmods.runs.ckpt_path import check_asked
 
 MAX_SEED = 2**32 - 1
+A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"
 MAX_DEVICES = 256  # per machine; on a CPU each device is a process
 ACCELERATORS = {"torch": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"), "jax": ("auto", "cpu", "gpu", "cuda", "tpu")}
 PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", "val_source", "test_source",
@@ -24,54 +21,17 @@ PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", 
          "run", "runs", "out", "file", "folder", "name", "model", "data", "show", "space", "task_folder", "plot",
          "result")
 NEVER_EMPTY = ("pretrained", "adapter", "tokenizer", "cache_dir", "default_root_dir", "out", "folder")
-BLOCKS = ("trainer", "checkpoint", "samples", "mmlu", "publish")
 SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 1,
          "max_steps": -1, "num_sanity_val_steps": -1, "min_steps": 0, "min_epochs": 0}
 
 
-def check_recipe_values(parser: Any, recipe: Any, engine: str) -> None:
-    """Reject values that no engine can use. Raises UserError: names the key and the value.
-
-    Args:
-        parser: Parser of the command, for types and defaults.
-        recipe: Parsed recipe with values of the right types.
-    """
-    check_blocks(recipe)
-    check_nulls(parser, recipe)
-    check_values(recipe, engine)
-
-
-def check_blocks(recipe: Any) -> None:
-    """Check that every block without a class is a mapping. Raises UserError: one is a list or a single value."""
-    for name in BLOCKS:
-        value = recipe.get(name)
-        if not hasattr(value, "__dict__"):
-            _refuse(name, value, "a mapping of its keys")
-    for name in ("model", "data"):
-        value = recipe.get(name)
-        if getattr(value, "class_path", None) is None:
-            _refuse(name, value, "a class_path and its init_args")
-    for name in ("optimizer", "generation"):
-        if name in recipe.model.init_args and not hasattr(value := recipe.model.init_args[name], "__dict__"):
-            _refuse(f"model.{name}", value, "a mapping of its keys")
-
-
-def check_nulls(parser: Any, recipe: Any) -> None:
-    """Check that required keys are not null, which the parser accepts for any key. Raises UserError: one is null."""
-    for option in options_of(parser):
-        takes_null = type(None) in get_args(type_of(option))
-        if (option.dest.split(".")[0] in BLOCKS[1:] and option.default is not None and not takes_null
-                and recipe.get(option.dest, option.default) is None):
-            _refuse(option.dest, None, f"set; without the key it is {option.default!r}")
-
-
-def check_values(recipe: Any, engine: str) -> None:
+def check_values(recipe: dict[str, Any], engine: str) -> None:
     """Reject numbers, names and paths that no engine can use. Raises UserError: names the key and the value."""
-    check_texts({key: value for key, value in vars(recipe).items() if key != "config"}, "")
-    check_asked(recipe.get("ckpt_path"))
+    check_texts(recipe, "")
+    check_ckpt_path(recipe.get("ckpt_path"))
     check_seed(recipe.get("seed_everything"))
-    trainer = recipe.trainer
+    trainer = recipe["trainer"]
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"), engine)
     for name, least in LEAST.items():
         value = trainer.get(name)
@@ -80,23 +40,29 @@ def check_values(recipe: Any, engine: str) -> None:
     for name in SHARES:
         check_share(f"trainer.{name}", trainer.get(name))
     clip, interval = trainer.get("gradient_clip_val"), trainer.get("val_check_interval")
-    if trainer.max_steps == 0:
+    if trainer["max_steps"] == 0:
         _refuse("trainer.max_steps", 0, "1 or more, or -1 to leave it to trainer.max_epochs")
-    if trainer.max_epochs == 0:
+    if trainer["max_epochs"] == 0:
         _refuse("trainer.max_epochs", 0, "more than 0, or -1 to leave it to trainer.max_steps")
     if trainer.get("limit_train_batches") == 0:
         _refuse("trainer.limit_train_batches", 0, "more than 0; null trains on all of an epoch")
-    check_length(trainer.max_epochs, trainer.max_steps)
+    check_length(trainer["max_epochs"], trainer["max_steps"])
     check_time(trainer.get("max_time"))
     if clip is not None and not 0 <= clip < math.inf:
         _refuse("trainer.gradient_clip_val", clip, "0 or more; null does not clip")
     if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
-        _refuse("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm or value")
+        _refuse("trainer.gradient_clip_algorithm", trainer["gradient_clip_algorithm"], "norm or value")
     if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
         _refuse("trainer.val_check_interval", interval, "a share of an epoch up to 1.0, or a whole number of "
                 "optimiser steps from 1")
-    if trainer.default_root_dir is None:
+    if trainer["default_root_dir"] is None:
         _refuse("trainer.default_root_dir", None, "the path of a folder")
+
+
+def check_ckpt_path(ckpt_path: str | None) -> None:
+    """Raise UserError if `--ckpt_path` is given but empty."""
+    if ckpt_path is not None and not ckpt_path.strip():
+        raise UserError(f"--ckpt_path is empty, but must be last, best, a step number, or {A_CHECKPOINT}.")
 
 
 def check_time(value: str | dict[str, int] | timedelta | None) -> None:
@@ -140,8 +106,8 @@ def check_texts(value: Any, key: str) -> None:
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, key)
-    elif isinstance(value, dict | Namespace):
-        for name, each in (value if isinstance(value, dict) else vars(value)).items():
+    elif isinstance(value, dict):
+        for name, each in value.items():
             check_texts(each, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
 
 

@@ -1,14 +1,19 @@
-"""Fields of the data modules and the checks that need no data. Free of libraries, so that help and errors are fast.
+"""Fields that tasks share: types, defaults, documentation, and the checks that need neither data nor a library.
 
-`lmmods/data/TASK.py` has what is done with them.
+Both engines' task classes and the data modules inherit these dataclasses, so a key is written once. An engine refuses
+by name what it cannot do when the run starts.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lmmods.core.errors import UserError, refuse_value
-from lmmods.core.settings import check_set
+from lmmods.core.experts import check_overrides
+from lmmods.core.hf_config import known_fields, load_config, position_limit
+from lmmods.core.settings import Generation, LoRA, Optimizer, check_set, require
 from lmmods.recipe.source import SourceLike
+
+Quantize = Literal["nf4", "fp4", "int8"]
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
 # Tokens of a micro-batch. With a width of 768, one layer's inputs alone would take 400 GB in 16 bits.
@@ -29,6 +34,138 @@ def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | N
             refuse_value(f"data.{key} is {value}, but must be {least} or more.")
         if value is not None and value > (most[0] if most else MOST):
             refuse_value(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less.")
+
+
+# As a network in training, a task is equal to itself alone and has a text of its own.
+@dataclass(kw_only=True, eq=False, repr=False)
+class TaskFields:
+    """What every task takes.
+
+    Args:
+        pretrained: Model to start from: a folder or a hub id.
+        config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
+            of a configuration. The vocabulary size defaults to the tokenizer's.
+        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Run Python code that comes with the model (torch engine only).
+        quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 (int8); needs `lora` or `adapter`. QLoRA
+            (Dettmers et al. 2023) is `lora` plus this field.
+        double_quant: Quantise the 4-bit scales too.
+        quant_storage: Type in which packed 4-bit weights are kept (torch engine; changes nothing on JAX); null is
+            uint8.
+        lora: Train an adapter instead of the model itself; null is full tuning.
+        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
+        optimizer: Update rule and schedule.
+        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
+            third more time), or all but the products of weights (minimal; JAX engine only).
+        attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice. On
+            JAX null and sdpa are the fast forms, fused on GPUs and in blocks on CPUs, and eager is the plain one.
+        save_dtype: Type of the weights in model/; null keeps them as they trained.
+        piece_tokens: A micro-batch is computed in pieces of so many tokens, rows of similar length together; 0 computes
+            it whole. null is 2^18 / hidden size (at least 512) on one CPU and 0 elsewhere. Torch engine only.
+        fast_kernels: Take faster forms of the same function where there are some: logits of labelled positions only, a
+            chunk at a time; oneDNN for float32 products on CPUs (after a trial), short rows attending in float32 under
+            bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed
+            rows. False needs the memory of all logits; on JAX it also takes eager attention and, on a CPU, a loop over
+            layers.
+        compile: Compile the layers (torch.compile): slower to start, faster on GPUs. JAX compiles everything anyhow.
+        max_memory: Spread `pretrained` over the GPUs of this machine, layer by layer in one process: memory of its
+            weights on each (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch engine only.
+    """
+
+    takes: ClassVar[str | None] = None  # kind of the data that the loss is made for; None leaves it to the user
+    answers: ClassVar[Literal["pair", "single", "mismatched"]] = "pair"  # what a row of preferences is to the loss
+    sequences_per_row: ClassVar[int] = 1
+    adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
+
+    pretrained: str | None = None
+    config: str | dict[str, Any] | None = None
+    config_overrides: dict[str, Any] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    quantize: Quantize | None = None
+    double_quant: bool = True
+    quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None
+    lora: LoRA | None = None
+    adapter: str | None = None
+    optimizer: Optimizer = Optimizer()
+    gradient_checkpointing: bool | Literal["minimal"] = False
+    attention: str | None = None
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    piece_tokens: int | None = None
+    fast_kernels: bool = True
+    compile: bool = False
+    max_memory: str | dict[int | str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UserError unless the fields say clearly what the model starts from and what of it trains."""
+        check_set(self, "model")
+        require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
+                "null beside model.config")
+        require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,
+                "0 or more")
+        if self.quantize and not self.trains_adapter:
+            raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained themselves: "
+                            "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+        if (self.config is None) == (self.pretrained is None):
+            raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
+                            "configuration to start from random weights.")
+        if self.config is not None and self.trains_adapter:
+            raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
+                            "and model.adapter to null, or name a model in model.pretrained.")
+        check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
+        if self.lora and self.adapter:
+            raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
+                            "targets. Keep one of them.")
+
+    def check_data(self, data: Any) -> None:
+        """Raise UserError where a data module says that it is of another task.
+
+        Args:
+            data: Fields of data, whose `kind` is the name of the class that a task `takes`.
+        """
+        if self.takes is not None and data.kind not in (None, self.takes):
+            model, other = (type(each).__name__.removesuffix("Fields") for each in (self, data))
+            raise UserError(f"model.class_path is {model}, which trains on {self.takes}, but data.class_path is "
+                            f"{other}: set it to {self.takes}, or model.class_path to "
+                            f"{data.kind.removesuffix('Data')}.")
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter trains instead of the model itself."""
+        return self.lora is not None or self.adapter is not None
+
+    @property
+    def overrides(self) -> dict[str, Any] | None:
+        """Fields changed in the configuration, by the recipe or by the task."""
+        return self.config_overrides
+
+    def max_positions(self) -> int | None:
+        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        return position_limit(self.config_fields())
+
+    def config_fields(self) -> dict[str, Any]:
+        """`hf_config.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
+        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
+                                        self.trust_remote_code))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CausalFields(TaskFields):
+    """What causal LMs take beside that.
+
+    Args:
+        generation: How predict generates.
+        balance_loss: Weight of a loss that spreads the tokens of each row evenly over the experts of a model that has
+            some, in place of transformers' router_aux_loss_coef; 0 is none.
+    """
+
+    generation: Generation = Generation()
+    balance_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.balance_loss >= 0, "model.balance_loss", self.balance_loss, "0 or more")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -146,85 +283,6 @@ class TextDataFields(DataFields):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class CLMDataFields(TextDataFields):
-    """Fields of texts for causal language modelling.
-
-    Args:
-        join: Lay the documents end to end before splitting, so that every block but the last is full. Otherwise each
-            document fills blocks of its own, padded or, with `packing`, put together whole. null joins unless
-            `packing` is set.
-    """
-
-    kind: ClassVar[str] = "CLMData"
-
-    join: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.join and self.packing:
-            raise UserError("data.join and data.packing are both set; joined blocks are full already, keep one of them")
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class MLMDataFields(TextDataFields):
-    """Fields of texts for masked language modelling.
-
-    Args:
-        join: Lay the documents end to end before splitting, a separator between them. Otherwise each fills rows of its
-            own.
-        mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
-        whole_word_masking: Choose whole words instead of tokens.
-    """
-
-    kind: ClassVar[str] = "MLMData"
-
-    join: bool = True
-    mlm_probability: float = 0.15
-    whole_word_masking: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.packing:
-            raise UserError("data.packing is not for masked language modelling; data.join fills rows")
-        if not 0 < self.mlm_probability < 1:
-            refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.")
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class QADataFields(DataFields):
-    """Fields of questions on contexts.
-
-    Args:
-        source: Where the training questions come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context,
-            answers}.
-        stride: Tokens that neighbouring windows of a context share.
-        question_max_length: Longest question in tokens; longer ones are truncated and counted.
-        version_2_with_negative: Questions may have no answer (SQuAD v2.0): "" is then an answer, scored as v2.0 does.
-        n_best_size: Candidates kept of a window, and of a question in nbest_predictions.json.
-        max_answer_length: Longest answer in tokens.
-        null_score_diff_threshold: With version_2_with_negative, no answer is given where its score is above that of the
-            best answer by more than this.
-    """
-
-    kind: ClassVar[str] = "QAData"
-
-    stride: int = 128
-    question_max_length: int = 64
-    version_2_with_negative: bool = False
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    null_score_diff_threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.packing:
-            raise UserError("data.packing is not for question answering: a window is a row of its own")
-        check_range(stride=(self.stride, 0), question_max_length=(self.question_max_length, 1),
-                    n_best_size=(self.n_best_size, 1), max_answer_length=(self.max_answer_length, 1))
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
 class ConversationFields(DataFields):
     """Fields of the tasks on conversations.
 
@@ -275,58 +333,3 @@ class ConversationFields(DataFields):
                             "stand on the left, the keys of the file on the right: {role: who, content: said}")
         if self.replace_system_prompt and self.system_prompt is None:
             raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class SFTDataFields(ConversationFields):
-    """Fields of conversations for supervised fine-tuning.
-
-    Args:
-        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
-            responses.
-        train_on_prompt: The same as `train_on: all`.
-        train_on_last: The same as `train_on: last`.
-        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
-            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
-            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
-            is scored.
-    """
-
-    kind: ClassVar[str] = "SFTData"
-
-    train_on: Literal["responses", "all", "last"] | None = None
-    train_on_prompt: bool = False
-    train_on_last: bool = False
-    turns: Literal["all", "last", "split"] = "all"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
-        if asked and self.train_on not in (None, asked):
-            key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
-            raise UserError(f"data.train_on is {self.train_on}, but data.{key} asks for {asked}; keep one of them")
-        self.train_on = self.train_on or asked or "responses"
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class PreferenceDataFields(ConversationFields):
-    """Fields of answers that were preferred to others.
-
-    Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight, format}, or a list of these. Rows are pairs (chosen, rejected), lists of
-            answers with scores, or single answers with a label.
-        max_length: Longest prompt with one of its answers in tokens; null is 1024, or what the model can take if that
-            is less.
-        batch_size: Pairs per micro-batch and device in training.
-        dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
-            the columns.
-    """
-
-    kind: ClassVar[str] = "PreferenceData"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.packing:
-            raise UserError("data.packing is not for preferences: the answers of a pair stay beside each other. "
-                            "data.group_by_length saves most of the padding")

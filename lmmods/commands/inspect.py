@@ -1,0 +1,145 @@
+"""`inspect`: show the training data as the model sees it, or compare both engines on its first rows."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lmmods.core.console import say
+from lmmods.core.errors import UserError
+from lmmods.core.settings import require
+from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.files import as_yaml
+from lmmods.recipe.reader import Recipe, parse
+
+if TYPE_CHECKING:
+    from lmmods.commands.setup import Setup
+
+# Model keys that do not affect logits or that one engine lacks; a comparison uses their defaults.
+NEUTRAL = ("optimizer", "generation", "piece_tokens", "compile", "max_memory", "quant_storage", "save_dtype")
+
+
+def inspect(parsed: Recipe, rows: int = 4,
+            which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
+            recipe: bool = False, parity: bool = False) -> None:
+    """Show what would be trained on, and train nothing.
+
+    Args:
+        rows: How many rows to show with their loss mask, or to compare the engines on.
+        which: Which rows: the first, the worst by a measure, or these numbers of training rows.
+        recipe: Also print the recipe with every default filled in.
+        parity: Instead load the model in both engines, one after the other, and say by how much logits, loss and
+            gradient of the first rows of training differ; the status is 1 where they do not agree.
+
+    Raises:
+        UserError: The recipe cannot be loaded, or one of the engines does not have what it asks for.
+        SystemExit: The engines differ; the status is 1.
+    """
+    from lmmods.commands.setup import Setup
+
+    with Setup(parsed) as setup:
+        if not parity:
+            return setup.trainer.inspect(setup.model, setup.datamodule, rows, which, recipe)
+        if which != "first" or recipe:
+            raise UserError("--parity true compares the engines on the first rows of training and shows nothing else: "
+                            "leave --which and --recipe out.")
+        if "LOCAL_RANK" in os.environ:
+            raise UserError("--parity true runs in one process: start it without a launcher.")
+        require(rows >= 1, "--rows", rows, "1 or more")
+        _compare(setup, rows)
+
+
+def _compare(setup: "Setup", num_rows: int) -> None:
+    """Load the model in both engines, one after the other, and print how far they differ."""
+    import tempfile
+
+    from lmmods.core.parity import compare, first_rows
+
+    # JAX would preallocate most of the GPU's memory and leave too little for torch.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    tree = setup.whole()
+    _check_comparable(_measuring(tree, "jax").model)
+    rows = first_rows(setup.datamodule, num_rows)
+    _say_settings(tree, rows)
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root) / engine for engine in ENGINES]
+        for folder in folders:
+            folder.mkdir()
+            # Built only now: objects that exist while data are encoded are exempt from garbage collection.
+            one = _measuring(tree, folder.name)
+            one.trainer.measure(one.model, setup.datamodule, rows, folder)
+            del one
+            setup.datamodule.trainer = None
+            _give_memory_back()
+        differences = compare(*folders)
+    for difference in differences:
+        say(str(difference))
+    if not all(difference.passes for difference in differences):
+        say("Parity: FAIL. On these rows the engines do not compute the same with this model: do not train it on "
+            "JAX. torch runs transformers' own code of it.")
+        raise SystemExit(1)
+    say("Parity: pass. On these rows both engines compute the same with this model, up to rounding.")
+
+
+def _measuring(tree: dict[str, Any], engine: str) -> "Setup":
+    """Build a recipe on one engine, in float32 on one device, with the keys that both engines have.
+
+    Args:
+        tree: The recipe as plain values.
+    """
+    from lmmods.commands.setup import Setup, short_name
+
+    model, data = ({**tree[part], "class_path": short_name(tree[part]["class_path"])} for part in ("model", "data"))
+    fields = dict(model["init_args"])
+    trusts = fields.pop("trust_remote_code", False)
+    for name in (*NEUTRAL, *(["reference"] if fields.get("reference") == "cache" else [])):
+        fields.pop(name, None)
+    fields["gradient_checkpointing"] = bool(fields.get("gradient_checkpointing"))
+    if fields.get("attention") not in ("sdpa", "eager"):
+        fields.pop("attention", None)
+    trainer = {"precision": "32-true", "devices": 1, "accelerator": tree["trainer"]["accelerator"], "max_steps": 1,
+               "enable_checkpointing": False, "enable_progress_bar": False,
+               "default_root_dir": tree["trainer"]["default_root_dir"]}
+    recipe = {"seed_everything": tree["seed_everything"], "engine": engine, "trainer": trainer,
+              "model": {**model, "init_args": fields}, "data": data}
+    return Setup(parse(["inspect", "--config", as_yaml(recipe),
+                        *(["--model.trust_remote_code", "true"] if trusts else [])], {}))
+
+
+def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
+    model, precision = tree["model"]["init_args"], tree["trainer"]["precision"]
+    kept = [*([f"quantize: {model['quantize']}"] if model["quantize"] else []),
+            *(["the adapter"] if model.get("lora") or model.get("adapter") else [])]
+    length = rows[0]["input_ids"].shape[-1]
+    say(f"Parity: torch and JAX on the first {len(rows)} rows of training, {length} tokens each with padding, "
+        "without dropout, in 32-true" + (", whatever trainer.precision says" if precision != "32-true" else "")
+        + (f", with {' and '.join(kept)} of the recipe" if kept else "") + ".")
+    if model.get("lora"):
+        say("The B of a new adapter is zero; here it gets the same small random values in both engines.")
+
+
+def _check_comparable(model: Any) -> None:
+    """Raise UserError if the engines cannot be compared on a model.
+
+    Args:
+        model: The task of the JAX engine.
+    """
+    from jax_engine.models.hub import family_of
+    from lmmods.core.hf_config import load_config
+
+    config = load_config(model.pretrained or model.config, model.overrides, model.revision)
+    family_of(config, model.head)
+
+
+def _give_memory_back() -> None:
+    """Free the memory of a network that is no longer referenced."""
+    import ctypes
+    import gc
+    import platform
+    import sys
+
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if platform.libc_ver()[0] == "glibc":  # glibc keeps freed memory in fragmented arenas
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,62 @@
+"""`--print_config`: print the recipe that a command line makes, with every default filled in."""
+
+from importlib.metadata import version
+from typing import Any
+
+from lmmods.core.errors import UserError
+from lmmods.core.redaction import redact
+from lmmods.recipe.files import as_yaml
+from lmmods.recipe.keys import DEFAULT_SEED
+from lmmods.recipe.library_classes import LibraryClasses, whole
+from lmmods.recipe.reader import Recipe, filled
+from lmmods.recipe.trust import guarded_imports
+
+FLAGS = ("skip_null", "skip_default")
+
+
+def print_config(parsed: Recipe, word: str) -> None:
+    """Print a recipe, passwords and tokens redacted.
+
+    Args:
+        word: The option as typed: `--print_config`, or `--print_config=skip_null`.
+
+    Raises:
+        UserError: The option has another value.
+    """
+    flags = [flag for flag in word.partition("=")[2].split(",") if flag]
+    if unknown := [flag for flag in flags if flag not in FLAGS]:
+        raise UserError(f"--print_config is {unknown[0]}, but takes {' and '.join(FLAGS)}.")
+    with guarded_imports():
+        tree = whole(parsed, LibraryClasses(parsed)) | parsed.options
+    if "skip_default" in flags:
+        tree = _changed(tree, _defaults(parsed))
+    if "skip_null" in flags:
+        tree = _set(tree)
+    print(redact(f"# lightning.pytorch=={version('lightning')}\n{as_yaml(tree)}"), end="")
+
+
+def _defaults(parsed: Recipe) -> dict[str, Any]:
+    blocks = {name: filled(parsed.kind(name), {}) for name in parsed.given}
+    tasks = {name: {"init_args": blocks[name]} for name in parsed.classes}
+    return {"seed_everything": DEFAULT_SEED, **blocks, **tasks, **dict.fromkeys(parsed.options)}
+
+
+def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from the defaults."""
+    result = {}
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = _changed(value, default)
+            if not value:
+                continue
+        elif name in defaults and value == default:
+            continue
+        result[name] = value
+    return result
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are not null."""
+    return {name: _set(value) if isinstance(value, dict) else value
+            for name, value in values.items() if value is not None}

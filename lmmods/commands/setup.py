@@ -1,0 +1,256 @@
+"""Build what a recipe describes on its engine: trainer, model and data module."""
+
+import importlib
+import inspect
+import os
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
+from lmmods.core.hf_config import position_limit, tells_token_types
+from lmmods.core.redaction import left_out, redacted
+from lmmods.recipe.classes import FOLDERS, check_callback, class_name, module_of
+from lmmods.recipe.engines import load_engine
+from lmmods.recipe.keys import BLOCKS
+from lmmods.recipe.library_classes import LibraryClasses, whole
+from lmmods.recipe.reader import Recipe, filled, objects
+from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.identity import RunIdentity
+from lmmods.runs.inside import way_out
+from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
+
+
+class Setup:
+    """What a recipe describes, built: `trainer`, `model` and `datamodule` of its engine.
+
+    Used as a context, it names what to lower where an engine runs out of memory.
+
+    Args:
+        recipe: The recipe of a command line.
+        trainer: Arguments of the trainer in place of the recipe's.
+
+    Raises:
+        UserError: The engine cannot do what the recipe asks for, or the recipe is not trusted.
+        SystemExit: The parser of library classes printed an error.
+    """
+
+    def __init__(self, recipe: Recipe, **trainer: Any):
+        self.recipe, self.types = recipe, load_engine(recipe.engine)
+        recipe.seed = pl.seed_everything(None if recipe.seed is True else recipe.seed, workers=True)
+        self.libraries = LibraryClasses(recipe)
+        self._check()
+        self._settle_loggers()
+        made = self.libraries.instantiate([(_built, kind, True) for kind in (Callback, Logger, Strategy, Profiler)])
+        self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.given[name]))
+                       for name, fields in BLOCKS.items()}
+        self.datamodule, self.model = (self._made(block, made) for block in ("data", "model"))
+        self.model.check_data(self.datamodule)
+        self.trainer = self._trainer(made, trainer)
+        self._describe()
+
+    def __enter__(self) -> "Setup":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:
+        # XLA raises ValueError: see is_out_of_memory.
+        if isinstance(error, RuntimeError | MemoryError | ValueError) and is_out_of_memory(error):
+            last = self.trainer.run_folder.find("last") if self.recipe.command == "fit" else None
+            raise what_to_lower(error, last and last.name) from error
+
+    def _settle_loggers(self) -> None:
+        """Leave out loggers that the command does not use, give W&B's their folder, project and run id, and check where
+        they write."""
+        recipe, trainer = self.recipe, self.libraries.values.get("trainer", Namespace())
+        folder = RunFolder(recipe.values("trainer")["default_root_dir"])
+        if recipe.command != "fit" and trainer.get("logger") is not None:
+            # predict logs its table to the W&B run; other commands write metrics.json alone.
+            continues = recipe.command == "predict" and known_wandb_id(folder)
+            trainer.logger = wandb_loggers(trainer.logger) or None if continues else None
+        _check_complete(self.whole())
+        for logger in wandb_loggers(trainer.get("logger")):
+            settle_wandb(logger.init_args, folder, recipe.command == "predict" or bool(recipe.options.get("ckpt_path")))
+        check_outputs(trainer, folder)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the recipe as plain values with defaults filled in, secrets included."""
+        return whole(self.recipe, self.libraries)
+
+    def _check(self) -> None:
+        """Reject a recipe that would run code which it may not, or a class that does not work here."""
+        trainer = self.libraries.values.get("trainer", Namespace())
+        for spec in _as_list(trainer.get("callbacks")):
+            if self.recipe.engine == "torch":
+                check_callback(spec.class_path)
+        check_recipe(self.libraries.values, self.whole()["model"]["init_args"],
+                     self.recipe.is_typed("model.trust_remote_code"))
+        if str(getattr(trainer.get("strategy"), "class_path", "")).endswith(".DeepSpeedStrategy"):
+            raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
+                            "Lightning's DeepSpeedStrategy.")
+
+    def _made(self, block: str, made: Namespace) -> Any:
+        """Return the object of `model` or `data`."""
+        fields = self.recipe.classes[block]
+        if fields is None:
+            return made[block]
+        kind = getattr(importlib.import_module(module_of(fields, FOLDERS[self.recipe.engine][block])),
+                       class_name(fields))
+        return kind(**objects(fields, self.recipe.given[block]))
+
+    def _trainer(self, made: Namespace, replaced: dict[str, Any]) -> Any:
+        values = objects(self.recipe.kind("trainer"), self.recipe.values("trainer"))
+        values |= dict(vars(made.get("trainer", Namespace())))
+        # Blocks that are callbacks go to the trainer's; the others are attributes of it.
+        callbacks = [block for block in self.blocks.values() if isinstance(block, Callback)]
+        if callbacks:
+            values["callbacks"] = [*_as_list(values["callbacks"]), *callbacks]
+        self.asked = values  # arguments of the trainer as the recipe has them
+        return self.types.trainer(**values | replaced)
+
+    def _describe(self) -> None:
+        """Give the trainer the complete recipe and its identity, and the data module what it needs of the model."""
+        recipe, defaults = redacted(self.whole()), self._defaults()
+        recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
+        # config.yaml serves both engines: short class names, and of Lightning's own keys those that are set.
+        for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
+            part["class_path"] = short_name(part["class_path"])
+        ours = inspect.signature(self.types.trainer.__init__).parameters
+        for key, value in list(recipe["trainer"].items()):
+            if value == defaults["trainer"][key] and (value is None or key not in ours):
+                del recipe["trainer"][key]
+        recipe["trainer"]["precision"] = self.trainer.precision  # resolved value of `auto`
+        if not isinstance(self.blocks["checkpoint"], Callback):
+            vars(self.trainer).update(self.blocks)
+        self.trainer.recipe, self.trainer.identity = recipe, RunIdentity(recipe, defaults)
+        fields = self.model.config_fields()
+        self.datamodule.connect(pretrained=self.model.pretrained, revision=self.model.revision,
+                                trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed,
+                                max_positions=position_limit(fields), token_types=tells_token_types(fields),
+                                answers=self.model.answers)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""
+        tree = {name: filled(self.recipe.kind(name), {}) for name in ("trainer", *BLOCKS)}
+        for block, instance in (("model", self.model), ("data", self.datamodule)):
+            tree[block] = {name: parameter.default for base in reversed(type(instance).__mro__)
+                           for name, parameter in inspect.signature(base.__init__).parameters.items()
+                           if parameter.default is not parameter.empty}
+            tree[block] |= {name: vars(value) for name, value in tree[block].items() if is_dataclass(value)}
+        return tree
+
+
+def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Instantiate a class; errors of Lightning classes become UserError, others propagate."""
+    if not kind.__module__.startswith("lightning."):
+        return kind(*args, **kwargs)
+    try:
+        return kind(*args, **kwargs)
+    except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:
+        raise UserError(f"{kind.__name__}: {error}") from error
+
+
+def short_name(class_path: str) -> str:
+    """Return the class name that both engines accept; other classes keep their import path."""
+    return class_path.rsplit(".", 1)[-1] if class_path.split(".")[0] in PACKAGES else class_path
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _check_complete(recipe: dict[str, Any]) -> None:
+    """Reject values that a run's config.yaml left out. Raises UserError."""
+    if key := next(left_out(recipe), None):
+        short = key.replace(".init_args.", ".")
+        raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
+                        f"value again, on the command line (--{short} …) or in a recipe behind it (--config).")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output locations of Lightning classes: only the run folder, unless the command line trusts the recipe.
+#
+# Lightning's loggers and profilers write wherever their settings say, overwrite existing files and follow links, so
+# their settings are checked before any of them is built.
+
+PROFILERS = ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
+# Files that are overwritten under fixed names; `*` stands for the profile name given in the recipe.
+FILES = {"CSVLogger": ("metrics.csv", "hparams.yaml"), "TensorBoardLogger": ("hparams.yaml",),
+         **dict.fromkeys(PROFILERS, ("*.txt", "*.prof", "*.json"))}
+SERVERS = ("http://", "https://", "databricks")
+TRUST = f"or, if you trust the recipe, add {FLAG} true to the command line."
+
+
+def check_outputs(trainer: Any, folder: RunFolder) -> None:
+    """Check where the loggers and profilers of a parsed recipe would write.
+
+    Raises:
+        UserError: A Lightning class would write outside the run folder, over foreign files, or to an unknown place.
+    """
+    for key in ("logger", "profiler"):
+        given = trainer.get(key)
+        for spec in given if isinstance(given, list) else [given]:
+            path = str(getattr(spec, "class_path", ""))
+            if path.split(".")[0] in PACKAGES[:2] and not is_trusted():
+                options = {name: value for part in ("init_args", "dict_kwargs") for name, value in
+                           (spec.get(part) or {}).items()}
+                _check(f"trainer.{key}", path.rsplit(".", 1)[-1], options, folder)
+            elif path == "lmmods.runs.csv_logger.MetricsCSV":
+                raise UserError("trainer.logger: MetricsCSV does not work here. Every run has it already.")
+
+
+def _check(key: str, name: str, options: dict[str, Any], folder: RunFolder) -> None:
+    if options.get("settings"):  # wandb.Settings holds many paths
+        raise UserError(f"{key}: {name} is given settings, which can name any place to write to. Leave them out, "
+                        f"{TRUST}")
+    places = _places(name, options)
+    if places is None:
+        raise UserError(f"{key}: it is not known where {name} writes. Name another one (docs/extending.md), {TRUST}")
+    for place in filter(None, places):
+        out = place if _is_odd(place) else way_out(folder.root, place)
+        if out is not None:
+            raise UserError(f"{key}: {name} would write to {out}, and what a run writes lies in its folder. Name a "
+                            f"folder in {folder.root}, {TRUST}")
+        taken = [path for pattern in FILES.get(name, ()) for path in Path(place).glob(pattern)]
+        if taken and not folder.holds_run():
+            raise UserError(f"{key}: {name} would write over {taken[0]}, which no run wrote. Name another folder in "
+                            f"{folder.root}, {TRUST}")
+
+
+def _places(name: str, options: dict[str, Any]) -> list[str] | None:
+    """Return the folders that a class writes to, None if unknown; a None entry means the run folder."""
+    if name in ("CSVLogger", "TensorBoardLogger"):
+        version = options.get("version")
+        version = version if isinstance(version, str | None) else f"version_{version}"
+        return [os.path.join(*(str(part or "") for part in (options.get("save_dir"), options.get("name"), version,
+                                                             options.get("sub_dir"))))]
+    if name == "WandbLogger":
+        return [options.get("save_dir"), options.get("dir")]
+    if name == "MLFlowLogger":
+        store = options.get("tracking_uri") or options.get("save_dir")
+        is_users = str(store).startswith(SERVERS) or store == os.environ.get("MLFLOW_TRACKING_URI")
+        return [None if is_users else _folder_of(store), _folder_of(options.get("artifact_location"))]
+    if name in PROFILERS:
+        return [options.get("dirpath")]
+    return [] if name == "PassThroughProfiler" else None
+
+
+def _folder_of(store: str | None) -> str | None:
+    """Return the folder of an MLflow store: the store itself, or the folder of its SQLite database."""
+    file = str(store).removeprefix("sqlite:///")
+    return store if file == str(store) else os.path.dirname(file) or "."
+
+
+def _is_odd(place: str) -> bool:
+    """True if a library may expand a path to another one: a URL, a home directory or an environment variable."""
+    return place.startswith(("~", "file:", "local:")) or any(mark in place for mark in ("://", "::", "$"))

@@ -1,0 +1,120 @@
+"""Fields of the blocks beside trainer, model and data: checkpoint, samples, mmlu and publish, on either engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lmmods.core.hub import HUB_ID
+from lmmods.core.settings import require
+from lmmods.recipe.source import SourceLike
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointFields:
+    """When a checkpoint is written besides after each validation, at the end and when interrupted, and which stay.
+
+    Args:
+        every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
+        keep_last: How many of the newest to keep.
+        keep_best: How many of the best by `monitor` to keep beside them.
+        monitor: Metric that says which is best.
+        mode: Whether the smaller or the larger value is better.
+    """
+
+    every_n_steps: int | None = 250
+    keep_last: int = 2
+    keep_best: int = 1
+    monitor: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        require(self.every_n_steps is None or self.every_n_steps >= 1, "checkpoint.every_n_steps", self.every_n_steps,
+                "1 or more")
+        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "1 or more")
+        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 or more")
+
+
+@dataclass(eq=False, repr=False)
+class SampleFields:
+    """Generate from fixed prompts, always the likeliest token, so that the answers of two steps can be compared.
+
+    They go to samples.jsonl, to the console, and to W&B and TensorBoard where these log.
+
+    Args:
+        prompts: What to ask: instructions in fine-tuning, beginnings of texts in language modelling; null asks nothing.
+        every_n_steps: Optimiser steps between samples. The end of the run is sampled too.
+        max_new_tokens: Longest answer in tokens.
+        compare_base: Also ask before the first step, and write that answer beside each later one.
+    """
+
+    prompts: list[str] | None = None
+    every_n_steps: int = 100
+    max_new_tokens: int = 64
+    compare_base: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.prompts is None or bool(self.prompts) and all(prompt.strip() for prompt in self.prompts),
+                "samples.prompts", self.prompts, "null or a list of texts, none of them empty")
+        require(self.every_n_steps >= 1, "samples.every_n_steps", self.every_n_steps, "1 or more")
+        require(self.max_new_tokens >= 1, "samples.max_new_tokens", self.max_new_tokens, "1 or more")
+
+
+@dataclass(eq=False, repr=False)
+class MMLUFields:
+    """Ask multiple-choice questions while training; the answer is the likeliest letter, not a generated text.
+
+    Rows are `subject, input, output`: the whole prompt, up to and with `Answer:`, and the right letter, from A to J.
+    Metrics are `mmlu/<name>/accuracy` (of all questions), `mmlu/<name>/mean_subject_accuracy` (of the subjects' own
+    accuracies), `mmlu/<name>/loss` (cross-entropy over the letters) and `mmlu/<name>/<subject>`.
+
+    Args:
+        source: Where the questions come from: file, folder, glob, URL, hub id, a mapping as in data.source, or a list
+            of these; null asks nothing.
+        every_n_steps: Optimiser steps between rounds of questions; null asks at each validation, so that checkpoints
+            and early stopping may go by the accuracy. The end of the run is asked too.
+        limit: Ask only so many of the questions, spread evenly over all; null asks all.
+        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning.
+        name: The part of the metrics' names that says which questions these are.
+    """
+
+    source: SourceLike | None = None
+    every_n_steps: int | None = None
+    limit: int | None = None
+    max_length: int = 2048
+    name: str = "eval"
+
+    def __post_init__(self) -> None:
+        require(self.source is None or bool(self.source), "mmlu.source", self.source,
+                "null, or a file, folder, glob or hub id")
+        require(self.every_n_steps is None or self.every_n_steps >= 1, "mmlu.every_n_steps", self.every_n_steps,
+                "null, or 1 or more")
+        require(self.limit is None or self.limit >= 1, "mmlu.limit", self.limit, "null, or 1 or more")
+        require(self.max_length >= 2, "mmlu.max_length", self.max_length, "2 or more")
+        require(bool(self.name.strip()) and "/" not in self.name, "mmlu.name", repr(self.name),
+                "a word without a slash")
+
+
+@dataclass(eq=False, repr=False)
+class PublishFields:
+    """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
+
+    Repository, token and write permission are checked before training. An upload that fails during training is reported
+    once and training continues; at the end it is an error (exit status 2) after everything else has been written.
+
+    Args:
+        repo: Hub repository `user/name`, made if there is none; null uploads nothing.
+        private: Whether only its owner sees it.
+        when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
+            leaving one out while the upload before it is under way.
+        license: License in the card, as the hub names them (apache-2.0, mit, ...).
+    """
+
+    repo: str | None = None
+    private: bool = True
+    when: Literal["end", "save"] = "end"
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.repo is None or "/" in self.repo and bool(HUB_ID.fullmatch(self.repo)), "publish.repo", self.repo,
+                "user/name")
+        require(self.license is None or self.repo is not None, "publish.repo", self.repo,
+                "set where publish.license is")

@@ -1,0 +1,734 @@
+"""Read a command line and its recipes into typed fields, and report all mistakes at once.
+
+A command line is a sequence of layers: recipe files and options, later ones overriding earlier ones. Each value in
+every layer is checked against the type of its key; the merged values are then checked by the dataclasses of fields. No
+library is imported for it. Values whose classes belong to a library or to the user, such as a logger or a task of one's
+own, are left: `lmmods.recipe.library_classes` reads them when the engine's libraries are there.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from lmmods.core.errors import UserError, gathering, user_error_in
+from lmmods.recipe.classes import check_name, class_name, declared, known_class
+from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.files import (
+    CONFIG_OPTIONS,
+    Written,
+    as_yaml,
+    option_values,
+    plain,
+    read_value,
+    read_written,
+    shortened,
+)
+from lmmods.recipe.foreign_keys import PROGRAMS, written_for
+from lmmods.recipe.keys import (
+    REQUIRED,
+    Key,
+    block_in,
+    in_words,
+    is_left,
+    keys_of,
+    listed_in,
+    members,
+    nearest,
+    recipe_keys,
+    task_classes,
+    walk,
+)
+from lmmods.recipe.values import check_values
+
+LEFT = object()  # placeholder for a value whose class is a library's or the user's
+WRONG = object()  # placeholder for a rejected value
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+TASKS = ("model", "data")  # blocks that name a class
+NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+
+
+@dataclass
+class Layer:
+    """Values set by one recipe or one option.
+
+    Args:
+        place: File name or option key; empty for a recipe given inline on the command line.
+        is_file: True for a file.
+        tree: Keys and values, nested as in a recipe.
+        option: The option as typed, with a `+` that appends; empty for a recipe.
+        value: The text of the option's value.
+    """
+
+    place: str
+    is_file: bool
+    tree: dict[Any, Any]
+    option: str = ""
+    value: str = ""
+
+    def at(self, key: str, line: int | None) -> str:
+        """Return the location prefix of a key in a message."""
+        if self.is_file:
+            return f"{self.place}:{line}: " if line else f"{self.place}: "
+        return "" if not self.place else "--" if key == self.place else f"--{self.place}: "
+
+
+@dataclass
+class Recipe:
+    """A command and its recipe: what the command line and its files set, of the right types.
+
+    Args:
+        options: Options of the command itself, with their defaults.
+        seed: `seed_everything`.
+        given: Values set in each block, without class names: {"trainer": {...}, "model": {...}, ...}. `LEFT` stands
+            for those that only the engine's libraries can read.
+        classes: Fields of the declared classes of `model` and `data`; None where the user's own class is named.
+        layers: Where the values come from.
+        words: The command line.
+    """
+
+    command: str
+    engine: str
+    options: dict[str, Any]
+    seed: bool | int
+    given: dict[str, dict[str, Any]]
+    classes: dict[str, type | None]
+    layers: list[Layer]
+    words: list[str]
+
+    def values(self, block: str) -> dict[str, Any]:
+        """Return the plain values of a block with defaults filled in."""
+        return filled(self.kind(block), self.given.get(block, {}))
+
+    def kind(self, block: str) -> type:
+        """Return the fields of a block's class."""
+        return self.classes.get(block) or block_in(recipe_keys({}, self.engine)[block].type)
+
+    def is_typed(self, key: str) -> bool:
+        """True if an option of the command line sets a key."""
+        return any(_name(layer.option) == key for layer in self.layers)
+
+
+def parse(arguments: list[str], options: dict[str, Key], example: str = "", checked: bool = True) -> Recipe:
+    """Read the command line of a command that takes a recipe.
+
+    Args:
+        arguments: The command and its words.
+        options: Options of the command itself.
+        example: Valid arguments to show if something is missing.
+        checked: False accepts an incomplete recipe, whose values do not have to fit each other.
+
+    Raises:
+        UserError: The command line or a recipe has mistakes; the message lists all.
+    """
+    command, *words = arguments
+    files: dict[str, dict[Any, Any]] = {}
+    engine = engine_of(words, files)
+    reader = Reader(recipe_keys(options, engine), engine, files=files)
+    layers = reader.layers(words)
+    for block in TASKS:
+        reader.classes[block] = reader.class_of(block, layers)
+    reader.merge(layers)
+    if not reader.mistakes and all(layer.place == "engine" for layer in layers):
+        raise UserError(f"{command} needs a recipe. For example: python train.py {command} {example}")
+    if checked:
+        reader.check()
+    refuse(reader.mistakes, f"{command} {example}")
+    values = {name: reader.given.get(name, key.default) for name, key in options.items()}
+    typed = [layer for layer in layers if layer.place == "overwrite"]
+    if typed and "overwrite" not in options:
+        raise UserError(f"--overwrite is for fit: {command} deletes nothing. Leave it out.")
+    if "overwrite" in options and not typed:
+        values["overwrite"] = _overwrites(layers, reader.given.get("trainer", {}).get("default_root_dir"))
+    given = {name: reader.given.get(name, {}) for name in reader.keys if block_in(reader.keys[name].type)}
+    return Recipe(command, engine, values, reader.given.get("seed_everything", reader.keys["seed_everything"].default),
+                  given, reader.classes, layers, words)
+
+
+def engine_of(words: list[str], files: dict[str, dict[Any, Any]] | None = None) -> str:
+    """Return the engine named by `--engine`, or else by the last `--config` that names one.
+
+    Args:
+        files: Recipes read before, by the argument of `--config`; those that this function reads are added.
+
+    Raises:
+        UserError: A recipe file cannot be read, or no engine has this name.
+    """
+    engine, files = "torch", {} if files is None else files
+    for value in option_values(words, *CONFIG_OPTIONS):
+        files[value] = read_written(value)
+        engine = plain(files[value].get("engine", engine))
+    engine = next(reversed(option_values(words, "--engine")), engine)
+    if engine not in ENGINES:
+        raise UserError(f"engine is {engine!r}, but must be torch or jax.")
+    return engine
+
+
+def _overwrites(layers: list[Layer], folder: str | None) -> bool:
+    """True if a recipe lets `fit` start over in a run folder: its key counts for the folder that it names itself."""
+    overwrites = False
+    for layer in layers:
+        if "overwrite" in layer.tree:
+            tree = plain(layer.tree)
+            trainer = tree.get("trainer")
+            named = trainer.get("default_root_dir") if isinstance(trainer, dict) else None
+            overwrites = tree["overwrite"] is True and named is not None and named == folder
+    return overwrites
+
+
+def parse_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key], example: str) -> dict[str, Any]:
+    """Return the arguments of a command without a recipe by name, groups of settings as objects.
+
+    Args:
+        unnamed: Keys that positional words stand for.
+        example: Valid command line to show if something is missing.
+
+    Raises:
+        UserError: The command line has mistakes; the message lists all.
+    """
+    reader = Reader(keys | {key.name: key for key in unnamed})
+    reader.merge(reader.layers(words, unnamed))
+    made = reader.check()
+    refuse(reader.mistakes, example)
+    return {name: made[name] if made.get(name) is not None else reader.given.get(name, key.default)
+            for name, key in reader.keys.items()}
+
+
+def refuse(mistakes: list[str], example: str = "") -> None:
+    """Raise a UserError that lists these mistakes, if any; with an example if all are missing keys."""
+    is_example_wanted = example and all(" is missing" in each for each in mistakes)
+    added = f"For example: python train.py {example}" if is_example_wanted else ""
+    if len(mistakes) == 1:
+        raise UserError(f"{mistakes[0]} {added}".rstrip())
+    if mistakes:
+        raise UserError(f"{len(mistakes)} mistakes:\n  " + "\n  ".join([*mistakes, added] if added else mistakes))
+
+
+def filled(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values of all fields of a class: the given ones, else defaults; nested settings as mappings."""
+    values = {}
+    for name, key in keys_of(kind).items():
+        if name in given or key.default is not REQUIRED:
+            values[name] = _filled_value(given.get(name, key.default), key.type)
+    return values
+
+
+def _filled_value(value: Any, hint: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return dict(vars(value))
+    if isinstance(value, dict) and (kind := block_in(hint)):
+        return filled(kind, value)
+    if isinstance(value, list):
+        inner = next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
+        return [_filled_value(each, inner) for each in value]
+    # A whole number may be given where the type is a number.
+    return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
+
+
+def objects(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the given values with mappings of settings made into objects, as constructors take them.
+
+    Raises:
+        UserError: A value is out of range.
+    """
+    keys = keys_of(kind)
+
+    def made(value: Any, inner: type | None) -> Any:
+        if isinstance(value, list):
+            return [made(each, inner) for each in value]
+        return inner(**objects(inner, value)) if inner and isinstance(value, dict) else value
+
+    return {name: made(_filled_value(value, keys[name].type), block_in(keys[name].type))
+            for name, value in given.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reader:
+    """Reads the layers of a command line and collects their mistakes.
+
+    Args:
+        keys: Allowed keys.
+        files: Recipes read before, by the argument of `--config`.
+        classes: Fields of the classes of `model` and `data`. A block missing here takes its class from its key's type;
+            one with None is left to the engine.
+    """
+
+    keys: dict[str, Key]
+    engine: str = "torch"
+    files: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    classes: dict[str, type | None] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)  # blocks whose class is named, declared or not
+    mistakes: list[str] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)  # merged plain values of all layers
+    places: dict[str, str] = field(default_factory=dict)  # key -> its location prefix in messages
+    dropped: set[str] = field(default_factory=set)  # keys already rejected, or the likely target of a rejected key
+
+    @property
+    def takes_recipe(self) -> bool:
+        """True for the command line of a command that takes a recipe."""
+        return "trainer" in self.keys
+
+    # Words of the command line ---------------------------------------------------------------------------------------
+
+    def layers(self, words: list[str], unnamed: Sequence[Key] = ()) -> list[Layer]:
+        """Return the layers of a command line; mistakes in its words are recorded.
+
+        Args:
+            unnamed: Keys that positional words stand for.
+        """
+        layers, rest, strays = [], list(words), []
+        known = {key.name for key in walk(self.keys, {block: task_classes(block) for block in TASKS})}
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                raise UserError("-- ends the options, and nothing may follow those of a recipe. Take it out.")
+            if not word.startswith("-") or " " in word.partition("=")[0]:
+                strays.append(word)
+                continue
+            option, equals, value = word.partition("=")
+            if option.startswith("-c") and not option.startswith("--") and option != "-c":
+                option, equals, value = "-c", "=", word[2:].removeprefix("=")
+            if option.startswith("--print_config"):
+                continue
+            if not equals:
+                if not rest or rest[0].startswith("-") and rest[0] != "-" and " " not in rest[0] and (
+                        not NUMBER.fullmatch(rest[0])):
+                    if option in CONFIG_OPTIONS or _name(option) in known or not self.takes_recipe:
+                        self.report("", f"{option} has no value: {option} VALUE.")
+                        self.dropped.add(_name(option))
+                        continue
+                    value = "true"  # a flag of another program
+                else:
+                    value = rest.pop(0)
+            if option in CONFIG_OPTIONS and self.takes_recipe:
+                layers.append(self._config(value))
+            else:
+                layers.append(self._option(option, value))
+        return layers + self._positional(strays, unnamed)
+
+    def _positional(self, words: list[str], unnamed: Sequence[Key]) -> list[Layer]:
+        """Return the layers of the words that belong to no option."""
+        layers = []
+        for number, key in enumerate(unnamed):
+            if get_origin(key.type) is list:
+                taken, words = words[number:], words[:number]
+                if taken:
+                    layers.append(Layer(key.name, False, {key.name: [Written.of(word, word) for word in taken]}))
+                elif key.default is REQUIRED:
+                    self.report("", f"{key.name.upper()} is missing: {key.text}")
+            elif number < len(words):
+                layers.append(Layer(key.name, False, {key.name: Written.of(words[number], words[number])}))
+            elif key.default is REQUIRED:
+                self.report("", f"{key.name.upper()} is missing: {key.text}")
+        example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys))} …"
+        for word in words[len(unnamed):]:
+            if self.takes_recipe and _is_file(word):
+                raise UserError(f"{word} is no option. A recipe is given as in --config {word}.")
+            self.report("", f"{shortened(word)} is no option: options begin with --, as in {example}.")
+        self.dropped |= {key.name for key in unnamed}  # a missing one has been reported
+        return layers
+
+    def _config(self, value: str) -> Layer:
+        tree = self.files[value] if value in self.files else read_written(value)
+        is_file = not re.search(r"[{\n]", value)
+        if is_file and (program := written_for(plain(tree))):
+            raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
+                            f"python train.py migrate {value} --out recipe.yaml")
+        return Layer(value if is_file else "", is_file, tree)
+
+    def _option(self, option: str, value: str) -> Layer:
+        name = _name(option)
+        block = block_in(self.keys[name].type) if name in self.keys else None
+        if block and name not in TASKS and not value.lstrip().startswith("{") and _is_file(value):
+            return Layer(value, True, {name: read_written(value)})  # --trainer FILE
+        is_text = name in self.keys and set(members(self.keys[name].type)) <= {str, type(None)}
+        tree = Written.of(value, value) if is_text else read_value(value)
+        for part in reversed(name.split(".")):
+            part = Written.of(part, part)
+            tree = {part: [tree] if option.endswith("+") and part == name.split(".")[-1] and not isinstance(tree, list)
+                    else tree}
+        return Layer(name, False, tree, option, value)
+
+    # Classes ---------------------------------------------------------------------------------------------------------
+
+    def class_of(self, block: str, layers: list[Layer]) -> type | None:
+        """Return the declared class that `model` or `data` ends up with; None if it is another one, or none is named.
+        """
+        name, layer = None, None
+        for each in layers:
+            for written, value in each.tree.items():
+                if written == f"{block}.class_path":
+                    name, layer = value, each
+                elif written == block and (path := _class_path(value)):
+                    name, layer = path, each
+                elif written == block and isinstance(value, dict) and "class_path" in value:
+                    self.named.add(block)
+                    line = next((getattr(key, "line", None) for key in value if key == "class_path"), None)
+                    self.report(each.at(block, line), f"{block}.class_path is {shown(value['class_path'])}, but must "
+                                                      "be the name of a class.")
+        if name is None:
+            return None
+        self.named.add(block)
+        if kind := known_class(block, name, self.engine):
+            return kind
+        if re.fullmatch(r"[A-Z]\w+", name) and name.reads_as == name:
+            try:
+                check_name(block, name, self.engine)
+            except UserError as error:
+                self.report(layer.at(block, name.line), str(error))
+        return None
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def merge(self, layers: list[Layer]) -> None:
+        """Check every value against the type of its key and merge the layers."""
+        for layer in layers:
+            values = self._block(layer.tree, self.keys, "", layer)
+            self.given = self._overlaid(self.given, values, self.keys, layer)
+
+    def _overlaid(self, under: dict[str, Any], over: dict[str, Any], keys: dict[str, Key], layer: Layer
+                  ) -> dict[str, Any]:
+        """Return values with those of a layer over them: blocks are merged, and other values replaced."""
+        result = dict(under)
+        for name, value in over.items():
+            key, before = keys[name], result.get(name)
+            kind = self.classes.get(key.name) or block_in(key.type)
+            if isinstance(value, dict) and isinstance(before, dict) and kind:
+                result[name] = self._overlaid(before, value, keys_of(kind, key.name), layer)
+            elif isinstance(value, dict) and isinstance(before, dict) and layer.place.startswith(f"{key.name}."):
+                result[name] = before | value  # an option that sets one entry of a mapping
+            elif layer.option.endswith("+") and isinstance(value, list):
+                result[name] = [*(before if isinstance(before, list) else [] if before is None else [before]), *value]
+            else:
+                result[name] = value
+        return result
+
+    def _block(self, tree: dict[Any, Any], keys: dict[str, Key], name: str, layer: Layer,
+               names_class: bool = False) -> dict[str, Any]:
+        """Return the valid values of a block.
+
+        Args:
+            names_class: Whether the block may have a `class_path`, with its keys under `init_args`.
+        """
+        result: dict[str, Any] = {}
+        for written, value in tree.items():
+            head, _, rest = written.partition(".")
+            line = getattr(written, "line", None)
+            if rest:
+                value = {Written.of(rest, rest, line or 1): value}
+            if names_class and head == "init_args" and isinstance(value, dict):
+                result = self._overlaid(result, self._block(value, keys, name, layer), keys, layer)
+                continue
+            if names_class and head == "class_path":
+                continue  # read by class_of
+            key = keys.get(head.removesuffix("+"))
+            if key is None:
+                self._unknown(f"{name}.{head}".removeprefix("."), value, layer, line)
+                continue
+            self.places[key.name] = layer.at(key.name, line)
+            read = self._value(value, key.type, key, layer, line)
+            if read is not WRONG:
+                result[key.name.rpartition(".")[2]] = read
+        return result
+
+    def _value(self, value: Any, hint: Any, key: Key, layer: Layer, line: int | None) -> Any:
+        """Convert a value to the type of its key; `WRONG` if it is rejected."""
+        if key.name in self.classes and self.classes[key.name] is None:
+            self._mean(value, keys_of(block_in(hint)))
+            return LEFT
+        if is_left(hint):
+            self._check_names(key.name, value, layer, line)
+            read = _word(value, hint)
+            return LEFT if read is WRONG else read
+        if isinstance(value, Written) and value[:1] in ("[", "{") and str not in members(hint):
+            value = read_value(value)  # a quoted mapping or list
+        if isinstance(value, dict) and (kind := self.classes.get(key.name) or block_in(hint)):
+            if len(members(hint)) > 1 and any(name in value for name in CLASS_KEYS):
+                settings = _init_args(value, kind)
+                if settings is WRONG:
+                    return self._refuse(value, key, layer, line)
+                value = settings
+            return self._block(value, keys_of(kind, key.name), key.name, layer, key.name in self.classes)
+        if isinstance(value, Written) and key.name in self.classes:
+            return {} if value else self._refuse(value, key, layer, line)  # a class name
+        if isinstance(value, Written) and value.reads_as is None and type(None) not in members(hint):
+            if key.name.startswith("trainer."):
+                return None  # Lightning sets its own defaults for these
+            if key.default is not REQUIRED and "." in key.name and block_in(hint) is None:
+                wanted = f"set; without the key it is {shown(key.default)}"
+                return self._refuse(value, key, layer, line, wanted)
+        read = converted(value, hint)
+        return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
+
+    def _mean(self, tree: Any, keys: dict[str, Key]) -> None:
+        """Keep texts of an undeclared class verbatim, for keys that every class has."""
+        for name, value in tree.items() if isinstance(tree, dict) else ():
+            if name in keys and not isinstance(value, dict):
+                converted(value, keys[name].type)
+            self._mean(value, keys if name == "init_args" else {})
+
+    def _inner(self, value: Any, read: Any, hint: Any, key: Key, layer: Layer) -> Any:
+        """Check the mappings in a list that may contain blocks."""
+        if not isinstance(value, list):
+            return read
+        kind = next(filter(None, (block_in(get_args(each)[0]) for each in members(hint) if get_origin(each) is list)),
+                    None)
+        if kind is None:
+            return read
+        return [self._value(each, kind, key, layer, None) if isinstance(each, dict) else now
+                for each, now in zip(value, read, strict=True)]
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def report(self, place: str, message: str) -> None:
+        """Record a mistake once, with its location prefix."""
+        if f"{place}{message}" not in self.mistakes:
+            self.mistakes.append(f"{place}{message}")
+
+    def _refuse(self, value: Any, key: Key, layer: Layer, line: int | None, wanted: str | None = None) -> Any:
+        from lmmods.recipe.foreign_keys import foreign_value
+
+        at = layer.at(key.name, getattr(value, "line", line) if layer.is_file else None)
+        wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
+                            else in_words(key.type, key.name))
+        other = foreign_value(key.name, value) if isinstance(value, Written) else ""
+        near = difflib.get_close_matches(str(value), listed_in(key.type), 1, 0.7) if isinstance(value, Written) else []
+        other = other or (f" Did you mean {near[0]}?" if near else "")
+        self.report(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}")
+        self.dropped.add(key.name)
+        return WRONG
+
+    def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
+        from lmmods.recipe.foreign_keys import told
+
+        at = layer.at(name, line)
+        if name == "config":
+            self.report(at, "config is no key of a recipe, which names no other. Give several on the command line: "
+                           "--config A --config B.")
+        elif others := self._others_with(name):
+            self.report(at, f"{name} is no key of {class_name(self.classes[name.partition('.')[0]])}: "
+                           f"{' and '.join(others)} {'have' if len(others) > 1 else 'has'} it.")
+        elif not self.takes_recipe:
+            near = nearest(name, self.names)
+            self.dropped.add(near or "")
+            self.report(at, f"{name} is no option." + (f" Did you mean --{near}?" if near else ""))
+        elif foreign := told(name, plain(value) if isinstance(value, Written) else None):
+            self.report(at, foreign)
+        else:
+            near = nearest(name, self.names)
+            self.dropped.add(near or "")
+            self.report(at, f"{name} is no key." + (f" Did you mean {near}?" if near else ""))
+
+    def _others_with(self, name: str) -> list[str]:
+        """Return the classes that have a key which the named class lacks."""
+        block, _, leaf = name.partition(".")
+        return [class_name(kind) for kind in task_classes(block) if leaf in keys_of(kind)] if (
+            self.classes.get(block)) else []
+
+    @property
+    def names(self) -> list[str]:
+        """Return all key names for the named classes; for a block without one, those of every declared class."""
+        classes = {block: (kind,) if kind else task_classes(block) for block, kind in self.classes.items()}
+        return [key.name for key in walk(self.keys, classes)]
+
+    def _check_names(self, key: str, value: Any, layer: Layer, line: int | None) -> None:
+        """Reject short names of classes that do not exist."""
+        for path in map(_class_path, value if isinstance(value, list) else [value]):
+            if re.fullmatch(r"[A-Z]\w+", path or "") and path.reads_as == path:
+                try:
+                    check_name(key, path, self.engine)
+                except UserError as error:
+                    self.report(layer.at(key, line), str(error))
+                    self.dropped.add(key)
+
+    # Merged layers ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> dict[str, Any]:
+        """Report missing keys, check the merged values against their classes and the engine, and return the objects of
+        the blocks that are right."""
+        for key in self.keys.values():
+            if key.name in self.classes:
+                if key.name not in self.named and not self._is_dropped(key.name):
+                    names = [*declared(key.name)]
+                    self.report("", f"{key.name} is missing: name its class, as in --{key.name} {names[-1]} "
+                                   f"({', '.join(names)}).")
+            elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
+                self._missing(key)
+        made = {name: self._made(name, kind) for name, kind in
+                ((key.name, self.classes.get(key.name) or block_in(key.type)) for key in self.keys.values())
+                if kind is not None and name != "trainer" and (name in self.given or name not in self.classes)
+                and not (name in self.classes and self.classes[name] is None)}
+        if self.takes_recipe:
+            self._gather(lambda: check_values(self._recipe(), self.engine))
+        if made.get("model") is not None and made.get("data") is not None:
+            self._gather(lambda: made["model"].check_data(made["data"]))
+        return made
+
+    def _missing(self, key: Key) -> None:
+        if not self._is_dropped(key.name):
+            option = "" if "." in key.name else "--"
+            self.report("", f"{option}{key.name} is missing: it must be {in_words(key.type, key.name)}.")
+
+    def _made(self, name: str, kind: type) -> Any:
+        """Instantiate a block's class; None if that fails."""
+        values = self.given.get(name, {})
+        return self._object(kind, name, values) if isinstance(values, dict) else None
+
+    def _object(self, kind: type, name: str, values: dict[str, Any]) -> Any:
+        keys, options = keys_of(kind, name), dict(values)
+        if LEFT in options.values():
+            return None
+        for key, value in values.items():
+            inner = block_in(keys[key].type)
+            parts = value if isinstance(value, list) else [value]
+            if inner and any(isinstance(each, dict) for each in parts):
+                made = [self._object(inner, keys[key].name, each) if isinstance(each, dict) else each for each in parts]
+                if None in made and keys[key].default is REQUIRED:
+                    return None
+                if None in made:
+                    options.pop(key)
+                else:
+                    options[key] = made if isinstance(value, list) else made[0]
+        missing = [key for key in keys.values() if key.default is REQUIRED
+                   and key.name.rpartition(".")[2] not in options]
+        for key in missing:
+            self._missing(key)
+        return None if missing else self._gather(lambda: kind(**options), name.partition(".")[0])
+
+    def _gather(self, make: Callable[[], Any], block: str = "") -> Any:
+        """Call a function and record its UserErrors; other exceptions are left to the engine."""
+        made = None
+        with gathering() as messages:
+            try:
+                made = make()
+            except Exception as error:
+                if mistake := user_error_in(error):
+                    messages.append(str(mistake))
+                elif not messages:
+                    return None
+        for message in messages:
+            name = message.partition(" ")[0]
+            if f"{block}.{name}" in self.places:
+                message, name = f"{block}.{message}", f"{block}.{name}"
+            if self._is_dropped(*re.findall(r"[\w.]+\w", message)):
+                continue
+            self.dropped.add(name)
+            self.report(self.places.get(name, "") if message.startswith(f"{name} is ") else "", message)
+        return None if messages else made
+
+    def _is_dropped(self, *words: str) -> bool:
+        """True if one of these words is, or ends, a key that was already rejected."""
+        return any(word == key or f".{key}".endswith(f".{word}") for word in words for key in self.dropped)
+
+    def _recipe(self) -> dict[str, Any]:
+        recipe = {key.name: key.default for key in self.keys.values() if block_in(key.type) is None}
+        recipe |= {name: value for name, value in self.given.items() if name not in self.classes and name != "trainer"}
+        defaults = {name: key.default for name, key in keys_of(block_in(self.keys["trainer"].type), "trainer").items()}
+        trainer = self.given.get("trainer", {})
+        recipe["trainer"] = defaults | {name: value for name, value in trainer.items() if value is not LEFT}
+        for block in self.classes:
+            value = self.given.get(block)
+            recipe[block] = {"class_path": block, "init_args": value if isinstance(value, dict) else {}}
+        return recipe
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """Convert a value to a type; `WRONG` if it does not match.
+
+    If the type includes text, a value that matches none of its other types is kept as written: `1234567`, `no`,
+    `12345e67`. Mappings of blocks are returned unchanged.
+    """
+    kinds = members(hint)
+    if isinstance(value, dict):
+        if any(block_in(each) for each in kinds):
+            return value
+        for each in kinds:
+            if each is Any or each is dict:
+                return plain(value)
+            if get_origin(each) is dict:
+                inner = {converted(name, get_args(each)[0]): converted(item, get_args(each)[1])
+                         for name, item in value.items()}
+                return WRONG if WRONG in inner or WRONG in inner.values() else inner
+        return WRONG
+    if isinstance(value, list):
+        for each in kinds:
+            if each is Any:
+                return plain(value)
+            if get_origin(each) is list:
+                items = [converted(item, get_args(each)[0]) for item in value]
+                return WRONG if any(item is WRONG for item in items) else items
+        return WRONG
+    return _scalar(value, kinds)
+
+
+def _scalar(value: Written, kinds: tuple[Any, ...]) -> Any:
+    for reads_as in (value.reads_as, *([_read_again(value)] if value.reads_as == value and str not in kinds else [])):
+        if any(each is Any or each is type(reads_as) and each is not str or each is float and type(reads_as) is int
+               for each in kinds):
+            return reads_as
+    if any(get_origin(each) is Literal and value in get_args(each) for each in kinds):
+        return str(value)
+    if str in kinds:
+        value.is_meant = True
+        return str(value)
+    return WRONG
+
+
+def _word(value: Any, hint: Any) -> Any:
+    """Convert null, true, false or a listed word to a type that has classes too; `WRONG` for any other value."""
+    words = [each for each in members(hint) if each in (bool, type(None)) or get_origin(each) is Literal]
+    return _scalar(value, tuple(words)) if isinstance(value, Written) else WRONG
+
+
+def _init_args(value: dict[Any, Any], kind: type) -> Any:
+    """Return the settings of a block that is written as a class; `WRONG` if the class is another one."""
+    named = plain(value.get("class_path", kind.__name__))
+    settings = value.get("init_args") or {}
+    if value.keys() - {"class_path", "init_args"} or not isinstance(settings, dict) or not isinstance(named, str):
+        return WRONG
+    package, _, name = named.rpartition(".")
+    return settings if name == kind.__name__ and package.partition(".")[0] in ("", "lmmods") else WRONG
+
+
+def _read_again(value: Written) -> Any:
+    """Parse a quoted text as if it had no quotes."""
+    read = read_value(str(value))
+    return read.reads_as if isinstance(read, Written) else value
+
+
+def shown(value: Any) -> str:
+    """Format a value as in a recipe, on one line."""
+    if isinstance(value, Written):
+        return shortened(str(value)) if value else "null" if value.reads_as is None else "empty"
+    text = as_yaml(plain(value), default_flow_style=True, width=10**6).strip().removesuffix("\n...")
+    return shortened(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _name(option: str) -> str:
+    """Return the key that an option sets."""
+    return option.lstrip("-").removesuffix("+").replace(".init_args.", ".")
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _class_path(value: Any) -> Written | None:
+    """Return the class path in a block's value; None if there is none."""
+    path = value.get("class_path") if isinstance(value, dict) else value
+    return path if isinstance(path, Written) else None

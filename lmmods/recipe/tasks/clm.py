@@ -1,0 +1,33 @@
+"""Causal language modelling: pretraining and continued pretraining."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.tasks.base import CausalFields, TextDataFields
+
+
+class CLMFields(CausalFields):
+    """Train a causal LM on text; predict goes on with the text."""
+
+    takes = "CLMData"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CLMDataFields(TextDataFields):
+    """Text for causal language modelling.
+
+    Args:
+        join: Lay the documents end to end before splitting, so that every block but the last is full. Otherwise each
+            document fills blocks of its own, padded or, with `packing`, put together whole. null joins unless
+            `packing` is set.
+    """
+
+    kind: ClassVar[str] = "CLMData"
+
+    join: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.join and self.packing:
+            raise UserError("data.join and data.packing are both set; joined blocks are full already, keep one of them")

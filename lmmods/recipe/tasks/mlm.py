@@ -1,0 +1,51 @@
+"""Masked language modelling."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lmmods.core.errors import UserError, refuse_value
+from lmmods.core.settings import require
+from lmmods.recipe.tasks.base import TaskFields, TextDataFields
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MLMFields(TaskFields):
+    """Train a masked LM; predict fills the gaps.
+
+    Args:
+        top_k: Candidates that predict names for each gap.
+    """
+
+    takes: ClassVar[str] = "MLMData"
+
+    top_k: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.top_k >= 1, "model.top_k", self.top_k, "1 or more")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MLMDataFields(TextDataFields):
+    """Text for masked language modelling.
+
+    Args:
+        join: Lay the documents end to end before splitting, a separator between them. Otherwise each fills rows of its
+            own.
+        mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
+        whole_word_masking: Choose whole words instead of tokens.
+    """
+
+    kind: ClassVar[str] = "MLMData"
+
+    join: bool = True
+    mlm_probability: float = 0.15
+    whole_word_masking: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for masked language modelling; data.join fills rows")
+        if not 0 < self.mlm_probability < 1:
+            refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.")

@@ -1,0 +1,115 @@
+"""Preference training: DPO and its relatives."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import dropout_rates, load_config
+from lmmods.core.preference_losses import GAMMA, PreferenceLoss
+from lmmods.core.settings import require
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PreferenceFields(CausalFields):
+    """Train a causal LM to prefer answers to others; predict generates answers.
+
+    Args:
+        loss: Loss of a pair: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero,
+            apo_down, exo_pair, and without a reference simpo, orpo, cpo; of single answers with a label: kto,
+            apo_zero_unpaired.
+        beta: How much a change of log-probability counts; for ipo the weight of staying near the reference, for orpo
+            that of the odds ratio.
+        label_smoothing: Share of pairs whose answers are taken to be the wrong way round (sigmoid, robust,
+            sigmoid_norm, exo_pair, simpo, cpo).
+        gamma: Margin that simpo asks for between the answers.
+        sft_weight: Weight of the chosen answer's negative log-likelihood per token, pair by pair; null is 1 for orpo
+            and cpo, as their papers have it, and 0 for others.
+        desirable_weight: Weight of wanted answers (kto, apo_zero_unpaired).
+        undesirable_weight: Weight of unwanted ones.
+        reference: What answers are compared with. `base` is the network without its adapter; `copy` is a frozen copy of
+            what trains, as it stands before the first step; `cache` is the same network, of which only the
+            log-probabilities of all answers are kept, computed once for all runs that share them. null is none for a
+            loss without one, else `base` with `lora` and `copy` without.
+    """
+
+    takes: ClassVar[str] = "PreferenceData"
+    adapter_drops: ClassVar[bool] = False
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = GAMMA
+    sft_weight: float | None = None
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    reference: Literal["base", "copy", "cache"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        method = self.preference_loss.method
+        require(method.has_reference or self.reference is None, "model.reference", self.reference,
+                f"null with the loss {self.loss}, which compares with none")
+        require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
+                "copy or cache (or null) without an adapter")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
+        require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Fields changed in the configuration: no dropout, which a reference has not, unless the recipe names a rate.
+
+        Of the recipe's own fields none is changed. Raises UserError for an unknown model.
+        """
+        given = self.config_overrides or {}
+        named = {*given, *(self.config if isinstance(self.config, dict) else {})}
+        config = load_config(self.pretrained or self.config, given, self.revision, self.trust_remote_code)
+        return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
+
+    @property
+    def preference_loss(self) -> PreferenceLoss:
+        """The loss with its settings. Raises UserError where they do not go together."""
+        return PreferenceLoss(self.loss, self.beta, self.label_smoothing, self.gamma, self.sft_weight,
+                              self.desirable_weight, self.undesirable_weight)
+
+    @property
+    def answers(self) -> Literal["pair", "single", "mismatched"]:  # type: ignore[override]
+        """What a row of preferences is to the loss."""
+        method = self.preference_loss.method
+        return "pair" if method.is_paired else "mismatched" if method.has_baseline else "single"
+
+    @property
+    def sequences_per_row(self) -> int:  # type: ignore[override]
+        """How many sequences of a batch a row is."""
+        return 1 if self.answers == "single" else 2
+
+    @property
+    def reference_kind(self) -> Literal["base", "copy", "cache"] | None:
+        """`reference`, with what null means."""
+        if not self.preference_loss.method.has_reference:
+            return None
+        return self.reference or ("base" if self.lora else "copy")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PreferenceDataFields(ConversationFields):
+    """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer.
+
+    Args:
+        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight, format}, or a list of these. Rows are pairs (chosen, rejected), lists of
+            answers with scores, or single answers with a label.
+        max_length: Longest prompt with one of its answers in tokens; null is 1024, or what the model can take if that
+            is less.
+        batch_size: Pairs per micro-batch and device in training.
+        dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
+            the columns.
+    """
+
+    kind: ClassVar[str] = "PreferenceData"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for preferences: the answers of a pair stay beside each other. "
+                            "data.group_by_length saves most of the padding")

@@ -1,0 +1,47 @@
+"""Extractive question answering."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.tasks.base import DataFields, TaskFields, check_range
+
+
+class QAFields(TaskFields):
+    """Find the span of a context that answers a question."""
+
+    takes = "QAData"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class QADataFields(DataFields):
+    """Questions on contexts.
+
+    Args:
+        source: Where the training questions come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context,
+            answers}.
+        stride: Tokens that neighbouring windows of a context share.
+        question_max_length: Longest question in tokens; longer ones are truncated and counted.
+        version_2_with_negative: Questions may have no answer (SQuAD v2.0): "" is then an answer, scored as v2.0 does.
+        n_best_size: Candidates kept of a window, and of a question in nbest_predictions.json.
+        max_answer_length: Longest answer in tokens.
+        null_score_diff_threshold: With version_2_with_negative, no answer is given where its score is above that of the
+            best answer by more than this.
+    """
+
+    kind: ClassVar[str] = "QAData"
+
+    stride: int = 128
+    question_max_length: int = 64
+    version_2_with_negative: bool = False
+    n_best_size: int = 20
+    max_answer_length: int = 30
+    null_score_diff_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for question answering: a window is a row of its own")
+        check_range(stride=(self.stride, 0), question_max_length=(self.question_max_length, 1),
+                    n_best_size=(self.n_best_size, 1), max_answer_length=(self.max_answer_length, 1))

@@ -1,0 +1,44 @@
+"""Supervised fine-tuning on instructions and chats."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields
+
+
+class SFTFields(CausalFields):
+    """Fine-tune a causal LM on instructions or chats; predict generates answers."""
+
+    takes = "SFTData"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SFTDataFields(ConversationFields):
+    """Conversations for supervised fine-tuning; one row of a batch is one conversation.
+
+    Args:
+        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
+            responses.
+        train_on_prompt: The same as `train_on: all`.
+        train_on_last: The same as `train_on: last`.
+        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
+            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
+            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
+            is scored.
+    """
+
+    kind: ClassVar[str] = "SFTData"
+
+    train_on: Literal["responses", "all", "last"] | None = None
+    train_on_prompt: bool = False
+    train_on_last: bool = False
+    turns: Literal["all", "last", "split"] = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
+        if asked and self.train_on not in (None, asked):
+            key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
+            raise UserError(f"data.train_on is {self.train_on}, but data.{key} asks for {asked}; keep one of them")
+        self.train_on = self.train_on or asked or "responses"
