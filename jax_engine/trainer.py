@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -143,10 +143,10 @@ class Trainer(JaxTrainerFields):
 
     def _evaluate(self, command: str, role: str, model: Task, datamodule: Any, ckpt_path: str | None) -> None:
         run = self._evaluated_run(command, model, datamodule, ckpt_path)
-        run.bar.open(command, 0)
         evaluation = Evaluation(run, self.samples, self.mmlu)
-        metrics = evaluation.evaluate(role)
-        run.bar.close()
+        with closing(run.bar):
+            run.bar.open(command, 0)
+            metrics = evaluation.evaluate(role)
         check_evaluated(metrics)
         if self.mmlu.is_on:
             metrics |= evaluation.ask()
@@ -163,11 +163,11 @@ class Trainer(JaxTrainerFields):
         data, loader = run.data, run.data.predict_dataloader()
         num_batches = run.num_batches(loader, "predict")
         outputs: dict[int, Any] = {}
-        run.bar.open("predict", num_batches)
-        for batch in run.batches(loader, data.eval_batch_size, num_batches):
-            outputs |= run.task.outputs(run.steps, run.weights, batch, data, data.run_seed)
-            run.bar.update()
-        run.bar.close()
+        with closing(run.bar):
+            run.bar.open("predict", num_batches)
+            for batch in run.batches(loader, data.eval_batch_size, num_batches):
+                outputs |= run.task.outputs(run.steps, run.weights, batch, data, data.run_seed)
+                run.bar.update()
         outputs = machines.gather(outputs)
         if run.is_first:
             found = data.predictions(outputs)
@@ -644,8 +644,8 @@ def dry_run(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[s
     loop = Loop(run, accumulate, Events(None, samples, mmlu, publish, may_stop_early=False), evaluation,
                 Checkpointer(run, cut, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
                 Interruption(saves=False))
-    loop.train(loader, resumed=False)
-    run.bar.close()
+    with closing(run.bar):
+        loop.train(loader, resumed=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -77,11 +77,8 @@ def run_interruptible(arguments: list[str]) -> int:
     from lmmods.commands.registry import COMMANDS, check_command, program_help
     from lmmods.core.console import quiet_libraries, tell
     from lmmods.core.errors import UserError
-    from lmmods.core.progress_bar import keep_last_line
     from lmmods.core.signals import Interrupted, Stopped
 
-    # Processes that Lightning launches (LOCAL_RANK > 0) share the terminal of the first one.
-    keep_last_line(erases=os.environ.get("LOCAL_RANK", "0") != "0")
     quiet_libraries()
 
     try:

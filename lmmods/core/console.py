@@ -1,11 +1,17 @@
 """Console output: printed once, by the first process, with secrets redacted; notes of libraries are silenced."""
 
 import logging
+import os
 import sys
 import warnings
-from typing import TextIO
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import parent_process
+from typing import Any, TextIO
 
 from lmmods.core.redaction import redact
+
+ERASE = "\r\033[J"  # erases to the end of the screen, because a narrowed window folds the line
+open_bars: list[Any] = []  # tqdm bars on the terminal, above which messages are printed
 
 
 def say(text: str) -> None:
@@ -26,7 +32,27 @@ def tell(text: str) -> None:
 def _print(text: str, file: TextIO | None = None) -> None:
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")  # knows the rank once it is imported
     if lightning is None or lightning.rank_zero_only.rank == 0:
-        print(printable(redact(text)), file=file, flush=True)
+        stream = file or sys.stdout
+        with _above_bars(stream):
+            print(printable(redact(text)), file=stream, flush=True)
+
+
+def _above_bars(stream: TextIO) -> AbstractContextManager[None]:
+    """Take progress bars off the terminal for the time of a message; that of another process redraws itself."""
+    if is_terminal(stream) and (parent_process() is not None or os.environ.get("LOCAL_RANK", "0") != "0"):
+        stream.write(ERASE)  # a worker, or a process launched by Lightning: the bar is that of the first process
+        return nullcontext()
+    return open_bars[-1].external_write_mode(stream) if open_bars else nullcontext()
+
+
+def is_terminal(stream: Any) -> bool:
+    """True if a stream is a terminal with cursor control."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def shows_colour(stream: Any) -> bool:
+    """True if output on a stream may be coloured; see https://no-color.org."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def printable(text: str) -> str:

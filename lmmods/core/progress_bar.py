@@ -1,21 +1,19 @@
-"""Progress of a phase: a bar on the last line of a terminal, plain lines elsewhere; the same in both engines."""
+"""Progress of a phase: tqdm's bar on a terminal, plain lines elsewhere; the same in both engines."""
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
 import psutil
+from tqdm import tqdm
 
-from lmmods.core.console import say
+from lmmods.core.console import ERASE, is_terminal, open_bars, say
 from lmmods.core.throughput import Pace
 
-REDRAWN = 0.1  # least seconds between two redraws of the bar
-BAR_WIDTH = 20
 # The expected time is printed after this many measured steps, or seconds.
 STEPS_MEASURED, SECONDS_MEASURED = 10, 30.0
+COLUMNS, ROWS = 80, 24  # of a terminal that does not know: it says 0, for which tqdm would show nothing
 
 
 class Bar:
@@ -30,11 +28,11 @@ class Bar:
     def __init__(self, enabled: bool = True, device_memory: Callable[[], int | None] = lambda: None,
                  clock: Callable[[], float] | None = None):
         self._enabled, self._device_memory, self._clock = enabled, device_memory, clock
-        self._line = status_line() if enabled else None
-        self._prints = enabled and not (self._line and is_terminal(sys.stdout))
-        self._phase = self._text = ""
+        self._draws = enabled and is_terminal(sys.stderr)
+        self._prints = enabled and not (self._draws and is_terminal(sys.stdout))
+        self._bar: tqdm | None = None
+        self._text = ""
         self._count = self._total = 0
-        self._drawn = 0.0
         self._pace = Pace(1, clock)
         self._validations: Callable[[int], int] = lambda step: 0
         self._expected = False  # True once the expected time has been printed
@@ -50,10 +48,15 @@ class Bar:
             first: What happens before the first is done, such as compiling.
             validations: Returns the number of validations after a step.
         """
-        self._phase, self._count, self._total, self._text = phase, initial, total, first
+        self.close()
+        self._count, self._total, self._text = initial, total, first
         self._pace, self._validations = Pace(total, self._clock), validations
         self._expected = phase != "train" or not self._enabled
-        self._draw()
+        if self._draws:
+            counts = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if total else "{desc}{postfix}"
+            self._bar = TerminalBar(desc=phase, total=total, initial=initial, postfix=first, bar_format=counts,
+                                    leave=False, miniters=1, nrows=ROWS)
+            open_bars.append(self._bar)
 
     def update(self, count: int | None = None, text: str = "") -> None:
         """Advance the bar.
@@ -73,8 +76,11 @@ class Bar:
             self._text = f"{text}  memory {memory / 2**30:.1f} GiB"
             if self._prints:
                 print(f"step {count}/{self._total}  {self._text}{self._time_left()}", flush=True)
-        if self._line is not None and (text or time.monotonic() - self._drawn >= REDRAWN):
-            self._draw()
+        if self._bar is not None:
+            self._bar.set_postfix_str("  ".join(filter(None, [self._time_left().strip(), self._text])), refresh=False)
+            self._bar.update(self._count - self._bar.n)
+            if text:
+                self._bar.refresh()
 
     def pause(self) -> None:
         """Call when a validation begins."""
@@ -89,9 +95,10 @@ class Bar:
             say(text)
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.show("")
-        self._phase = ""
+        if self._bar is not None:
+            open_bars.remove(self._bar)
+            self._bar.close()
+            self._bar = None
 
     def _say_expected(self) -> None:
         """Print the expected time of the run once it can be estimated."""
@@ -109,16 +116,29 @@ class Bar:
         left = self._pace.left(self._count, self._validations(self._count))
         return "" if left is None else f"  {clock(left)} left"
 
-    def _draw(self) -> None:
-        if self._line is None or not self._phase:
-            return
-        self._drawn = time.monotonic()
-        share = min(self._count / self._total, 1.0) if self._total else 0.0
-        head = f"{self._phase} {share:4.0%} {self._count}/{self._total}" if self._total else self._phase
-        tail = self._time_left() + (f"  {self._text}" if self._text else "")
-        width = min(BAR_WIDTH, self._line.width() - len(head) - len(tail) - 4)
-        bar = f" [{'#' * round(share * width):-<{width}}]" if width >= 5 else ""
-        self._line.show(head + bar + tail)
+
+class TerminalBar(tqdm):
+    """A tqdm bar that follows the width of the window and is erased as a whole.
+
+    The cursor rests at the beginning of the line, so that a longer line of other code, such as a C library's, replaces
+    the bar instead of being appended to it.
+    """
+
+    monitor_interval = 0  # no thread: each step updates the bar
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        def show(text: str) -> None:
+            # tqdm pads with blanks instead, which a window narrowed since then folds.
+            file.write(f"{ERASE}{text}\r" if text else ERASE)
+            file.flush()
+
+        return show
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        columns = os.get_terminal_size(self.fp.fileno()).columns or COLUMNS
+        return {**super().format_dict, "ncols": columns - 1}
 
 
 def describe(metrics: dict[str, float], prefix: str) -> str:
@@ -131,109 +151,3 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The last line of a terminal: it stays below all other output, whoever prints it, and never breaks a line of it.
-
-ERASE = "\r\033[J"  # erases to the end of the screen, because a narrowed window folds the line
-
-
-class StatusLine:
-    """A line that is redrawn after each line printed above it.
-
-    The cursor rests at its beginning, so that output that bypasses `Above`, such as that of a C library, overwrites it
-    from the left instead of being appended.
-
-    Args:
-        terminal: Stream of the terminal.
-        erases: True if another process draws such a line on the same terminal, to be overwritten by output of this one.
-    """
-
-    def __init__(self, terminal: TextIO, erases: bool = False):
-        self._terminal, self._erases = terminal, erases
-        self._lock = threading.RLock()  # reentrant: a signal handler may print while its own thread prints
-        self._process = os.getpid()
-        self._text = ""
-        self._in_line = False  # True if a line above has no line end yet
-
-    def show(self, text: str) -> None:
-        """Draw `text`, cut to the current width of the window; an empty text removes the line."""
-        with self._lock:
-            shown, self._text = self._text, text
-            if self._in_line and text and not shown:  # begun before there was a status line
-                self.print("\n", self._terminal)
-            elif not self._in_line and (text or shown):
-                self._draw()
-
-    def _draw(self) -> None:
-        self._terminal.write(f"{ERASE}{self._text[:self.width() - 1]}\r" if self._text else ERASE)
-        self._terminal.flush()
-
-    def width(self) -> int:
-        """Columns of the terminal; 80 if unknown."""
-        return os.get_terminal_size(self._terminal.fileno()).columns or 80
-
-    def print(self, text: str, stream: TextIO) -> None:
-        """Write `text` above the line on `stream`, which is on the same terminal."""
-        if os.getpid() != self._process:  # a fork: the line is drawn by its parent
-            self._text, self._erases, self._process = "", True, os.getpid()
-        with self._lock:
-            if text and not self._in_line and (self._text or self._erases):
-                text = ERASE + text
-            stream.write(text)
-            stream.flush()  # stdout and stderr share the terminal, each with its own buffer
-            if text:
-                self._in_line = not text.endswith(("\n", "\r"))  # tqdm's bars remove themselves by "\r"
-            if not self._in_line and self._text:
-                self._draw()
-
-
-class Above:
-    """Replacement of a stream on the terminal that writes above the status line."""
-
-    def __init__(self, stream: TextIO, line: StatusLine):
-        self._stream, self._line = stream, line
-
-    def write(self, text: str) -> int:
-        self._line.print(text, self._stream)
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        self.write("".join(lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def is_terminal(stream: Any) -> bool:
-    """True if a stream is a terminal with cursor control."""
-    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def shows_colour(stream: Any) -> bool:
-    """True if output on a stream may be coloured; see https://no-color.org."""
-    return is_terminal(stream) and not os.environ.get("NO_COLOR")
-
-
-_line: StatusLine | None = None
-
-
-def keep_last_line(erases: bool = False) -> None:
-    """Make this process print above the status line, if its stderr is a terminal.
-
-    Call it before importing libraries that keep references to the streams, such as logging ones. For arguments see
-    `StatusLine`.
-    """
-    global _line
-    if _line is not None or not is_terminal(sys.stderr):
-        return
-    _line = StatusLine(sys.stderr, erases)
-    sys.stderr = Above(sys.stderr, _line)
-    if is_terminal(sys.stdout):
-        sys.stdout = Above(sys.stdout, _line)
-
-
-def status_line() -> StatusLine | None:
-    """The status line of this process; None without a terminal."""
-    return _line

@@ -1,20 +1,12 @@
-"""Worker processes: they exit with their parent, even if that is killed, and print above its status line."""
+"""Worker processes exit with their parent, even if that is killed."""
 
 import os
 import threading
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
-from lmmods.core.progress_bar import keep_last_line
 
-
-def begin_worker(*_: object) -> None:
-    """Set up a worker of multiprocessing, with any start method. Must be called first."""
-    keep_last_line(erases=True)
-    end_with_parent()
-
-
-def end_with_parent() -> None:
+def end_with_parent(*_: object) -> None:
     """Exit this worker when its parent dies.
 
     It waits for the parent's end of a pipe to close. The parent's process id or a death signal would not do: workers of

@@ -4,9 +4,8 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from lmmods.core.console import printable, say
+from lmmods.core.console import printable, say, shows_colour
 from lmmods.core.labels import IGNORED
-from lmmods.core.progress_bar import shows_colour
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.trainer_fields import TrainerFields
 

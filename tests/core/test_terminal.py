@@ -1,14 +1,15 @@
-"""The status line on a pseudo-terminal: below all that is printed, by whom ever, at any width."""
+"""The progress bar on a pseudo-terminal: below the messages of this and other processes, at any width."""
 
+import multiprocessing
 import os
 import sys
 from contextlib import contextmanager
 
 import pytest
 
-from lmmods.core import progress_bar
-from lmmods.core.console import printable, say
-from lmmods.core.progress_bar import Above, Bar, StatusLine, shows_colour
+from lmmods.core import console, progress_bar
+from lmmods.core.console import is_terminal, printable, say, shows_colour, tell
+from lmmods.core.progress_bar import Bar
 from lmmods.runs.inspect import marked_text
 from tests.screen import Screen
 
@@ -22,56 +23,90 @@ def screen():
 
 @contextmanager
 def on(screen):
-    """stdout and stderr of this process are on the screen, with a status line. pytest sets both before each test."""
+    """stdout and stderr of this process are on the screen. pytest sets both before each test."""
     with pytest.MonkeyPatch.context() as patch, screen.open() as out, screen.open() as err:
         patch.setenv("TERM", "xterm")
-        patch.setattr(progress_bar, "_line", None)
-        patch.setattr(progress_bar, "REDRAWN", 0.0)
         patch.setattr(progress_bar, "STEPS_MEASURED", 10**9)
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        progress_bar.keep_last_line()
-        yield sys.stdout, sys.stderr
+        yield
+        assert (sys.stdout, sys.stderr) == (out, err) and not console.open_bars
 
 
-def test_nothing_breaks_the_line_of_the_bar(screen):
-    with on(screen) as (out, err):
-        out.write("\rof tqdm\r       \r")
-        out.write("loading ...")
+def test_messages_stand_above_the_bar(screen):
+    with on(screen):
         bar = Bar()
         bar.open("train", 1000, first="compiling")
-        assert screen.look() == ["loading ...", "train   0% 0/1000 [--------------------]  compiling"]
-        bar.update(250, "loss 1.5 (smoothed 2)")
+        [line] = screen.look()
+        assert line.startswith("train:   0%|") and line.endswith("| 0/1000, compiling") and len(line) == 59
         say("a sample")
-        out.write("half a ")
-        bar.update(260)
-        out.write("line\n")
-        err.write("a warning of two\nlines\n")
-        os.write(err.fileno(), b"W0000 of a library in C that is longer than the bar was here, and folded\n")
-        bar.update(270)
+        assert screen.look() == ["a sample", line]
+        bar.update(250, "loss 1.5 (smoothed 2)")
+        tell("a warning of two\nlines")
+        os.write(sys.stderr.fileno(), b"W0000 of a library in C that is longer than the bar was here, and folded\n")
+        bar.update(270, "loss 1.5 (smoothed 2)")
         *above, last = screen.look()
-        assert above == ["loading ...", "a sample", "half a line", "a warning of two", "lines",
+        assert above == ["a sample", "a warning of two", "lines",
                          "W0000 of a library in C that is longer than the bar was here", ", and folded"]
-        assert last.startswith("train  27% 270/1000  0:") and "left  loss 1.5 (smoothed 2)" in last
+        assert last.startswith("train:  27%|") and "| 270/1000, 0:" in last and "left  loss 1.5 (smo" in last
+        screen.resize(140)
+        bar.update(280, "loss 1.4")
+        *above, last = screen.look()
+        assert "left  loss 1.4  memory " in last and last.endswith(" GiB") and len(last) == 139
         screen.resize(30)
-        bar.update(280)
-        assert screen.look()[-1].startswith("train  28% 280/1000  0:") and len(screen.look()[-1]) < 30
+        bar.update(290, "loss 1.3")
+        assert screen.look()[:-1] == above
+        assert screen.look()[-1].startswith("train:  29%|") and len(screen.look()[-1]) < 30
         screen.resize(0)  # a terminal that does not say
-        bar.update(290)
+        bar.update(300, "loss 1.2")
+        assert "| 300/1000, 0:" in screen.look()[-1] and len(screen.look()[-1]) == 79
         bar.close()
         say("the end")
         assert screen.look() == [*above, "the end"]
 
 
-def test_a_process_beside_it_replaces_the_line_by_its_own(screen):
-    with on(screen), screen.open() as stream:
+def test_a_bar_without_steps_is_its_name(screen):
+    with on(screen):
+        screen.resize(0)
+        bar = Bar()
+        bar.open("validate", 0)
+        assert screen.look() == ["validate"]
+        bar.open("test", 4)  # in place of the other
+        bar.update()
+        assert len(screen.look()) == 1 and screen.look()[0].startswith("test:")
+        bar.close()
+        assert screen.look() == []
+
+
+def in_worker(path):
+    worker = multiprocessing.get_context("spawn").Process(target=say_on, args=(path,))
+    worker.start()
+    worker.join(60)
+
+
+def say_on(path):
+    with open(path, "w") as sys.stdout:
+        say("a worker\nsays two lines")
+
+
+def in_process_of_lightning(path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")
+        patch.setattr(console, "open_bars", [])
+        say("a worker\nsays two lines")
+
+
+@pytest.mark.parametrize("says", [in_worker, in_process_of_lightning])
+def test_messages_of_another_process_replace_the_bar_until_its_next_step(screen, says):
+    with on(screen):
         bar = Bar()
         bar.open("train", 10)
-        worker = Above(stream, StatusLine(stream, erases=True))
-        print("a worker\nsays two lines", file=worker)
+        says(screen.path)
         assert screen.look() == ["a worker", "says two lines"]
-        bar.update(1)
-    assert screen.look()[:2] == ["a worker", "says two lines"] and screen.look()[2].startswith("train  10% 1/10")
+        bar.update(1, "loss 2")
+        lines = screen.look()
+        assert lines[:2] == ["a worker", "says two lines"] and lines[2].startswith("train:  10%|")
+        bar.close()
 
 
 def test_a_log_file_gets_lines_also_beside_a_bar(screen, monkeypatch, tmp_path):
@@ -93,7 +128,7 @@ def test_dumb_terminals_and_those_without_colour(screen, monkeypatch):
                 patch.delenv("NO_COLOR", raising=False)
                 for name, value in settings.items():
                     patch.setenv(name, value)
-                assert (progress_bar.is_terminal(stream), shows_colour(stream)) == (moves, colours)
+                assert (is_terminal(stream), shows_colour(stream)) == (moves, colours)
 
 
 def test_rows_are_marked_and_command_no_terminal():

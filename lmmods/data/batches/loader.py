@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.core.subprocesses import begin_worker
+from lmmods.core.subprocesses import end_with_parent
 from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank, batches_per_rank, recut
 
 Batch = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class _Batches:
 def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int) -> DataLoader:
     # forkserver: forking a process that has started JAX can deadlock
     parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
-                "worker_init_fn": begin_worker} if num_workers else {}
+                "worker_init_fn": end_with_parent} if num_workers else {}
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
 
 

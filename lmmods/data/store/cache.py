@@ -25,7 +25,7 @@ from lmmods.core.console import tell
 from lmmods.core.errors import UserError
 from lmmods.core.fingerprints import stamps
 from lmmods.core.hardware import cache_folder, num_cores
-from lmmods.core.subprocesses import begin_worker
+from lmmods.core.subprocesses import end_with_parent
 from lmmods.data.encode.encoder import Encoded, Encoder, RowCounts, RowError, arrow_column, describe_dropped
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
@@ -287,7 +287,7 @@ _worker_encoder: Encoder | None = None
 
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
-    begin_worker()
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_encoder = encoder
 
