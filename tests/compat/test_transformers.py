@@ -57,28 +57,6 @@ def test_the_attention_in_use(llama):
     assert compat.can_change_attention(llama) is True, mend("transformers", compat.can_change_attention)
 
 
-def test_arguments_of_the_next_step(llama):
-    ids = torch.tensor([[1, 2, 3]])
-    outputs = llama(ids, use_cache=True)
-    found = compat.after_step(llama, outputs, {"attention_mask": torch.ones_like(ids), "use_cache": True})
-    assert found["attention_mask"].tolist() == [[1, 1, 1, 1]] and found["use_cache"] is True, mend(
-        "transformers", compat.after_step)
-    assert compat.cache_of(found).get_seq_length() == 3, mend("transformers", compat.cache_of)
-
-
-def test_the_cache_of_generation(llama):
-    """The one that `generate` has made, and the model fills."""
-    seen = []
-
-    def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        seen.append(compat.cache_of(kwargs))
-        model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs))
-        return input_ids
-
-    llama.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1, custom_generate=step)
-    assert seen[0].get_seq_length() == 3, mend("transformers", compat.cache_of)
-
-
 def test_gelu_of_gpt2_is_that_of_torch():
     x = torch.linspace(-4, 4, 99)
     assert torch.allclose(NewGELUActivation()(x), nn.GELU(approximate="tanh")(x), atol=1e-6), mend(

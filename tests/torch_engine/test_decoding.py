@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn.decoding import contrastive_search, generate, group_beam_search
+from lmmods.torch_engine.nn.decoding import CARRIED, _forward, contrastive_search, generate, group_beam_search
 
 SEED = 70_000_000
 PADDED = torch.tensor([[0, 0, 0, 5, 17, 33, 8], [0, 41, 7, 9, 90, 12, 64], [3, 14, 15, 92, 65, 35, 89]])
@@ -134,6 +134,29 @@ def test_cache_changes_nothing_for_groups(models):
     options = {"max_new_tokens": 8, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "eos_token_id": 40}
     cached = answers(models["gpt2"], PADDED, **options)
     assert answers(models["gpt2"], PADDED, use_cache=False, **options) == cached
+
+
+@pytest.mark.parametrize("mask", [None, [[0, 1, 1], [1, 1, 1]]])
+def test_inputs_of_the_next_step_are_those_of_transformers(models, mask):
+    """The cache that `generate` has made, a column more in all that describes tokens, and the rest as it was."""
+    seen = []
+
+    def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        theirs = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        outputs, found = _forward(model, input_ids, kwargs, prompt=True)
+        seen.append((found, model._update_model_kwargs_for_generation(outputs, theirs)))
+        return input_ids
+
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    given = {"token_type_ids": torch.tensor([[0, 0, 1], [0, 1, 1]])} if mask is not None else {}
+    models["gpt2"].generate(ids, attention_mask=mask and torch.tensor(mask), max_new_tokens=1, custom_generate=step,
+                            **given)
+    [(found, theirs)] = seen
+    assert {name: value.tolist() if torch.is_tensor(value) else value for name, value in found.items()} == {
+        name: value.tolist() if torch.is_tensor(value) else value for name, value in theirs.items()}
+    [cache] = [value for name, value in found.items() if name in CARRIED]
+    assert cache.get_seq_length() == 3
+    assert found["position_ids"].tolist()[-1] == [0, 1, 2, 3] and ("token_type_ids" in found) == (mask is not None)
 
 
 @pytest.mark.parametrize("options", [

@@ -50,19 +50,6 @@ def without_padding() -> Iterator[None]:
             setattr(masking_utils, name, original)
 
 
-def after_step(model: nn.Module, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the next step of generation: `_update_model_kwargs_for_generation`.
-
-    Architectures override it, so a `custom_generate` cannot replace it by code of its own.
-    """
-    return model._update_model_kwargs_for_generation(outputs, kwargs)
-
-
-def cache_of(kwargs: dict[str, Any]) -> Any:
-    """Return the cache from the arguments of a step of generation: `past_key_values`; `cache` since 5.24."""
-    return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
-
-
 def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
     """Return the names of the linear layers that bitsandbytes packs: not in `HfQuantizer.get_modules_to_not_convert`.
 
@@ -245,7 +232,7 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
     class Quantizer(AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]):
         def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
             module, _, name = param_name.rpartition(".")
-            parameter = model.get_submodule(module)._parameters.get(name)
+            parameter = dict(model.get_submodule(module).named_parameters(recurse=False)).get(name)
             is_chosen = parameter is not None and not self.pre_quantized and chosen(param_name, parameter)
             return is_chosen or super().param_needs_quantization(model, param_name, **kwargs)
 

@@ -9,6 +9,7 @@ B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. 
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,16 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
-from lmmods.torch_engine.compat.transformers import after_step, cache_of
 
 UNUSED = -1  # Fills positions after the end of finished beams until the longest is known; no token has this id.
 LOST = -1e9  # Score of a discarded beam; not -inf, so that sums with it stay finite.
+# Outputs of a step that are inputs of the next: the cache, `past_key_values` before transformers 5.24, and the states
+# of RWKV and XLNet.
+CARRIED = ("cache", "past_key_values", "state", "mems")
+# Inputs that describe the tokens so far, and how the column of a new token follows from the last one.
+COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention_mask": torch.ones_like, "position_ids": lambda last: last + 1, "token_type_ids": torch.clone,
+    "mm_token_type_ids": torch.zeros_like}
 
 
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
@@ -129,7 +136,7 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
     while _goes_on(bool(finished.all()), synced, input_ids.device):
         probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)
         candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)
-        cache_of(model_kwargs).reorder_cache(origin)
+        _reorder_cache(model_kwargs, origin)
         outputs, model_kwargs = _forward(model, candidates, model_kwargs)
         states = F.normalize(outputs.hidden_states[-1][:, -1].float(), dim=-1).unflatten(0, (-1, k))
         best = ((1 - penalty_alpha) * probs - penalty_alpha * (states @ context.mT).amax(-1)).argmax(-1)
@@ -174,7 +181,7 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
         parents = torch.cat([group.parents + n * group.size for n, group in enumerate(groups)], 1)
         first = torch.arange(len(parents), device=parents.device)[:, None] * config.num_beams
         if model_kwargs["use_cache"]:
-            cache_of(model_kwargs).reorder_cache((first + parents).flatten())
+            _reorder_cache(model_kwargs, (first + parents).flatten())
     scores = torch.cat([group.best_scores for group in groups], 1)
     top = scores.topk(config.num_return_sequences).indices[..., None]
     best = torch.cat([group.best for group in groups], 1).take_along_dim(top, 1)
@@ -236,7 +243,15 @@ def _forward(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool
     length = 1 if kwargs["use_cache"] and not prompt else None
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, is_first_iteration=prompt, **kwargs)
     outputs = model(**inputs, return_dict=True)
-    return outputs, after_step(model, outputs, kwargs)
+    carried = {name: value for name, value in outputs.items() if name in CARRIED}
+    grown = {name: torch.cat([kwargs[name], column(kwargs[name][..., -1:])], -1) for name, column in COLUMNS.items()
+             if kwargs.get(name) is not None}
+    return outputs, kwargs | grown | carried
+
+
+def _reorder_cache(kwargs: dict[str, Any], rows: Tensor) -> None:
+    """Make the cache that of these rows, in this order; rows may repeat."""
+    next(kwargs[name] for name in CARRIED if name in kwargs).reorder_cache(rows)
 
 
 def _pad_token(config: GenerationConfig) -> int:
