@@ -46,10 +46,9 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     recipe = yaml.load(text, Loader=Loader) or {}
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
     metrics = json.loads(folder.metrics_json.read_text(encoding="utf-8")) if folder.metrics_json.exists() else {}
-    header = _header(folder.root.name, recipe, metrics, base, is_adapter, auto_class)
     shown_base = base and shown_path(base, folder.root)
     parts = [
-        f"---\n{as_yaml(header)}---",
+        f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escaped(folder.root.name)}",
         _origin(shown_base, is_adapter) + _method(recipe),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
@@ -64,23 +63,27 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     return redact("\n\n".join(parts) + "\n")
 
 
-def _header(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter: bool, auto_class: str) -> dict:
-    """The metadata block, keys as the hub documents them."""
+def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter: bool, auto_class: str) -> str:
+    """The metadata block, as YAML that ends with a line end."""
+    from huggingface_hub import ModelCardData
+
     data = recipe.get("data", {}).get("init_args", {})
     model = recipe.get("model", {}).get("init_args", {})
     task = PIPELINES[auto_class]
-    header: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "pipeline_tag": task}
-    if license_name := recipe.get("publish", {}).get("license"):
-        header["license"] = license_name
-    if hub_id(base):
-        header["base_model"] = base
-    if datasets := [path for path in _paths(data.get("source")) if hub_id(path)]:
-        header["datasets"] = datasets
-    header["tags"] = ["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else []),
-                      *_preference_tags(recipe)]
-    if results := _results(task, data, metrics):
-        header["model-index"] = [{"name": name, "results": results}]
-    return header
+    results = _results(task, data, metrics)
+    metadata = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag=task,
+        license=recipe.get("publish", {}).get("license") or None,
+        base_model=hub_id(base),
+        datasets=[path for path in _paths(data.get("source")) if hub_id(path)] or None,
+        tags=["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else []),
+              *_preference_tags(recipe)],
+        model_name=name if results else None,  # a key of the hub within the evaluations alone
+        eval_results=results or None,
+    )
+    # Not `to_yaml`: a run named 1e-4 would be a number to the hub, which reads YAML 1.2.
+    return as_yaml(metadata.to_dict())
 
 
 def _origin(base: str | None, is_adapter: bool) -> str:
@@ -113,21 +116,23 @@ def _method(recipe: dict) -> str:
             + (f", sft_weight {options['sft_weight']}" if options.get("sft_weight") else "") + ".")
 
 
-def _results(task: str, data: dict, metrics: dict) -> list[dict]:
-    """Evaluations in the form of the hub's model-index, one for validation and one for test."""
+def _results(task: str, data: dict, metrics: dict) -> list[Any]:
+    """Metrics of validation and test as huggingface_hub's `EvalResult`s."""
+    from huggingface_hub import EvalResult
+
     sources = {"val": data.get("val_source") or data.get("source"), "test": data.get("test_source")}
     results = []
     for role, source in sources.items():
-        found = {key.removeprefix(f"{role}/"): value for key, value in metrics.items() if key.startswith(f"{role}/")}
         path = next(iter(_paths(source)), None)
-        if found and path:
-            dataset = {"name": path, "type": path} if hub_id(path) else {"name": Path(path).stem, "type": "local"}
-            results.append({
-                "task": {"type": task},
-                "dataset": {**dataset, "split": {"val": "validation"}.get(role, role)},
-                "metrics": [{"type": key, "value": value, "name": f"{role}/{key}"} for key, value in found.items()
-                            if isinstance(value, int | float) and math.isfinite(value)],
-            })
+        if not path:
+            continue
+        dataset_type, dataset_name = (path, path) if hub_id(path) else ("local", Path(path).stem)
+        results += [
+            EvalResult(task_type=task, dataset_type=dataset_type, dataset_name=dataset_name,
+                       dataset_split={"val": "validation"}.get(role, role), metric_type=key.removeprefix(f"{role}/"),
+                       metric_name=key, metric_value=value)
+            for key, value in metrics.items()
+            if key.startswith(f"{role}/") and isinstance(value, int | float) and math.isfinite(value)]
     return results
 
 

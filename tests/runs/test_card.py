@@ -62,6 +62,14 @@ def test_metadata_is_what_the_hub_reads(run):
     assert "from_pretrained(\"google-bert/bert-base-uncased\", revision='v1')" in card
 
 
+def test_names_are_texts_in_yaml_1_2(run):
+    """The hub's parser reads 1e-4 as a number, PyYAML as text."""
+    card = model_card(run({"val/loss": 1.0}, data={"init_args": {"source": "rows/1e-4.jsonl"}}), None, False,
+                      "AutoModelForCausalLM")
+    assert re.search(r"""name: ['"]1e-4['"]\n""", card)
+    assert [result.dataset_name for result in ModelCard(card).data.eval_results] == ["1e-4"]
+
+
 def test_a_chat_is_shown_as_it_was_trained(run):
     folder = run(data={"init_args": {"system_prompt": "Be kind.", "chat_template_kwargs": {"enable_thinking": False}}})
     card = model_card(folder, None, False, "AutoModelForCausalLM", is_chat=True)
