@@ -13,8 +13,8 @@ ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-all test-numerics test-newest test-oldest lock bench lint smoke clean plan-tpu \
-	plan-cuda accelerators plans
+.PHONY: help install demo docs test test-all test-numerics test-newest test-oldest lock bench lint fields smoke clean \
+	plan-tpu plan-cuda accelerators plans
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/'
@@ -70,6 +70,9 @@ docs: $(READY) ## Build the documentation as a site with search in .site/
 	@$(BIN)/pip install --quiet --quiet -c $(LOCK) -e '.[docs]'
 	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --strict -f mkdocs.yml
 	@echo "Open .site/index.html"
+
+fields: $(READY) ## Write the tables of keys on the pages of docs/ from the code
+	$(BIN)/python .ci/fields.py
 
 bench: $(READY) ## Measure speed and memory beside other trainers (about an hour; installs them)
 	$(BIN)/python benchmarks/bench.py

@@ -92,10 +92,12 @@ class LoRA:
         rank: Rank of the update.
         alpha: The update is scaled by alpha / rank (alpha / sqrt(rank) with `rslora`).
         dropout: Dropout on the adapter's input.
-        targets: `all-linear` (every linear layer but the output head) or names of modules, matched at their end.
-        target_parameters: Stacked matrices of experts that carry one for each expert, matched at the end of their
-            names: `[experts.gate_up_proj, experts.down_proj]`.
-        modules_to_save: Modules trained in full and saved beside the adapter, for example `[lm_head, embed_tokens]`.
+        targets: `all-linear` (every linear layer but the output head, experts and routers) or names of modules, matched
+            at their end.
+        target_parameters: Stacked matrices of experts that get an adapter for each expert, in addition to `targets`,
+            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT without `dropout`
+            and `dora`.
+        modules_to_save: Modules trained in full and saved with the adapter, for example `[lm_head, embed_tokens]`.
         dora: Weight-decomposed adapters (Liu et al. 2024).
         rslora: Rank-stabilised scaling (Kalajdzievski 2023).
     """

@@ -15,9 +15,9 @@ class CheckpointFields:
     Args:
         every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
         keep_last: How many of the newest to keep.
-        keep_best: How many of the best by `monitor` to keep beside them.
+        keep_best: How many of the best by `monitor` to keep in addition.
         monitor: Metric that says which is best.
-        mode: Whether the smaller or the larger value is better.
+        mode: Direction of `monitor`: `min` if smaller is better, `max` if larger is.
     """
 
     every_n_steps: int | None = 250
@@ -43,7 +43,7 @@ class SampleFields:
         prompts: What to ask: instructions in fine-tuning, beginnings of texts in language modelling; null asks nothing.
         every_n_steps: Optimiser steps between samples. The end of the run is sampled too.
         max_new_tokens: Longest answer in tokens.
-        compare_base: Also ask before the first step, and write that answer beside each later one.
+        compare_base: Also ask before the first step, and write that answer next to each later one.
     """
 
     prompts: list[str] | None = None
@@ -72,7 +72,7 @@ class MMLUFields:
         every_n_steps: Optimiser steps between rounds of questions; null asks at each validation, so that checkpoints
             and early stopping may go by the accuracy. The end of the run is asked too.
         limit: Ask only so many of the questions, spread evenly over all; null asks all.
-        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning.
+        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning and are counted.
         name: The part of the metrics' names that says which questions these are.
     """
 
@@ -101,8 +101,8 @@ class PublishFields:
     once and training continues; at the end it is an error (exit status 2) after everything else has been written.
 
     Args:
-        repo: Hub repository `user/name`, made if there is none; null uploads nothing.
-        private: Whether only its owner sees it.
+        repo: Hub repository `user/name`, created if there is none; null uploads nothing.
+        private: Make the repository private.
         when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
             leaving one out while the upload before it is under way.
         license: License in the card, as the hub names them (apache-2.0, mit, ...).

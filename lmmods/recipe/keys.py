@@ -75,7 +75,7 @@ def recipe_keys(options: dict[str, Key], engine: str) -> dict[str, Key]:
     return {
         **options,
         "seed_everything": Key("seed_everything", bool | int, DEFAULT_SEED,
-                               "Seed of everything that is drawn; true draws the seed itself."),
+                               "Seed of weights, dropout, order and splits: 0 to 4294967295; true draws one."),
         "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
         # Accepted by every command, as a recipe written for fit may set it.
         **({} if "overwrite" in options else {"overwrite": Key("overwrite", bool, False, "")}),

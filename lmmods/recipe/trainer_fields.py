@@ -39,16 +39,18 @@ class TrainerFields:
 
     Args:
         accelerator: Platform: cpu, gpu, tpu; `auto` takes the best there is.
-        devices: How many devices of this machine, or on torch a list of GPUs; `auto` takes all (on a CPU one).
+        devices: How many devices of this machine, or on torch a list of GPUs such as [0, 2]; `auto` and -1 take all (on
+            a CPU one).
         num_nodes: Machines of the run; see docs/cluster.md.
         strategy: `ddp` keeps everything on every device; `fsdp` shards parameters, gradients and optimiser state over
             all of them; `auto` takes ddp when there are several devices. As a class: on torch
-            lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy, on JAX MeshSharding.
+            lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy, on JAX MeshSharding. See
+            docs/cluster.md.
         precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
             where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
-        logger: Loggers beside metrics.csv, which is always written. True or false add none.
-        callbacks: Callbacks beside those of the blocks checkpoint, samples, mmlu and publish.
-        max_epochs: Epochs to train; a fraction is allowed.
+        logger: Loggers in addition to metrics.csv, which is always written. True or false add none.
+        callbacks: Callbacks in addition to those of the blocks checkpoint, samples, mmlu and publish.
+        max_epochs: Epochs to train; a fraction is allowed: 1.5 ends in the middle of the second epoch.
         max_steps: Optimiser steps to train; -1 leaves it to max_epochs.
         accumulate_grad_batches: Micro-batches of each device that make an optimiser step.
         gradient_clip_val: Largest norm (or value) of the averaged gradient; null does not clip.
@@ -61,7 +63,7 @@ class TrainerFields:
         limit_test_batches: The same of the test set.
         limit_predict_batches: The same of the rows to predict.
         overfit_batches: Train and validate on the same few micro-batches (a number or a share), unshuffled.
-        num_sanity_val_steps: Validation batches checked before training; -1 takes all, null 2.
+        num_sanity_val_steps: Validation batches tried before training; null is 2, -1 tries all.
         log_every_n_steps: Optimiser steps between logged rows; null is 50.
         enable_checkpointing: False writes no checkpoint.
         enable_progress_bar: False shows no bar and no lines in its place.
@@ -108,10 +110,10 @@ class TorchTrainerFields(TrainerFields):
         min_steps: Optimiser steps to train at least.
         max_time: Stop after this time: DD:HH:MM:SS, or a mapping such as {hours: 8}.
         fast_dev_run: Run one batch of each loop (true), or so many, and write nothing.
-        deterministic: Whether torch must use deterministic algorithms; `warn` uses them where there are some.
+        deterministic: Require deterministic algorithms of torch; `warn` uses them where there are some.
         benchmark: cuDNN's search for the fastest algorithm.
         inference_mode: Evaluate under torch.inference_mode instead of no_grad.
-        profiler: What measures the parts of a step: simple, advanced, pytorch, or a class.
+        profiler: Profiler of the parts of a step: simple, advanced, pytorch, or a class.
         barebones: Leave out all that could slow a step down, to measure the loop itself.
         sync_batchnorm: Share the statistics of batch norms between processes.
         reload_dataloaders_every_n_epochs: Epochs after which loaders are made anew; 0 keeps them.

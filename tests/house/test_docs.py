@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -39,7 +40,7 @@ FORM = "… is …, but must be …"  # explains all messages of this form, what
 
 def fences(text: str) -> list[tuple[str, str, str]]:
     """(comment before it, language, content) of the fenced blocks of a page."""
-    found = re.findall(r"(?:<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    found = re.findall(r"(?:<!-- ([^\n]*?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.S | re.M)
     return [(comment, language, content) for comment, language, content in found]
 
 
@@ -189,7 +190,7 @@ def test_migration_names_keys_in_its_second_column(known):
 def told(path: str) -> dict[str, str]:
     """Keys and defaults in the tables of a page."""
     text = (ROOT / "docs" / path).read_text()
-    rows = re.findall(r"^\| `(\w+\.[\w.]+|engine|seed_everything)` \| (`[^`]+`|required|below) \|", text, re.M)
+    rows = re.findall(r"^\| `(\w+\.[\w.]+|engine|seed_everything)` \| [^|]+ \| (`[^`]+`|required|below) \|", text, re.M)
     assert len(dict(rows)) == len(rows), path
     return {key: default.strip("`") for key, default in rows}
 
@@ -211,6 +212,12 @@ def test_tables_of_fields_are_complete_and_right(task, by_task):
     assert checked(told_here) == checked(wanted)
     for key, default in told_here.items():
         assert yaml.safe_load(default) == by_task[task][key], key
+
+
+def test_tables_of_fields_are_those_of_the_code():
+    """To write them anew: make fields"""
+    for page, text in runpy.run_path(str(ROOT / ".ci" / "fields.py"))["pages"]().items():
+        assert page.read_text() == text, page
 
 
 # Messages ---------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class TaskFields:
             of a configuration. The vocabulary size defaults to the tokenizer's.
         config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
         revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Run Python code that comes with the model (torch engine only).
+        trust_remote_code: Run Python code that comes with the model. Command line and torch engine only.
         quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 (int8); needs `lora` or `adapter`. QLoRA
             (Dettmers et al. 2023) is `lora` plus this field.
         double_quant: Quantise the 4-bit scales too.
@@ -157,7 +157,7 @@ class CausalFields(TaskFields):
     Args:
         generation: How predict generates.
         balance_loss: Weight of a loss that spreads the tokens of each row evenly over the experts of a model that has
-            some, in place of transformers' router_aux_loss_coef; 0 is none.
+            some, in place of transformers' router_aux_loss_coef; 0 is none. See docs/metrics.md.
     """
 
     generation: Generation = Generation()
@@ -184,10 +184,10 @@ class DataFields:
             own; where it has none, causal models take another token it has, others add [PAD].
         bos_token: Token that begins a text, where the tokenizer names none.
         eos_token: Token that ends a text, where the tokenizer names none.
-        add_tokens: Tokens to keep whole wherever they stand in texts, and where the chat template writes them, there
+        add_tokens: Tokens to keep whole wherever they occur in texts, and where the chat template writes them, there
             alone. Those that the vocabulary holds keep their ids; it grows by the others, whose embeddings are trained.
         tokenizer_options: How a tokenizer of BERT's kind reads text, where its folder does not say it or says it
-            wrongly: do_lower_case, strip_accents, tokenize_chinese_chars, for example {do_lower_case: false}.
+            wrongly: do_lower_case, strip_accents, tokenize_chinese_chars, each true or false.
         max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
         batch_size: Rows per micro-batch and device in training.
         eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
@@ -295,10 +295,10 @@ class ConversationFields(DataFields):
         chat_template_kwargs: Variables of the chat template, for example {enable_thinking: false}; a row's own column
             chat_template_kwargs goes before.
         dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
-        roles: Names of roles in the file -> system, user, assistant or tool, beside the usual names.
+        roles: Names of roles in the file -> system, user, assistant or tool, in addition to the usual names.
         turn_fields: Parts of a turn (role, content, reasoning_content, tool_calls, tool_call_id, name, scored) -> their
-            keys in the file, beside the usual keys, for example {role: who, content: said}.
-        reasoning: Whether reasoning (`reasoning_content`, or <think> in a response) is kept or dropped.
+            keys in the file, in addition to the usual keys, for example {role: who, content: said}.
+        reasoning: Keep or drop reasoning (`reasoning_content`, or `<think>` in a response).
         system_prompt: System turn of conversations that have none.
         replace_system_prompt: Give `system_prompt` to all conversations, whatever system turn they have.
         source_max_length: Longest prompt (all before the last response) in tokens.

@@ -1,0 +1,79 @@
+"""Write the tables of keys on the pages of docs/ from the declarations of the keys: `make fields`.
+
+A table follows its mark, `<!-- fields: NAME -->`. NAME is a block of the recipe (`model.lora`); `recipe` for the keys
+beside the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; a single key
+(`model.balance_loss`); or the class of a task or its data, for the keys that it adds to those on docs/fields.md.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmmods.commands.registry import options_of
+from lmmods.recipe import keys
+from lmmods.recipe.classes import BASES, class_name
+
+DOCS = Path(__file__).parents[1] / "docs"
+TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
+HEADER = "| key | type | default | meaning |\n|---|---|---|---|\n"
+PAGE = re.compile(r"\bdocs/(\w+)\.md")  # as descriptions name a page
+CLASSES = {class_name(kind): (block, kind) for block in BASES for kind in keys.task_classes(block)}
+ALL = {key.name: key for key in keys.walk(keys.recipe_keys(options_of("fit")[0], "torch"), {
+    block: (base, *keys.task_classes(block)) for block, base in BASES.items()})}
+
+
+def fields_of(name: str) -> list[keys.Key]:
+    """Return the keys of the table NAME; an empty list if there is no such table."""
+    if name == "recipe":
+        return [ALL["engine"], ALL["seed_everything"]]
+    if name in CLASSES:
+        block, kind = CLASSES[name]
+        # SFT adds generation and balance_loss, which have tables of their own on docs/fields.md.
+        shared = keys.keys_of(CLASSES["SFT"][1] if block == "model" else BASES[block])
+        return [key for own, key in keys.keys_of(kind, block).items() if own not in shared]
+    if name in BASES:
+        return list(keys.keys_of(BASES[name], name).values())
+    if name.startswith("trainer"):
+        on_jax = keys.keys_of(keys.TRAINERS["jax"])
+        return [key for own, key in keys.keys_of(keys.TRAINERS["torch"], "trainer").items()
+                if (own in on_jax) == (name == "trainer")]
+    block = [key for key in ALL.values() if key.name.rpartition(".")[0] == name]
+    return block or [key for key in ALL.values() if key.name == name]
+
+
+def default_of(key: keys.Key) -> str:
+    """Return the default as YAML in backticks, `required`, or `below` for a block with a table of its own."""
+    if key.default is keys.REQUIRED:
+        return "required"
+    return "below" if keys.block_in(type(key.default)) else f"`{as_yaml(key.default)}`"
+
+
+def as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def table(name: str, page: Path) -> str:
+    """Return the table NAME for a page, with links relative to that page.
+
+    Raises:
+        ValueError: There is no such table.
+    """
+    up = "../" * (len(page.relative_to(DOCS).parts) - 1)
+    rows = [(f"`{key.name}`", keys.in_words(key.type, key.name), default_of(key),
+             PAGE.sub(rf"[\1]({up}\1.md)", key.text).replace("|", "\\|")) for key in fields_of(name)]
+    if not rows:
+        raise ValueError(f"{page}: there is no table of fields called {name}")
+    return HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def pages() -> dict[Path, str]:
+    """Return the text that each page of docs/ should have."""
+    return {page: TABLE.sub(lambda mark, page=page: mark[1] + table(mark[2], page), page.read_text())
+            for page in sorted(DOCS.rglob("*.md"))}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
