@@ -72,7 +72,8 @@ class MMLUFields:
         every_n_steps: Optimiser steps between rounds of questions; null asks at each validation, so that checkpoints
             and early stopping may go by the accuracy. The end of the run is asked too.
         limit: Ask only so many of the questions, spread evenly over all; null asks all.
-        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning and are counted.
+        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning and are
+            counted.
         name: The part of the metrics' names that says which questions these are.
     """
 

@@ -33,7 +33,8 @@ TINY = ("--trainer.limit_val_batches 1 --trainer.limit_predict_batches 1 --train
         "--trainer.accelerator cpu --trainer.devices 1").split()
 TINY_FIT = ("--trainer.val_check_interval 2 --trainer.log_every_n_steps 1 --trainer.logger null --samples.prompts null "
             "--checkpoint.every_n_steps 2").split()
-PARSERS = {name: functools.partial(parse_command, name) for name, command in COMMANDS.items() if command.function}
+PARSERS = {name: functools.partial(parse_command, name) for name, command in COMMANDS.items()
+           if command.takes != "recipe"}
 VALUE = "…"
 FORM = "… is …, but must be …"  # explains all messages of this form, whatever the key
 
@@ -244,7 +245,7 @@ def expressions(tree: ast.AST) -> list[ast.expr]:
             place = {"UserError": 0, "ForeignCode": 0, "NotFinite": 0, "BrokenRecipe": 0, "RowProblem": 0,
                      "RowError": 1, "_refuse": 1, "refuse_value": 0
                      }.get(node.func.id) if isinstance(node.func, ast.Name) else 1 if (
-                         isinstance(node.func, ast.Attribute) and node.func.attr == "tell_of") else None
+                         isinstance(node.func, ast.Attribute) and node.func.attr == "report") else None
             if place is not None and len(node.args) > place:
                 found.append(node.args[place])
         elif isinstance(node, ast.FunctionDef) and node.name in ("problem", "quantised_in_full", "in_english"):
