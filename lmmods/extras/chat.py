@@ -25,10 +25,10 @@ from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
-from lmmods.recipe.classes import class_name, module_of
+from lmmods.recipe.classes import class_name, module_of, names_under
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.reader import objects, parse
-from lmmods.recipe.tasks.base import CausalFields, Quantize
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Quantize
 from lmmods.recipe.tasks.clm import CLMDataFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
 from lmmods.runs.folder import RunFolder
@@ -251,7 +251,7 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     parsed = parse(["chat", "--config", str(folder.config)], {}, checked=False)
     model, data = parsed.classes["model"], parsed.classes["data"]
     if model is None or data is None or not issubclass(model, CausalFields):
-        raise UserError(f"--run {run}: config.yaml is not of a run of SFT, CLM or Preference.")
+        raise UserError(f"--run {run}: config.yaml is of none of the tasks {', '.join(names_under(CausalFields))}.")
     return (model(**objects(model, parsed.given["model"])), data(**objects(data, parsed.given["data"])))
 
 
@@ -312,7 +312,7 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
     said = _fields_of(name, GENERATION_CONFIG) or _fields_of(model.pretrained, GENERATION_CONFIG)
     ends = said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    layout = CHAT if type(data).__name__ == "SFTData" else None
+    layout = CHAT if isinstance(data, ConversationFields) else None
     ends = sorted({*data.stop_token_ids, *ends})  # evaluated first: reading stop_token_ids also validates the template
     return Source(_title(name, model), model, data, layout, _generation(said), ends, frozen=True,
                   base=without_adapter(model) if adapter else None)

@@ -113,6 +113,11 @@ def declared(block: str) -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
+def names_under(base: type) -> list[str]:
+    """Return the names of the declared tasks or data modules whose fields extend those of a class."""
+    return [name for block in BASES for name, kind in declared(block).items() if issubclass(kind, base)]
+
+
 def class_name(kind: type) -> str:
     """Return the name that a recipe gives to the class with these fields: SFT for SFTFields, or for SFT itself."""
     return kind.__name__.removesuffix("Fields")

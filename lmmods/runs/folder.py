@@ -31,7 +31,7 @@ from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.repair import mended_numbers
-from lmmods.runs.run_files import ANSWERS, LIST, NAMES, RunFiles, wandb_paths
+from lmmods.runs.run_files import LIST, NAMES, RESULTS, RunFiles, wandb_paths
 
 CHECKPOINT_PREFIX = "step="
 
@@ -102,7 +102,7 @@ class RunFolder:
 
     def check_results(self, recipe: dict[str, Any]) -> None:
         """Raise UserError if predict would overwrite its own inputs."""
-        check_inputs(self.root, ("predictions.jsonl", *ANSWERS), recipe)
+        check_inputs(self.root, ("predictions.jsonl", *RESULTS), recipe)
 
     # Starting --------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from lmmods.core.redaction import redact, redacted
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.report import render_table
 from lmmods.data.sources.source_reader import NAMED_SETS
+from lmmods.recipe.classes import declared
 from lmmods.recipe.files import Loader, as_yaml
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.atomic import write_json
@@ -50,7 +51,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     parts = [
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escaped(folder.root.name)}",
-        _origin(shown_base, is_adapter) + _method(recipe),
+        " ".join(filter(None, [_origin(shown_base, is_adapter), _method(recipe)[1]])),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
     ]
     if metrics:
@@ -78,7 +79,7 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
         base_model=hub_id(base),
         datasets=[path for path in _paths(data.get("source")) if hub_id(path)] or None,
         tags=["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else []),
-              *_preference_tags(recipe)],
+              *_method(recipe)[0]],
         model_name=name if results else None,  # a key of the hub within the evaluations alone
         eval_results=results or None,
     )
@@ -92,28 +93,11 @@ def _origin(base: str | None, is_adapter: bool) -> str:
     return f"{'An adapter for' if is_adapter else 'Fine-tuned from'} {code(base)}."
 
 
-def _preference(recipe: dict) -> dict | None:
-    """Return `model.init_args` of a recipe for preference optimisation, None for other tasks."""
+def _method(recipe: dict[str, Any]) -> tuple[list[str], str]:
+    """Return what the recipe's task says of its method, see `TaskFields.method`."""
     model = recipe.get("model", {})
-    return model.get("init_args", {}) if str(model.get("class_path", "")).endswith("Preference") else None
-
-
-def _preference_tags(recipe: dict) -> list[str]:
-    """The hub's tags for the method."""
-    options = _preference(recipe)
-    if options is None:
-        return []
-    loss = options.get("loss", "sigmoid")
-    return ["preference-optimization", loss if loss in ("orpo", "kto", "cpo", "simpo", "ipo") else "dpo"]
-
-
-def _method(recipe: dict) -> str:
-    options = _preference(recipe)
-    if options is None:
-        return ""
-    loss = code(str(options.get("loss", "sigmoid")))
-    return (f" Trained on preferences: loss {loss}, beta {options.get('beta', 0.1)}"
-            + (f", sft_weight {options['sft_weight']}" if options.get("sft_weight") else "") + ".")
+    kind = declared("model").get(str(model.get("class_path", "")).rpartition(".")[2], TaskFields)
+    return kind.method(model.get("init_args") or {})
 
 
 def _results(task: str, data: dict, metrics: dict) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.core.files import is_plain_name, read_text
+from lmmods.recipe.classes import declared
 from lmmods.recipe.files import read_recipe
 from lmmods.runs.atomic import write_json
 from lmmods.runs.checkpoint_files import holds_checkpoint, remove_checkpoints
@@ -18,10 +19,11 @@ from lmmods.runs.inside import OWNER, check_links, delete, inside
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of a run in a folder without that list, of an earlier version: recognised by name and content.
 
-# Names at the top of a run folder: of any run, and of question answering.
+# Names at the top of the folder of any run.
 FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
          "loss.png", "completed", "predictions.jsonl", "evaluate.json")
-ANSWERS = ("predictions.json", "nbest_predictions.json", "null_odds.json")
+# Files that single tasks write there.
+RESULTS = tuple(name for task in declared("model").values() for name in task.own_files)
 # Files that exports write: models, adapters, tokenizers, card and curves.
 EXPORTED = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
@@ -35,8 +37,8 @@ def recognised(root: Path) -> set[str]:
     has_checkpoint = holds_checkpoint(root / "checkpoints")
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:
         return set()
-    task = recipe["model"].get("class_path", "") if recipe else ""
-    found = {name for name in (*FILES, *(ANSWERS if task == "QA" else ())) if (root / name).is_file()}
+    task = declared("model").get(recipe["model"].get("class_path", "") if recipe else "")
+    found = {name for name in (*FILES, *(task.own_files if task else ())) if (root / name).is_file()}
     if has_checkpoint:
         found.add("checkpoints")
     found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
@@ -95,7 +97,7 @@ def _exported(root: Path) -> set[str]:
 
 LIST = ".run-files.json"
 # All that commands write at the top of a run folder. For model and wandb the list also holds their content.
-NAMES = (*FILES, *ANSWERS, "manifest.json", "checkpoints", "model", "wandb", ".model", ".publish")
+NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", "wandb", ".model", ".publish")
 FOLDERS = ("checkpoints", "model", "wandb")
 UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, without files of the user
 

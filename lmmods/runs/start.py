@@ -146,9 +146,6 @@ def say_engine(engine: str, num_devices: int, kind: str, precision: str, reason:
 # ---------------------------------------------------------------------------------------------------------------------
 # The end of a training run: its results, and commands that continue from there.
 
-ACCURACY = "val/rewards/accuracy"  # of Preference; may still rise when val/loss no longer falls
-
-
 @dataclass(frozen=True)
 class RunEnd:
     """A run that has written all its files.
@@ -183,8 +180,8 @@ class RunEnd:
             step = name.partition("=")[2]
             say(f"Best: {self.policy.monitor} {value:.4g} at step {step} (--ckpt_path best).")
             if self.policy.monitor == "val/loss" and (more_accurate := self._more_accurate(step)):
-                say(f"Not the most accurate: {ACCURACY} was {more_accurate}. checkpoint.monitor: {ACCURACY} with "
-                    "checkpoint.mode: max keeps that one.")
+                say(f"Not the most accurate: {self.task.accuracy} was {more_accurate}. checkpoint.monitor: "
+                    f"{self.task.accuracy} with checkpoint.mode: max keeps that one.")
         if held_out := describe(self.metrics.latest, "val/"):
             say(f"Held out, at the end: {held_out}")
         if commands := self.commands():
@@ -192,8 +189,9 @@ class RunEnd:
 
     def _more_accurate(self, step: str) -> str | None:
         """Describe a step where pairs were told apart better than at `step`; None if there is none."""
-        found = {row["step"]: float(row[ACCURACY]) for row in read_table(self.folder.metrics_csv).rows
-                 if ACCURACY in row and math.isfinite(float(row[ACCURACY]))}
+        name = self.task.accuracy
+        found = {row["step"]: float(row[name]) for row in read_table(self.folder.metrics_csv).rows
+                 if name in row and math.isfinite(float(row[name]))}
         best = max(found, key=found.get, default=step)
         if found.get(best, 0) <= found.get(step, math.inf):
             return None

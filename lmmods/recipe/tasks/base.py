@@ -77,6 +77,9 @@ class TaskFields:
     answers: ClassVar[Literal["pair", "single", "mismatched"]] = "pair"  # what a row of preferences is to the loss
     sequences_per_row: ClassVar[int] = 1
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
+    auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
+    own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
+    accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
 
     pretrained: str | None = None
     config: str | dict[str, Any] | None = None
@@ -130,6 +133,15 @@ class TaskFields:
                             f"{other}: set it to {self.takes}, or model.class_path to "
                             f"{data.kind.removesuffix('Data')}.")
 
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        """Return what the model card says of the training method: the hub's tags and a sentence.
+
+        Args:
+            settings: `model.init_args` of the recipe.
+        """
+        return [], ""
+
     @property
     def trains_adapter(self) -> bool:
         """Whether an adapter trains instead of the model itself."""
@@ -159,6 +171,8 @@ class CausalFields(TaskFields):
         balance_loss: Weight of a loss that spreads the tokens of each row evenly over the experts of a model that has
             some, in place of transformers' router_aux_loss_coef; 0 is none. See docs/metrics.md.
     """
+
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
 
     generation: Generation = Generation()
     balance_loss: float = 0.0

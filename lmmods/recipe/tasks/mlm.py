@@ -17,6 +17,7 @@ class MLMFields(TaskFields):
     """
 
     takes: ClassVar[str] = "MLMData"
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
 
     top_k: int = 5
 

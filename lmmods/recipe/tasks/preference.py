@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import dropout_rates, load_config
+from lmmods.core.markdown import code
 from lmmods.core.preference_losses import GAMMA, PreferenceLoss
 from lmmods.core.settings import require
 from lmmods.recipe.tasks.base import CausalFields, ConversationFields
@@ -35,6 +36,7 @@ class PreferenceFields(CausalFields):
 
     takes: ClassVar[str] = "PreferenceData"
     adapter_drops: ClassVar[bool] = False
+    accuracy: ClassVar[str] = "val/rewards/accuracy"
 
     loss: str = "sigmoid"
     beta: float = 0.1
@@ -54,6 +56,13 @@ class PreferenceFields(CausalFields):
                 "copy or cache (or null) without an adapter")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
+
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        loss = settings.get("loss", "sigmoid")
+        weight = f", sft_weight {settings['sft_weight']}" if settings.get("sft_weight") else ""
+        return (["preference-optimization", loss if loss in ("orpo", "kto", "cpo", "simpo", "ipo") else "dpo"],
+                f"Trained on preferences: loss {code(str(loss))}, beta {settings.get('beta', 0.1)}{weight}.")
 
     @property
     def overrides(self) -> dict[str, Any]:

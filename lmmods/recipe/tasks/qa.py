@@ -11,6 +11,8 @@ class QAFields(TaskFields):
     """Find the span of a context that answers a question."""
 
     takes = "QAData"
+    auto_class = "AutoModelForQuestionAnswering"
+    own_files = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
