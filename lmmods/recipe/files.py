@@ -35,41 +35,41 @@ class RecipeLoader(Loader):
                                for first, resolvers in Loader.yaml_implicit_resolvers.items()}
 
 
-class Written(str):
+class Scalar(str):
     """A value or key with its original text in a recipe.
 
-    `reads_as` is its YAML value, `line` its line. `is_meant` is True if the text itself is the value, as in `revision:
+    `yaml_value` is its YAML value, `line` its line. `is_text` is True if the text itself is the value, as in `revision:
     1234567`.
     """
 
-    reads_as: Any
+    yaml_value: Any
     line: int
-    is_meant = False
+    is_text = False
 
     @classmethod
-    def of(cls, text: str, reads_as: Any, line: int = 1) -> "Written":
+    def of(cls, text: str, yaml_value: Any, line: int = 1) -> "Scalar":
         made = cls(text)
-        made.reads_as, made.line = reads_as, line
+        made.yaml_value, made.line = yaml_value, line
         return made
 
 
-class WrittenLoader(RecipeLoader):
-    """RecipeLoader whose keys and values are `Written`; `1e-4` is a number, as in YAML 1.2."""
+class ScalarLoader(RecipeLoader):
+    """RecipeLoader whose keys and values are `Scalar`; `1e-4` is a number, as in YAML 1.2."""
 
     yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in resolvers
                                        if tag != "tag:yaml.org,2002:float"]
                                for first, resolvers in RecipeLoader.yaml_implicit_resolvers.items()}
 
 
-def _constructor(kind: str) -> Callable[[Any, yaml.ScalarNode], Written]:
+def _constructor(kind: str) -> Callable[[Any, yaml.ScalarNode], Scalar]:
     plain = yaml.constructor.SafeConstructor.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
-    return lambda loader, node: Written.of(node.value, plain(loader, node), node.start_mark.line + 1)
+    return lambda loader, node: Scalar.of(node.value, plain(loader, node), node.start_mark.line + 1)
 
 
 for _kind in ("null", "bool", "int", "float", "str"):
-    WrittenLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor(_kind))
+    ScalarLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor(_kind))
 # PyYAML's pattern of floats, except that the dot and the sign of an exponent are optional.
-WrittenLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
+ScalarLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+][0-9]+)?
     |[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""", re.X),
     list("-+0123456789."))
@@ -109,11 +109,11 @@ def config_argument(value: str) -> dict[str, Any]:
     return read_recipe(value)
 
 
-def read_written(value: str) -> dict[Written, Any]:
-    """Like `config_argument`, with `Written` keys and values."""
+def read_with_lines(value: str) -> dict[Scalar, Any]:
+    """Like `config_argument`, with `Scalar` keys and values."""
     _check_given(value)
     is_text = re.search(r"[{\n]|:\s", value) and not _exists(value)
-    return _mapping(value if is_text else read_text(value), "--config" if is_text else value, WrittenLoader)
+    return _mapping(value if is_text else read_text(value), "--config" if is_text else value, ScalarLoader)
 
 
 def _check_given(value: str) -> None:
@@ -123,21 +123,21 @@ def _check_given(value: str) -> None:
 
 
 def read_value(text: str) -> Any:
-    """Parse the text of a value to `Written`; a text that is not YAML is a string."""
+    """Parse the text of a value to `Scalar`; a text that is not YAML is a string."""
     try:
-        value = guarded(lambda checked: yaml.load(checked, Loader=WrittenLoader))(str(text))
+        value = guarded(lambda checked: yaml.load(checked, Loader=ScalarLoader))(str(text))
     except yaml.YAMLError:
-        return Written.of(text, text)
-    return value if isinstance(value, dict | list) else Written.of(text, text if value is None else value.reads_as)
+        return Scalar.of(text, text)
+    return value if isinstance(value, dict | list) else Scalar.of(text, text if value is None else value.yaml_value)
 
 
-def plain(written: Any) -> Any:
-    """Convert a recipe of `Written` keys and values to plain values."""
-    if isinstance(written, Written):
-        return str(written) if written.is_meant else written.reads_as
-    if isinstance(written, dict):
-        return {plain(key): plain(value) for key, value in written.items()}
-    return [plain(each) for each in written] if isinstance(written, list) else written
+def plain(value: Any) -> Any:
+    """Convert a recipe of `Scalar` keys and values to plain values."""
+    if isinstance(value, Scalar):
+        return str(value) if value.is_text else value.yaml_value
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
 
 
 def option_values(arguments: list[str], *names: str) -> list[str]:

@@ -19,12 +19,12 @@ from lmmods.recipe.classes import check_name, class_name, declared, known_class
 from lmmods.recipe.engines import ENGINES
 from lmmods.recipe.files import (
     CONFIG_OPTIONS,
-    Written,
+    Scalar,
     as_yaml,
     option_values,
     plain,
     read_value,
-    read_written,
+    read_with_lines,
     shortened,
 )
 from lmmods.recipe.foreign_keys import PROGRAMS, written_for
@@ -159,7 +159,7 @@ def engine_of(words: list[str], files: dict[str, dict[Any, Any]] | None = None) 
     """
     engine, files = "torch", {} if files is None else files
     for value in option_values(words, *CONFIG_OPTIONS):
-        files[value] = read_written(value)
+        files[value] = read_with_lines(value)
         engine = plain(files[value].get("engine", engine))
     engine = next(reversed(option_values(words, "--engine")), engine)
     if engine not in ENGINES:
@@ -319,11 +319,11 @@ class Reader:
             if get_origin(key.type) is list:
                 taken, words = words[number:], words[:number]
                 if taken:
-                    layers.append(Layer(key.name, False, {key.name: [Written.of(word, word) for word in taken]}))
+                    layers.append(Layer(key.name, False, {key.name: [Scalar.of(word, word) for word in taken]}))
                 elif key.default is REQUIRED:
                     self.report("", f"{key.name.upper()} is missing: {key.text}")
             elif number < len(words):
-                layers.append(Layer(key.name, False, {key.name: Written.of(words[number], words[number])}))
+                layers.append(Layer(key.name, False, {key.name: Scalar.of(words[number], words[number])}))
             elif key.default is REQUIRED:
                 self.report("", f"{key.name.upper()} is missing: {key.text}")
         example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys))} …"
@@ -335,7 +335,7 @@ class Reader:
         return layers
 
     def _config(self, value: str) -> Layer:
-        tree = self.files[value] if value in self.files else read_written(value)
+        tree = self.files[value] if value in self.files else read_with_lines(value)
         is_file = not re.search(r"[{\n]", value)
         if is_file and (program := written_for(plain(tree))):
             raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
@@ -346,11 +346,11 @@ class Reader:
         name = _name(option)
         block = block_in(self.keys[name].type) if name in self.keys else None
         if block and name not in TASKS and not value.lstrip().startswith("{") and _is_file(value):
-            return Layer(value, True, {name: read_written(value)})  # --trainer FILE
+            return Layer(value, True, {name: read_with_lines(value)})  # --trainer FILE
         is_text = name in self.keys and set(members(self.keys[name].type)) <= {str, type(None)}
-        tree = Written.of(value, value) if is_text else read_value(value)
+        tree = Scalar.of(value, value) if is_text else read_value(value)
         for part in reversed(name.split(".")):
-            part = Written.of(part, part)
+            part = Scalar.of(part, part)
             tree = {part: [tree] if option.endswith("+") and part == name.split(".")[-1] and not isinstance(tree, list)
                     else tree}
         return Layer(name, False, tree, option, value)
@@ -362,12 +362,12 @@ class Reader:
         """
         name, layer = None, None
         for each in layers:
-            for written, value in each.tree.items():
-                if written == f"{block}.class_path":
+            for word, value in each.tree.items():
+                if word == f"{block}.class_path":
                     name, layer = value, each
-                elif written == block and (path := _class_path(value)):
+                elif word == block and (path := _class_path(value)):
                     name, layer = path, each
-                elif written == block and isinstance(value, dict) and "class_path" in value:
+                elif word == block and isinstance(value, dict) and "class_path" in value:
                     self.named.add(block)
                     line = next((getattr(key, "line", None) for key in value if key == "class_path"), None)
                     self.report(each.at(block, line), f"{block}.class_path is {shown(value['class_path'])}, but must "
@@ -377,7 +377,7 @@ class Reader:
         self.named.add(block)
         if kind := known_class(block, name, self.engine):
             return kind
-        if re.fullmatch(r"[A-Z]\w+", name) and name.reads_as == name:
+        if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
             try:
                 check_name(block, name, self.engine)
             except UserError as error:
@@ -417,11 +417,11 @@ class Reader:
             names_class: Whether the block may have a `class_path`, with its keys under `init_args`.
         """
         result: dict[str, Any] = {}
-        for written, value in tree.items():
-            head, _, rest = written.partition(".")
-            line = getattr(written, "line", None)
+        for word, value in tree.items():
+            head, _, rest = word.partition(".")
+            line = getattr(word, "line", None)
             if rest:
-                value = {Written.of(rest, rest, line or 1): value}
+                value = {Scalar.of(rest, rest, line or 1): value}
             if names_class and head == "init_args" and isinstance(value, dict):
                 result = self._overlaid(result, self._block(value, keys, name, layer), keys, layer)
                 continue
@@ -446,7 +446,7 @@ class Reader:
             self._check_names(key.name, value, layer, line)
             read = _word(value, hint)
             return LEFT if read is WRONG else read
-        if isinstance(value, Written) and value[:1] in ("[", "{") and str not in members(hint):
+        if isinstance(value, Scalar) and value[:1] in ("[", "{") and str not in members(hint):
             value = read_value(value)  # a quoted mapping or list
         if isinstance(value, dict) and (kind := self.classes.get(key.name) or block_in(hint)):
             if len(members(hint)) > 1 and any(name in value for name in CLASS_KEYS):
@@ -455,9 +455,9 @@ class Reader:
                     return self._refuse(value, key, layer, line)
                 value = settings
             return self._block(value, keys_of(kind, key.name), key.name, layer, key.name in self.classes)
-        if isinstance(value, Written) and key.name in self.classes:
+        if isinstance(value, Scalar) and key.name in self.classes:
             return {} if value else self._refuse(value, key, layer, line)  # a class name
-        if isinstance(value, Written) and value.reads_as is None and type(None) not in members(hint):
+        if isinstance(value, Scalar) and value.yaml_value is None and type(None) not in members(hint):
             if key.name.startswith("trainer."):
                 return None  # Lightning sets its own defaults for these
             if key.default is not REQUIRED and "." in key.name and block_in(hint) is None:
@@ -497,8 +497,8 @@ class Reader:
         at = layer.at(key.name, getattr(value, "line", line) if layer.is_file else None)
         wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
                             else in_words(key.type, key.name))
-        other = foreign_value(key.name, value) if isinstance(value, Written) else ""
-        near = difflib.get_close_matches(str(value), listed_in(key.type), 1, 0.7) if isinstance(value, Written) else []
+        other = foreign_value(key.name, value) if isinstance(value, Scalar) else ""
+        near = difflib.get_close_matches(str(value), listed_in(key.type), 1, 0.7) if isinstance(value, Scalar) else []
         other = other or (f" Did you mean {near[0]}?" if near else "")
         self.report(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}")
         self.dropped.add(key.name)
@@ -518,7 +518,7 @@ class Reader:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
             self.report(at, f"{name} is no option." + (f" Did you mean --{near}?" if near else ""))
-        elif foreign := told(name, plain(value) if isinstance(value, Written) else None):
+        elif foreign := told(name, plain(value) if isinstance(value, Scalar) else None):
             self.report(at, foreign)
         else:
             near = nearest(name, self.names)
@@ -540,7 +540,7 @@ class Reader:
     def _check_names(self, key: str, value: Any, layer: Layer, line: int | None) -> None:
         """Reject short names of classes that do not exist."""
         for path in map(_class_path, value if isinstance(value, list) else [value]):
-            if re.fullmatch(r"[A-Z]\w+", path or "") and path.reads_as == path:
+            if re.fullmatch(r"[A-Z]\w+", path or "") and path.yaml_value == path:
                 try:
                     check_name(key, path, self.engine)
                 except UserError as error:
@@ -670,15 +670,16 @@ def converted(value: Any, hint: Any) -> Any:
     return _scalar(value, kinds)
 
 
-def _scalar(value: Written, kinds: tuple[Any, ...]) -> Any:
-    for reads_as in (value.reads_as, *([_read_again(value)] if value.reads_as == value and str not in kinds else [])):
-        if any(each is Any or each is type(reads_as) and each is not str or each is float and type(reads_as) is int
+def _scalar(value: Scalar, kinds: tuple[Any, ...]) -> Any:
+    is_quoted = value.yaml_value == value and str not in kinds
+    for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
+        if any(each is Any or each is type(read) and each is not str or each is float and type(read) is int
                for each in kinds):
-            return reads_as
+            return read
     if any(get_origin(each) is Literal and value in get_args(each) for each in kinds):
         return str(value)
     if str in kinds:
-        value.is_meant = True
+        value.is_text = True
         return str(value)
     return WRONG
 
@@ -686,7 +687,7 @@ def _scalar(value: Written, kinds: tuple[Any, ...]) -> Any:
 def _word(value: Any, hint: Any) -> Any:
     """Convert null, true, false or a listed word to a type that has classes too; `WRONG` for any other value."""
     words = [each for each in members(hint) if each in (bool, type(None)) or get_origin(each) is Literal]
-    return _scalar(value, tuple(words)) if isinstance(value, Written) else WRONG
+    return _scalar(value, tuple(words)) if isinstance(value, Scalar) else WRONG
 
 
 def _init_args(value: dict[Any, Any], kind: type) -> Any:
@@ -699,16 +700,16 @@ def _init_args(value: dict[Any, Any], kind: type) -> Any:
     return settings if name == kind.__name__ and package.partition(".")[0] in ("", "lmmods") else WRONG
 
 
-def _read_again(value: Written) -> Any:
+def _unquoted(value: Scalar) -> Any:
     """Parse a quoted text as if it had no quotes."""
     read = read_value(str(value))
-    return read.reads_as if isinstance(read, Written) else value
+    return read.yaml_value if isinstance(read, Scalar) else value
 
 
 def shown(value: Any) -> str:
     """Format a value as in a recipe, on one line."""
-    if isinstance(value, Written):
-        return shortened(str(value)) if value else "null" if value.reads_as is None else "empty"
+    if isinstance(value, Scalar):
+        return shortened(str(value)) if value else "null" if value.yaml_value is None else "empty"
     text = as_yaml(plain(value), default_flow_style=True, width=10**6).strip().removesuffix("\n...")
     return shortened(text)
 
@@ -728,7 +729,7 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def _class_path(value: Any) -> Written | None:
+def _class_path(value: Any) -> Scalar | None:
     """Return the class path in a block's value; None if there is none."""
     path = value.get("class_path") if isinstance(value, dict) else value
-    return path if isinstance(path, Written) else None
+    return path if isinstance(path, Scalar) else None
