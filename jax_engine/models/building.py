@@ -51,9 +51,8 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     in_files = saved not in (None, hf_config.MXFP4)
     note_quantized(config, saved if in_files else fields.quantize, in_files)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
-    options: dict[str, Any] = {"compute_dtype": compute, "remat": remat, "fast_kernels": fields.fast_kernels,
-                               "attention": fields.attention if fields.fast_kernels else "eager"}
-    network = hub.network(config, head, **options)
+    network = hub.network(config, head, compute_dtype=compute, remat=remat, fast_kernels=fields.fast_kernels,
+                          attention=fields.attention if fields.fast_kernels else "eager")
     stored = compute if frozen or precision == "bf16-true" else "float32"
     if abstract:
         params = {}
@@ -64,22 +63,25 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     else:
         params = network.first_values(seed, stored)
     num_rows = network.config.vocab_size
-    network, params = _with_rows_for(len(data.tokenizer), network, params, options)
+    if len(data.tokenizer) > num_rows:
+        say(hf_config.new_rows_message(len(data.tokenizer), num_rows))
+        network.resize(len(data.tokenizer))
+        params = _with_new_rows(network, params)
     kind = saved if in_files else fields.quantize
     codes = kind, fields.double_quant if saved is None else hf_config.is_double_quantized(config), in_files
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if not fields.trains_adapter:
         return network, outline(network, stored, precision, *codes) if abstract else params, {}
     if fields.lora:
-        rows = adapters.rows_beside(network, fields.lora, tokens_to_train(data, num_rows))
-        network = hub.network(network.config, head, lora=fields.lora, rows=rows, **options)
+        adapters.adapt(network, fields.lora,
+                       adapters.rows_beside(network, fields.lora, tokens_to_train(data, num_rows)))
     else:
         settings = adapters.adapter_settings(fields.adapter)
         if not fields.adapter_drops:
             settings = dataclasses.replace(settings, dropout=0.0)
         rows = adapters.adapter_rows(network, settings, fields.adapter)
         try:
-            network = hub.network(network.config, head, lora=settings, rows=rows, **options)
+            adapters.adapt(network, settings, rows)
         except UserError as error:  # names a key that is not in the recipe
             raise does_not_fit(fields.adapter, error) from error
     if abstract:
@@ -120,23 +122,16 @@ def _dtype(network: Network, path: Path, stored: str, precision: str) -> np.dtyp
     return jnp.dtype(stored)
 
 
-def _with_rows_for(num_tokens: int, network: Network, params: Tree, options: dict[str, Any]) -> tuple[Network, Tree]:
-    """Add embedding rows for the tokenizer's additional tokens; each is the mean of the existing rows."""
-    old = network.config.vocab_size
-    if num_tokens <= old:
-        return network, params
-    say(hf_config.new_rows_message(num_tokens, old))
-    network.config.vocab_size = num_tokens
-    wider = hub.network(network.config, network.head, **options)
-    shapes = flatten(wider.shapes)
-    leaves = {}
-    for path, leaf in flatten(params).items():
+def _with_new_rows(network: Network, params: Tree) -> Tree:
+    """Extend the parameters to the rows of a resized network; each new row is the mean of the existing ones."""
+    leaves, shapes = flatten(params), flatten(network.shapes)
+    for path, leaf in leaves.items():
         missing = shapes[path].shape[0] - leaf.shape[0] if leaf.ndim else 0
         if missing:
             leaf = np.asarray(leaf)
-            leaf = np.concatenate([leaf, *[mean_row(leaf.astype(np.float32)).astype(leaf.dtype)] * missing])
-        leaves[path] = leaf
-    return wider, unflatten(leaves)
+            leaves[path] = np.concatenate(
+                [leaf, *[mean_row(leaf.astype(np.float32)).astype(leaf.dtype)] * missing])
+    return unflatten(leaves)
 
 
 def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int

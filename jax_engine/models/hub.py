@@ -82,10 +82,10 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                   blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention)),
                   cut=arch.init_cut,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
-    bare = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
-    if lora is None:
-        return bare
-    return adapters.adapt(bare, lora, rows or {})
+    made = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
+    if lora is not None:
+        adapters.adapt(made, lora, rows or {})
+    return made
 
 
 def save(network: Network, params: Tree, folder: str | Path, dtype: str | None = None) -> None:

@@ -45,8 +45,8 @@ NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_patte
            "ensure_weight_tying": False}
 
 
-def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
-    """Return the network with adapters on the targets; `modules_to_save` (and the head for qa) train in full.
+def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
+    """Add adapters on the targets to a network in place; `modules_to_save` (and the head for qa) train in full.
 
     Args:
         rows: Tokens whose rows also train, by torch's name of their table.
@@ -76,7 +76,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> Network:
     trained = {modules[name]: tuple(tokens) for name, tokens in rows.items()}
     build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted), rows=trained,
                                 adapted_experts=tuple(name for name in MATRICES if name in of_experts))
-    return Network(network.config, network.family, arch, network.head, build, frozenset(to_save), network.remat)
+    network.adapt(arch, build, frozenset(to_save))
 
 
 def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ Flax NNX modules define the parts. Between calls the parameters are a nested dic
 `{embed, layers, norm, head}`; every leaf of `layers` has a leading layer axis.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -240,7 +241,7 @@ _KEPT = {"none": lambda primitive, *_, **__: primitive.name != "sharding_constra
 
 
 class Network(Names):
-    """A family's network with one head.
+    """A family's network with one head. Holds no parameters: until these exist, `resize` and `adapt` may change it.
 
     Args:
         config: transformers' configuration, saved unchanged.
@@ -253,13 +254,32 @@ class Network(Names):
     def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
                  to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none",
                  unroll: int | None = None):
-        self.config, self.family, self.arch, self.head = config, family, arch, head
-        self.build, self.to_save, self.remat = build, to_save, remat
+        self.config, self.family, self.head = config, family, head
+        self.remat, self._unroll = remat, unroll
+        self._define(arch, build, to_save)
+
+    def resize(self, num_tokens: int) -> None:
+        """Change the number of rows of the vocabulary in place, as transformers' `resize_token_embeddings`."""
+        self.config.vocab_size = num_tokens
+        self._define(dataclasses.replace(self.arch, vocab_size=num_tokens), self.build, self.to_save)
+
+    def adapt(self, arch: Architecture, build: Build, to_save: frozenset[str]) -> None:
+        """Add the adapters of `build` in place, as PEFT's `get_peft_model`; `lora.adapt` chooses the modules.
+
+        Args:
+            arch: The architecture, with separate tables for embedding and head if one of a tied pair trains.
+            to_save: Paths of modules beside the adapters that train in full.
+        """
+        self._define(arch, build, to_save)
+
+    def _define(self, arch: Architecture, build: Build, to_save: frozenset[str]) -> None:
+        """Trace the modules: their structure, the shapes of their parameters, and torch's names of these."""
+        self.arch, self.build, self.to_save = arch, build, to_save
         self.lora = build.lora
-        unrolls = build.cpu_forms and remat == "none" and self.lora is None
-        self.unroll = unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
+        unrolls = build.cpu_forms and self.remat == "none" and self.lora is None
+        self.unroll = self._unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
         self._ropes = list(dict.fromkeys(arch.ropes))
-        self.fused = fused.choose(arch, build.dtype, head, build.attention)
+        self.fused = fused.choose(arch, build.dtype, self.head, build.attention)
         self._stacks = layer_stacks(arch)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []
@@ -276,11 +296,11 @@ class Network(Names):
         shapes["layers"] = unflatten({path: jax.ShapeDtypeStruct((numbers[path], *leaf.shape), leaf.dtype)
                                       for path, leaf in flatten(shapes["layers"]).items()})
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
-        super().__init__(family, head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
+        super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
         self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
                                         arch.mlp_dropout, arch.mlp_inner_dropout, arch.qa_dropout))
-        self._sites = site_seeds(self, family, arch, build.adapted if lora_drops else frozenset())
+        self._sites = site_seeds(self, self.family, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:
         """Return the constructor of each part of the network."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from jax_engine.models.network import Network
 from jax_engine.trainer import Loop
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
@@ -202,6 +203,17 @@ def test_a_run_folder_as_of_the_other_engine(jax_recipe):
                for name, tensor in model.state_dict().items())
     assert main(["validate", "--config", str(run.config), "--ckpt_path", "last"]) == 0
     assert main(["fit", *arguments]) == 2  # a finished run is not overwritten
+
+
+def test_a_start_builds_the_network_once(jax_recipe, monkeypatch):
+    """A new and a resumed run, with an adapter and rows for a new token, which change the network in place."""
+    built, build = [], Network.__init__
+    monkeypatch.setattr(Network, "__init__", lambda self, *args, **kwargs: built.append(1) or build(self, *args,
+                                                                                                    **kwargs))
+    _, arguments = jax_recipe("run", trainer__max_steps=2, trainer__limit_val_batches=0,
+                              data__init_args__add_tokens=["<new>"])
+    assert main(["fit", *arguments, "--stop_at", "1"]) == 0 and len(built) == 1
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0 and len(built) == 2
 
 
 def test_early_stopping(jax_recipe):
