@@ -99,14 +99,6 @@ class Training(Run):
     data_position: dict[str, Any] = field(default_factory=dict)
     should_stop: bool = False
 
-    def __post_init__(self) -> None:
-        self.metrics.report = self._report
-        self.metrics.show = lambda step: self.bar.update(step, self.metrics.shown())
-
-    def _report(self, metrics: dict[str, float], step: int) -> None:
-        for logger in self.loggers:
-            logger.log_metrics(metrics, step=step)
-
     def note_step(self, step_metrics: dict[str, jax.Array]) -> None:
         """Add the metrics of the latest optimiser step (from `Steps`) to `metrics`, without waiting for the device."""
         progress, schedule = self.progress, self.schedule

@@ -276,7 +276,12 @@ class Trainer(JaxTrainerFields):
             val_epochs=self.check_val_every_n_epoch)
         peak, state = peak_flops(at_hand().device), run.steps.new_state(run.weights.trainable)
         flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
-        metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, flops_share)
+
+        def report(values: dict[str, float], step: int) -> None:
+            for logger in run.loggers:
+                logger.log_metrics(values, step=step)
+
+        metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, lambda: flops_share, report, run.bar.update)
         training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state)
         training.replace_state(state)
         return training, loader
@@ -334,7 +339,7 @@ class Trainer(JaxTrainerFields):
             if resumed and self.enable_checkpointing:
                 checkpointer.resume_from(resumed)
         machines.barrier("run folder")
-        run.loggers = self.run_loggers if run.is_first else []
+        run.loggers += self.run_loggers if run.is_first else []
         start.begin_logging(run.loggers)
         if run.is_first:
             start.say(self._summary(run))
@@ -450,13 +455,14 @@ class Exporter:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The training loop: epochs, micro-batches, gradient accumulation, and the events that follow.
+# The training loop. For each micro-batch: feed, step, events (log, sample, validate, save, stop); then the end.
 
 class Loop:
     """Train until the schedule or early stopping ends the run.
 
     Args:
         accumulate: Micro-batches of each rank per optimiser step; the last step of an epoch may have fewer.
+        events: Which events follow a micro-batch, and in which order.
         interruption: Tells if the user has asked to stop.
     """
 
@@ -466,24 +472,10 @@ class Loop:
         self.run, self.interruption = run, interruption
         self._accumulate, self._events, self._callbacks = accumulate, events, callbacks
         self._evaluation, self._checkpointer, self._exporter = evaluation, checkpointer, exporter
-        self._step_metrics: Any = None  # metrics of the last optimiser step, still on the devices
-        self._performers: dict[Event, Callable[[], Any]] = {
-            Event.LOG: lambda: run.note_step(self._step_metrics),
-            Event.CHECK_EPOCH: lambda: self._check(validated=False),
-            Event.SAMPLE: evaluation.sample,
-            Event.ASK: self._ask,
-            Event.VALIDATE: self._validate,
-            Event.CHECK_VALIDATION: lambda: self._check(validated=True),
-            Event.RANK: lambda: checkpointer.rank(run.metrics.latest),
-            Event.SAVE: checkpointer.save,
-            Event.STOP: self._stop,
-            Event.UPLOAD: exporter.upload,
-            Event.FINISH: self._finish,
-            Event.PUBLISH: exporter.publish,
-        }
+        self._step_metrics: Any = None  # metrics of the latest optimiser step, still on the devices
 
     def train(self, loader: Any, resumed: bool) -> None:
-        """Train to the end of the run."""
+        """Train to the end of the run; `finish` performs what follows it."""
         run, progress = self.run, self.run.progress
         self._perform(self._events.at_start(resumed))
         run.bar.open("train", run.schedule.num_steps, progress.step, "compiling", run.schedule.validations_after)
@@ -495,12 +487,112 @@ class Loop:
                 # The prefetcher has read ahead of the last trained micro-batch: rewind the loader to it.
                 loader.load_state_dict(run.data_position)
             left = run.schedule.batches_per_epoch - progress.batches
-            for batch in self._surveyed(run.batches(loader, run.data.batch_size, left)):
+            for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left)):
                 self.train_batch(batch)
                 if run.is_done:
                     break
 
-    def _surveyed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+    def train_batch(self, batch: GlobalBatch) -> None:
+        """Train on one micro-batch per rank, take the optimiser step if it is complete, and perform the due events."""
+        run, progress, steps, frozen = self.run, self.run.progress, self.run.steps, self.run.weights.frozen
+        run.metrics.look()
+        progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
+        run.data_position = batch.position
+        step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
+
+        # Step. None of these calls waits for the device, so it computes while the host collates the next batches.
+        if step_done and not run.num_accumulated:
+            state, self._step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
+            run.replace_state(state)
+        else:
+            accumulation = steps.new_accumulation(run.state) if run.accumulation is None else run.accumulation
+            run.accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
+            run.num_accumulated += 1
+            if step_done:
+                state, self._step_metrics = steps.update(run.state, run.accumulation, run.scalars())
+                run.accumulation, run.num_accumulated = None, 0
+                run.replace_state(state)
+        progress.step += step_done
+
+        # Events. A stop requested during the last micro-batch is no interruption: the run ends anyway.
+        if not run.is_done:
+            self.interruption.note_step(progress.step)
+        self._checkpointer.check()
+        self._perform(self._events.after_batch(self._run_state(step_done)))
+
+    def finish(self) -> None:
+        """Perform the events of the end of the run, and return once everything is on disk."""
+        self._perform(self._events.at_end(self._run_state(step_done=True)))
+
+    # Events ----------------------------------------------------------------------------------------------------------
+
+    def _run_state(self, step_done: bool) -> RunState:
+        run = self.run
+        return RunState(
+            run.progress.step, step_done, run.ends_epoch,
+            stops_inside_step=jax.process_count() == 1,
+            validates=lambda: run.schedule.num_val_batches > 0 and (
+                run.is_done or run.schedule.validates_after(run.progress)),
+            run_ends=lambda: run.is_done,
+            is_interrupted=lambda: machines.any_of(self.interruption.is_due),
+            is_saved=self._checkpointer.is_saved)
+
+    def _perform(self, events: Iterator[Event]) -> None:
+        run, evaluation, checkpointer = self.run, self._evaluation, self._checkpointer
+        for event in events:
+            if event is not Event.LOG:  # all other events need the metrics of past steps, so wait for the device
+                run.metrics.fetch()
+            match event:
+                case Event.LOG:
+                    run.note_step(self._step_metrics)
+                case Event.CHECK_EPOCH:
+                    self._check(validated=False)
+                case Event.SAMPLE:
+                    evaluation.sample()
+                case Event.ASK:
+                    run.metrics.log(evaluation.ask(), run.progress.step)
+                case Event.VALIDATE:
+                    self._validate()
+                case Event.CHECK_VALIDATION:
+                    self._check(validated=True)
+                case Event.RANK:
+                    checkpointer.rank(run.metrics.latest)
+                case Event.SAVE:
+                    checkpointer.save()
+                case Event.STOP:
+                    self._stop()
+                case Event.UPLOAD:
+                    self._exporter.upload()
+                case Event.FINISH:
+                    checkpointer.wait()
+                    self._exporter.finish()
+                case Event.PUBLISH:
+                    self._exporter.publish()
+
+    def _validate(self) -> None:
+        run = self.run
+        run.bar.pause()
+        with run.stopwatch.paused():
+            metrics = self._evaluation.evaluate("val")
+        run.bar.go_on()
+        run.metrics.log(metrics, run.progress.step)
+        run.bar.say(describe(metrics, "val/"))
+
+    def _check(self, validated: bool) -> None:
+        """Check early stopping, after a validation or at the end of an epoch without one."""
+        for callback in self._callbacks:
+            if callback.is_due(validated, self.run.ends_epoch) and callback.check(self.run.metrics.latest):
+                self.run.should_stop = True
+
+    def _stop(self) -> None:
+        self._checkpointer.wait()
+        machines.barrier("checkpoint")
+        self.interruption.stop(self.run.progress.step,
+                               self._checkpointer.path if self._events.checkpoint is not None else None)
+
+    # Losses that depend on all rows of a step ------------------------------------------------------------------------
+
+    def _with_statistics(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield the batches; if the loss needs statistics of a whole step, compute them before its first batch."""
         run, surveys = self.run, self.run.steps.surveys
         if surveys:
@@ -530,86 +622,6 @@ class Loop:
         count = min(count, run.schedule.batches_per_epoch - first)
         batches = run.data.micro_batches(first * ranks, count * ranks)
         return run.batches(batches, run.data.batch_size, count)
-
-    def train_batch(self, batch: GlobalBatch) -> None:
-        """Train on one micro-batch per rank, take the optimiser step if it is complete, and run the due events."""
-        run, progress = self.run, self.run.progress
-        run.metrics.look()
-        progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
-        run.data_position = batch.position
-        step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
-        self._step_metrics = self._step(batch, step_done)
-        progress.step += step_done
-        if not run.is_done:
-            self.interruption.note_step(progress.step)
-        self._checkpointer.check()
-        self._perform(self._events.after_batch(self._run_state(step_done)))
-
-    def _step(self, batch: GlobalBatch, completes: bool) -> Any:
-        """Accumulate the gradients; if the micro-batch `completes` the step, take it and return its metrics."""
-        run, steps, frozen = self.run, self.run.steps, self.run.weights.frozen
-        if completes and not run.num_accumulated:
-            state, step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
-        else:
-            accumulation = steps.new_accumulation(run.state) if run.accumulation is None else run.accumulation
-            run.accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
-            run.num_accumulated += 1
-            if not completes:
-                return None
-            state, step_metrics = steps.update(run.state, run.accumulation, run.scalars())
-            run.accumulation, run.num_accumulated = None, 0
-        run.replace_state(state)
-        return step_metrics
-
-    def finish(self) -> None:
-        """Run the events of the end of the run, and return once everything is on disk."""
-        self._perform(self._events.at_end(self._run_state(step_done=True)))
-
-    # Events ----------------------------------------------------------------------------------------------------------
-
-    def _run_state(self, step_done: bool) -> RunState:
-        run = self.run
-        return RunState(
-            run.progress.step, step_done, run.ends_epoch,
-            stops_inside_step=jax.process_count() == 1,
-            validates=lambda: run.schedule.num_val_batches > 0 and (
-                run.is_done or run.schedule.validates_after(run.progress)),
-            run_ends=lambda: run.is_done,
-            is_interrupted=lambda: machines.any_of(self.interruption.is_due),
-            is_saved=self._checkpointer.is_saved)
-
-    def _perform(self, events: Iterator[Event]) -> None:
-        for event in events:
-            if event is not Event.LOG:  # all other events need the metrics of past steps, so wait for the device
-                self.run.metrics.fetch()
-            self._performers[event]()
-
-    def _ask(self) -> None:
-        self.run.metrics.log(self._evaluation.ask(), self.run.progress.step)
-
-    def _validate(self) -> None:
-        run = self.run
-        run.bar.pause()
-        with run.stopwatch.paused():
-            metrics = self._evaluation.evaluate("val")
-        run.bar.go_on()
-        run.metrics.log(metrics, run.progress.step)
-        run.bar.say(describe(metrics, "val/"))
-
-    def _check(self, validated: bool) -> None:
-        for callback in self._callbacks:
-            if callback.is_due(validated, self.run.ends_epoch) and callback.check(self.run.metrics.latest):
-                self.run.should_stop = True
-
-    def _stop(self) -> None:
-        self._checkpointer.wait()
-        machines.barrier("checkpoint")
-        self.interruption.stop(self.run.progress.step,
-                               self._checkpointer.path if self._events.checkpoint is not None else None)
-
-    def _finish(self) -> None:
-        self._checkpointer.wait()
-        self._exporter.finish()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The metrics of a run's optimiser steps, in both engines, for loggers, the progress bar and metrics.json."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,21 +66,24 @@ class StepMetrics:
     Args:
         stopwatch: Runs while the run trains.
         every: Optimiser steps between reported rows.
-        flops_share: Share of all devices' peak FLOP/s per token per second, for train/mfu; None if the peak is unknown.
+        flops_share: Returns the share of all devices' peak FLOP/s per token per second, for train/mfu; None if the peak
+            is unknown. Called for the first row, when the network exists.
+        report: Sends metrics and their step to the loggers.
+        show: Displays a step and its metrics in short.
+        skips_overflows: Steps whose gradient overflows are skipped, as with 16-mixed; only what is saved or evaluated
+            must be finite then.
     """
 
-    def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_share: float | None = None):
-        self.every, self.flops_share = every, flops_share
-        # Sends metrics and their step to the loggers; set once these exist.
-        self.report: Callable[[dict[str, float], int], None] = lambda metrics, step: None
-        # Displays the metrics of a step, in the form of `shown`; set if there is a progress bar.
-        self.show: Callable[[int], None] = lambda step: None
+    def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_share: Callable[[], float | None] = lambda: None,
+                 report: Callable[[dict[str, float], int], None] = lambda metrics, step: None,
+                 show: Callable[[int, str], None] = lambda step, text: None, skips_overflows: bool = False):
+        self.every = every
+        self._flops_share, self._report, self._show = functools.cache(flops_share), report, show
+        self._skips_overflows = skips_overflows
         self.latest: dict[str, float] = {}
         self.num_tokens = self.num_rows = 0
         self.laps = Laps()
         self.smoothed = SmoothedLoss()
-        # 16-mixed skips steps whose gradient overflows; only what is saved or evaluated must be finite then.
-        self.skips_overflows = False
         self._stopwatch = stopwatch
         self._pending: list[PendingStep] = []
 
@@ -127,7 +131,7 @@ class StepMetrics:
         last, self._pending = self._pending[-1], []
         seconds = self._stopwatch.seconds() if last.seconds is None else last.seconds
         for pending, step_metrics in fetched:
-            if not self.skips_overflows:
+            if not self._skips_overflows:
                 check_finite(step_metrics, pending.step, max(math.ceil(pending.epoch) - 1, 0))
             self.num_tokens += int(step_metrics["num_tokens"])
             self.num_rows += int(step_metrics["num_rows"])
@@ -137,7 +141,7 @@ class StepMetrics:
             return {}
         row = self._row(last.epoch, step_metrics)
         self.log(row, last.step)
-        self.show(last.step)
+        self._show(last.step, self._summary())
         return row
 
     def _row(self, epoch: float, step_metrics: dict[str, float]) -> dict[str, float]:
@@ -145,12 +149,12 @@ class StepMetrics:
         counts = ("weight", "num_tokens", "num_rows")
         row = {**{name: value for name, value in step_metrics.items() if name not in counts},
                "epoch": epoch, "tokens": self.num_tokens, "tokens_per_second": speed}
-        if self.flops_share is not None:
-            row["mfu"] = self.flops_share * speed
+        if (share := self._flops_share()) is not None:
+            row["mfu"] = share * speed
         return {f"train/{name}": value for name, value in row.items()}
 
-    def shown(self) -> str:
-        """The latest metrics in short, with the smoothed loss beside the step's own."""
+    def _summary(self) -> str:
+        """Return the latest metrics in short, with the smoothed loss beside the step's own."""
         row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in ("loss", "lr", "tokens_per_second")
                if f"train/{name}" in self.latest}
         if "loss" in row:
@@ -160,7 +164,7 @@ class StepMetrics:
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Report metrics, and keep them for metrics.json."""
         self.latest |= metrics
-        self.report(metrics, step)
+        self._report(metrics, step)
 
     def final(self, step: int) -> dict[str, float]:
         """Return the content of metrics.json for a run that has ended at `step`."""

@@ -80,9 +80,10 @@ class Trainer(L.Trainer):
         callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks if callback not in checkpoints]
         if enable_checkpointing:
             callbacks += checkpoints or [Checkpoint()]
-        self._metrics = metrics = Metrics()
+        progress = Progress() if enable_progress_bar else None
+        self._metrics = metrics = Metrics(progress.show) if progress else Metrics()
         callbacks = [StartReport(), metrics, *callbacks, RunEvents(metrics, callbacks), PredictionWriter()]
-        callbacks += [Progress(metrics.steps)] if enable_progress_bar else []
+        callbacks += [progress] if progress else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
             # Lightning's requeueing writes its own checkpoint, which a later start would load instead of ours.

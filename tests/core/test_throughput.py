@@ -56,8 +56,8 @@ def test_rows_hold_the_time_of_their_steps(every, evaluated, waits):
     """Steps take the seconds above. An evaluation of 50 seconds follows some of them, a fetch the last."""
     clock, speeds = Clock(), {}
     stopwatch = Stopwatch(clock)
-    metrics = StepMetrics(stopwatch, every)
-    metrics.report = lambda row, step: speeds.update({step: row["train/tokens_per_second"]})
+    metrics = StepMetrics(stopwatch, every,
+                          report=lambda row, step: speeds.update({step: row["train/tokens_per_second"]}))
     stopwatch.start()
     ready = clock.now
     for step, (tokens, seconds) in enumerate(zip(TOKENS, SECONDS, strict=True), 1):
@@ -78,8 +78,7 @@ def test_rows_hold_the_time_of_their_steps(every, evaluated, waits):
 def test_a_loss_that_is_no_number_ends_the_run_at_its_step():
     """Of several steps counted at once the first bad one is named; 16-mixed skips such steps."""
     for skips in (False, True):
-        metrics = StepMetrics(Stopwatch(Clock()), every=10)
-        metrics.skips_overflows = skips
+        metrics = StepMetrics(Stopwatch(Clock()), every=10, skips_overflows=skips)
         for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan)):
             metrics.add(step, step / 2, lambda loss=loss: figures(loss=loss))
         if skips:
@@ -100,8 +99,7 @@ def test_steps_that_wait_to_be_counted_do_not_pile_up():
 def test_the_smoothed_loss_is_a_mean_over_tokens_that_forgets():
     """Against its definition: each step weighted by its scored tokens and by SMOOTHING for each step since."""
     losses, weights = [3.0, 1.0, 2.0, math.nan, 0.5], [10, 90, 1, 50, 40]
-    metrics = StepMetrics(Stopwatch(Clock()), every=10)
-    metrics.skips_overflows = True
+    metrics = StepMetrics(Stopwatch(Clock()), every=10, skips_overflows=True)
     for step, (loss, weight) in enumerate(zip(losses, weights, strict=True), 1):
         metrics.add(step, 0.0, lambda loss=loss, weight=weight: figures(loss=loss) | {"weight": weight})
     metrics.fetch()

@@ -1,5 +1,6 @@
 """Callbacks for metrics and the progress bar."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -12,19 +13,30 @@ from lmmods.runs.step_metrics import StepMetrics
 
 
 class Metrics(L.Callback):
-    """Log every `log_every_n_steps` optimiser steps and after each evaluation."""
+    """Log every `log_every_n_steps` optimiser steps and after each evaluation.
 
-    def __init__(self) -> None:
+    Args:
+        show: Displays a step and its metrics in short.
+    """
+
+    steps: StepMetrics
+
+    def __init__(self, show: Callable[[int, str], None] = lambda step, text: None) -> None:
         self.stopwatch = Stopwatch()
-        self.steps = StepMetrics(self.stopwatch)
+        self._show = show
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         def report(metrics: dict[str, float], step: int) -> None:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
 
-        self.steps.report, self.steps.every = report, trainer.log_every_n_steps
-        self.steps.skips_overflows = trainer.precision == "16-mixed"
+        def flops_share() -> float | None:
+            device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
+            peak = peak_flops(device)
+            return None if peak is None else module.flops_per_token() / (peak * trainer.world_size)
+
+        self.steps = StepMetrics(self.stopwatch, trainer.log_every_n_steps, flops_share, report, self._show,
+                                 skips_overflows=trainer.precision == "16-mixed")
 
     def state_dict(self) -> dict[str, Any]:
         return self.steps.state_dict()
@@ -35,9 +47,6 @@ class Metrics(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
-        if (peak := peak_flops(device)) is not None:
-            self.steps.flops_share = module.flops_per_token() / (peak * trainer.world_size)
         if module.accumulation.is_open:
             self.steps.laps.leave_out(int(module.accumulation.sums()[2]))
         self.stopwatch.start()
@@ -100,14 +109,9 @@ class Metrics(L.Callback):
 # Progress bar.
 
 class Progress(L.Callback):
-    """Progress bar with steps, loss, tokens/s, memory and remaining time.
+    """Progress bar with steps, loss, tokens/s, memory and remaining time."""
 
-    Args:
-        steps: Metrics of the optimiser steps.
-    """
-
-    def __init__(self, steps: StepMetrics) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
         self._bar = Bar(enabled=False)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -117,9 +121,12 @@ class Progress(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._steps.show = lambda step: self._bar.update(step, self._steps.shown())
         schedule = trainer.schedule()
         self._bar.open("train", schedule.num_steps, trainer.global_step, validations=schedule.validations_after)
+
+    def show(self, step: int, text: str) -> None:
+        """Display the metrics of a step."""
+        self._bar.update(step, text)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         if not module.accumulation.is_open:
