@@ -16,8 +16,7 @@ from jax_engine.tasks.base import check_supported
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
 from lmmods.recipe.tasks.base import CausalFields
-from lmmods.runs.checkpoint_format import check_manifest
-from lmmods.runs.checkpoint_io import open_checkpoint
+from lmmods.runs.checkpoint import check_manifest, open_checkpoint
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
 

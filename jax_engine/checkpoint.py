@@ -16,10 +16,15 @@ from jax_engine.tasks.base import Weights
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, decays
-from lmmods.runs.checkpoint_format import AccumulatedGradients, CheckpointContent, check_manifest
-from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint
+from lmmods.runs.checkpoint import (
+    AccumulatedGradients,
+    BackgroundWriter,
+    CheckpointContent,
+    WriterRank,
+    check_manifest,
+    open_checkpoint,
+)
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
-from lmmods.runs.checkpoint_shards import WriterRank
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity, check_parameters
 from lmmods.runs.progress import Cut, read_progress

@@ -41,7 +41,7 @@ from lmmods.core.throughput import Stopwatch
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.recipe.trainer_fields import JaxTrainerFields, check_length
-from lmmods.runs.checkpoint_format import read_plain
+from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.events import Event, Events, RunState

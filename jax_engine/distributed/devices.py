@@ -26,7 +26,7 @@ from jax_engine.distributed.target import lowering_platforms, target
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.hardware import COMPILED, cache_folder, no_device
 from lmmods.core.peers import Peers, cannot_meet
-from lmmods.runs.checkpoint_shards import Shards, own_shard
+from lmmods.runs.checkpoint import Shards, own_shard
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"

@@ -19,7 +19,7 @@ from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_shards import Shards, own_shard
+from lmmods.runs.checkpoint import Shards, own_shard
 
 # Parameters are fully sharded over `expert` and `sequence` too, so that devices along these axes hold no copies.
 _FSDP = ("fsdp", "expert", SEQUENCE)

@@ -11,7 +11,7 @@ from lmmods.core.adapters import saved_name
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import some
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.checkpoint_shards import Shards
+from lmmods.runs.checkpoint import Shards
 
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
 TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train beside an adapter

@@ -221,7 +221,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     recipe = read_recipe(folder.config)
     exported = model if checkpoint else _exported(run, folder, model)
     if checkpoint:
-        from lmmods.runs.checkpoint_format import read_plain
+        from lmmods.runs.checkpoint import read_plain
 
         data.resume_from(read_plain(checkpoint))
     else:

@@ -21,7 +21,7 @@ from lmmods.extras.doctor import Findings
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.recipe.trust import FLAG, is_trusted
 from lmmods.runs.atomic import files_in
-from lmmods.runs.checkpoint_format import check_manifest
+from lmmods.runs.checkpoint import check_manifest
 from lmmods.runs.folder import RunFolder, checkpoint_position
 from lmmods.runs.inside import OWNER
 from lmmods.runs.manifest import Manifest, surroundings
@@ -306,11 +306,10 @@ def _compare_checkpoints(run: RunFolder, again: RunFolder, num_steps: int, findi
 
 def first_difference(was: Path, now: Path) -> tuple[str, int]:
     """Describe the first array that differs between two checkpoints, empty if none; and count the equal ones."""
-    from lmmods.runs.checkpoint_io import read_arrays
-    from lmmods.runs.checkpoint_shards import pieces_in
+    from lmmods.runs.checkpoint import read_arrays, shards_in
 
     count = 0
-    if any(pieces_in(path) is not None for folder in (was, now) for path in folder.glob("*.safetensors")):
+    if any(shards_in(path) is not None for folder in (was, now) for path in folder.glob("*.safetensors")):
         return _first_different_array(read_arrays(was), read_arrays(now))
     for path in sorted(was.glob("*.safetensors")):
         if not (now / path.name).is_file():

@@ -15,7 +15,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.batches.stream import ENDLESS
 from lmmods.recipe.files import read_recipe
 from lmmods.runs.atomic import append_json
-from lmmods.runs.checkpoint_format import read_plain
+from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import model_facts
 from lmmods.runs.progress import Cut

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_format import CheckpointContent
+from lmmods.runs.checkpoint import CheckpointContent
 
 _NO_BATCHES = {"ready": 0, "completed": 0, "started": 0, "processed": 0}
 

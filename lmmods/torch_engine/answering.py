@@ -13,10 +13,10 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation
 from lmmods.recipe.tasks.base import CausalFields
-from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.checkpoint import read_checkpoint
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine import precision as precisions
-from lmmods.torch_engine.checkpoint_io import TORCH
+from lmmods.torch_engine.callbacks.checkpoint import TORCH
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.decoding import generate
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES

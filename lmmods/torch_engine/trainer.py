@@ -24,7 +24,7 @@ from lmmods.core.parity import Row
 from lmmods.core.peers import Peers, cannot_meet, check_timeout
 from lmmods.core.signals import Interruption
 from lmmods.recipe.trainer_fields import check_length, num_steps
-from lmmods.runs.checkpoint_format import read_plain
+from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued
 from lmmods.runs.identity import RunIdentity
@@ -34,13 +34,12 @@ from lmmods.runs.progress import Progress as RunProgress
 from lmmods.runs.schedule import Schedule, limited
 from lmmods.runs.start import RunSummary, say_engine
 from lmmods.runs.step_metrics import check_evaluated
-from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
+from lmmods.torch_engine.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
 from lmmods.torch_engine.callbacks.dry_run import DryRun
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
 from lmmods.torch_engine.callbacks.metrics import Metrics, Progress
 from lmmods.torch_engine.callbacks.run_events import RunEvents, StartReport
-from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
 from lmmods.torch_engine.compat.lightning import (
     decide_loops,
     end_after,

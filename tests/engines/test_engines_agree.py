@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from lmmods.cli import main
-from lmmods.runs.checkpoint_format import CheckpointContent
-from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.checkpoint import CheckpointContent, read_checkpoint
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer, OptimizerName
-from lmmods.runs.checkpoint_io import BackgroundWriter, read_checkpoint, write_checkpoint
+from lmmods.runs.checkpoint import BackgroundWriter, read_checkpoint, write_checkpoint
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder, checkpoint_name
-from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
+from lmmods.torch_engine.callbacks.checkpoint import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
 from tests.finished_runs import assert_same_checkpoint
 
@@ -263,19 +263,19 @@ def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
                                             ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
 def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatch, capfd, engine, number):
     """Once in the second checkpoint; then there is room again, and the run goes on."""
-    from lmmods.runs import checkpoint_io
+    from lmmods.runs import checkpoint
 
     folder = RunFolder(tmp_path / "run")
     arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__limit_val_batches=0,
                        model__init_args__lora={"rank": 2, "alpha": 4})
-    write_manifest = checkpoint_io.write_manifest
+    write_manifest = checkpoint.write_manifest
 
     def fails(path: Path) -> None:
         if "step=4" in path.name:
             raise OSError(number, os.strerror(number))
         write_manifest(path)
 
-    monkeypatch.setattr(checkpoint_io, "write_manifest", fails)
+    monkeypatch.setattr(checkpoint, "write_manifest", fails)
     assert main(["fit", *arguments]) == 2
     said = capfd.readouterr().err
     assert_refused_and_whole(folder, "step=4", said)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lmmods.cli import main
-from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.checkpoint import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from tests.faults.test_kills import killed_run
 from tests.finished_runs import TIMED, rows

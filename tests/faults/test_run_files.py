@@ -18,7 +18,7 @@ from lmmods.core.errors import UserError
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.extras.report.command import render
 from lmmods.extras.report.reading import read_runs
-from lmmods.runs.checkpoint_format import write_manifest
+from lmmods.runs.checkpoint import write_manifest
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples

@@ -10,10 +10,8 @@ import pytest
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.runs.atomic import append_json
+from lmmods.runs.checkpoint import WriterRank, begin_folder, place_of, write_checkpoint, write_manifest, write_shards
 from lmmods.runs.checkpoint_files import remove_checkpoint
-from lmmods.runs.checkpoint_format import write_manifest
-from lmmods.runs.checkpoint_io import place_of, write_checkpoint
-from lmmods.runs.checkpoint_shards import WriterRank, begin_folder, write_shards
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
 from lmmods.runs.inside import MAY_BE_LINKS, OWNER

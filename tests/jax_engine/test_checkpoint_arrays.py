@@ -14,9 +14,17 @@ from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray, of_file
 from lmmods.core.settings import Optimizer
-from lmmods.runs.checkpoint_io import open_checkpoint, place_of, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_shards import Shards, WriterRank, begin_folder, write_shards
-from lmmods.torch_engine.checkpoint_io import FolderCheckpointIO
+from lmmods.runs.checkpoint import (
+    Shards,
+    WriterRank,
+    begin_folder,
+    open_checkpoint,
+    place_of,
+    read_checkpoint,
+    write_checkpoint,
+    write_shards,
+)
+from lmmods.torch_engine.callbacks.checkpoint import FolderCheckpointIO
 from lmmods.torch_engine.nn.optim import build_optimizer
 
 RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="adafactor", lr=1e-2),

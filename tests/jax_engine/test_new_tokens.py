@@ -19,7 +19,7 @@ from jax_engine.models import lora as adapters
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
-from lmmods.runs.checkpoint_io import read_checkpoint
+from lmmods.runs.checkpoint import read_checkpoint
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.loading import resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter

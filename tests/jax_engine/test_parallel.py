@@ -22,7 +22,7 @@ from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics
 from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
-from lmmods.runs import checkpoint_shards
+from lmmods.runs import checkpoint
 from tests.forks import together
 
 FLAG = "--xla_force_host_platform_device_count"
@@ -137,13 +137,13 @@ def test_host_arrays_come_back_bit_for_bit(toy, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_make_the_whole_and_none_is_there_twice(way, monkeypatch):
     """What a process saves of a state, cut among copies too; names of the layers of what is stacked."""
-    monkeypatch.setattr(checkpoint_shards, "SMALL", 1)
+    monkeypatch.setattr(checkpoint, "SMALL", 1)
     state = {"layers": {"a": {"weight": np.arange(96.0).reshape(3, 8, 4)}, "norm": {"weight": np.ones((3, 5))}},
              "count": np.array(3)}
     placed = WAYS[way]().put_state(state)
     pieces = WAYS[way]().shards(placed)
 
-    def whole(pieces: checkpoint_shards.Shards) -> np.ndarray:
+    def whole(pieces: checkpoint.Shards) -> np.ndarray:
         array, times = np.zeros(pieces.shape), np.zeros(pieces.shape)
         for begin, part in pieces.parts:
             place = tuple(slice(at, at + size) for at, size in zip(begin, part.shape))

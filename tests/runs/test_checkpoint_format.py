@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.runs.checkpoint import check_manifest, join, split, write_manifest
 from lmmods.runs.checkpoint_files import MANIFEST
-from lmmods.runs.checkpoint_format import check_manifest, join, split, write_manifest
 
 TREE = {"a": [1, 2.5, None, True, "x"], "betas": (0.9, 0.999), "state": {0: {"m": np.arange(3)}, "b": np.ones(())},
         "empty": {}, "$odd": {"deep": [np.zeros((0, 2))]}, "nan": float("inf")}

@@ -14,7 +14,7 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.sft import SFTData
-from lmmods.runs.checkpoint_format import write_manifest
+from lmmods.runs.checkpoint import write_manifest
 from lmmods.runs.folder import RunFolder, write_json
 from lmmods.runs.identity import (
     CUT,

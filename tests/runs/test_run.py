@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_format import write_manifest
+from lmmods.runs.checkpoint import write_manifest
 from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_text
 
 

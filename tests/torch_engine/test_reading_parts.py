@@ -16,9 +16,8 @@ from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
 from lmmods.core.settings import LoRA
-from lmmods.runs.checkpoint_io import open_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_shards import WriterRank
-from lmmods.torch_engine.checkpoint_io import TORCH, FolderCheckpointIO
+from lmmods.runs.checkpoint import WriterRank, open_checkpoint, write_checkpoint
+from lmmods.torch_engine.callbacks.checkpoint import TORCH, FolderCheckpointIO
 from lmmods.torch_engine.compat.torch import imagined_processes
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter

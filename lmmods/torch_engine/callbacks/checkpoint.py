@@ -1,10 +1,42 @@
-"""Writing of checkpoints, with the content that Lightning does not include."""
+"""Checkpoints of a torch run: save, then resume. The folders are those of both engines (lmmods.runs.checkpoint).
 
+Save: `RunEvents` calls `Checkpoint.save`, and this Lightning's `save_checkpoint`, which collects the states of model,
+optimiser, loops and callbacks. `Checkpoint.on_save_checkpoint` adds the run's identity; `TaskModule.on_save_checkpoint`
+leaves frozen parameters out and adds accumulated gradients; the strategy passes the result to `FolderCheckpointIO`.
+
+Resume: `Trainer.fit` gives Lightning the folder, which the strategy reads through `FolderCheckpointIO`.
+`TaskModule.on_load_checkpoint` checks the parameters and takes over accumulated gradients;
+`Checkpoint.on_load_checkpoint` converts the counts of micro-batches; Lightning restores the rest.
+`Checkpoint.on_train_start` completes the clean-up of an interrupted run.
+"""
+
+import collections
+import os
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from safetensors.torch import load_file, save_file
 
-from lmmods.runs.checkpoint_format import CheckpointContent
+from lmmods.core import lazy_array
+from lmmods.core.errors import UserError
+from lmmods.core.lazy_array import LazyArray
+from lmmods.runs.checkpoint import (
+    ArrayLibrary,
+    BackgroundWriter,
+    CheckpointContent,
+    WriterRank,
+    check_manifest,
+    join,
+    open_checkpoint,
+    read_checkpoint,
+    split_shards,
+    write_checkpoint,
+)
+from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.progress import correct_epochs, recount_loops
@@ -17,26 +49,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
     _inside_epoch = True
     _latest: Path | None = None
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """After StartReport has made the run folder ready."""
-        if trainer.resumed_from and trainer.is_global_zero:
-            self.resume(trainer.run_folder, trainer.resumed_from)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Add the run's identity and its number of ranks."""
-        checkpoint["world_size"] = trainer.num_data_ranks
-        checkpoint["identity"] = trainer.identity.tree
-        if self._inside_epoch:
-            correct_epochs(checkpoint)
-
-    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Convert Lightning's counts of micro-batches if their size or number per optimiser step has changed."""
-        if trainer.state.fn == "fit":
-            data = trainer.datamodule
-            progress = recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
-            module.accumulation.num_batches = progress.accumulated
-
-    # Called by RunEvents ---------------------------------------------------------------------------------------------
+    # Save; called by RunEvents ---------------------------------------------------------------------------------------
 
     def path(self, trainer: L.Trainer) -> Path:
         """Return the path of a checkpoint of the current position."""
@@ -61,6 +74,18 @@ class Checkpoint(CheckpointPolicy, L.Callback):
             trainer.save_checkpoint(path, storage_options=settle)
         trainer.strategy.barrier("checkpoint")
 
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
+        """Add the run's identity and its number of ranks."""
+        checkpoint["world_size"] = trainer.num_data_ranks
+        checkpoint["identity"] = trainer.identity.tree
+        if self._inside_epoch:
+            correct_epochs(checkpoint)
+
+    def save_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Save at the end of a run ended by a callback, where Lightning has already counted the epoch as complete."""
+        self._inside_epoch = False
+        self.save(trainer, module)
+
     def is_saved(self, trainer: L.Trainer) -> bool:
         """True if a checkpoint of the current position exists or is being written."""
         path = self.path(trainer)
@@ -79,7 +104,103 @@ class Checkpoint(CheckpointPolicy, L.Callback):
             writer.wait()
             trainer.strategy.barrier("checkpoint stands")
 
-    def save_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Save at the end of a run ended by a callback, where Lightning has already counted the epoch as complete."""
-        self._inside_epoch = False
-        self.save(trainer, module)
+    # Resume ----------------------------------------------------------------------------------------------------------
+
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
+        """Convert Lightning's counts of micro-batches if their size or number per optimiser step has changed."""
+        if trainer.state.fn == "fit":
+            data = trainer.datamodule
+            progress = recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
+            module.accumulation.num_batches = progress.accumulated
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """After StartReport has made the run folder ready."""
+        if trainer.resumed_from and trainer.is_global_zero:
+            self.resume(trainer.run_folder, trainer.resumed_from)
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Lightning's plugin that reads and writes checkpoint folders."""
+
+    writer: BackgroundWriter | None = None  # created by the first `save_shards`
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike,
+                        storage_options: Callable[[], None] | None = None) -> None:
+        """Write a checkpoint; `storage_options` is called once it is complete."""
+        write_checkpoint(Path(path), checkpoint, TORCH)
+        if storage_options is not None:
+            storage_options()
+
+    def save_shards(self, checkpoint: dict[str, Any], path: Path, then: Callable[[], None] | None,
+                    writer_rank: WriterRank, barrier: Callable[[], None]) -> None:
+        """Start writing this process's shards in the background; arguments as in `BackgroundWriter.save`."""
+        if self.writer is None:
+            self.writer = BackgroundWriter()
+        self.writer.save(path, frozen(checkpoint), then or (lambda: None), writer_rank, barrier, TORCH)
+
+    def load_checkpoint(self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
+                        ) -> dict[str, Any]:
+        return _of_lightning(read_checkpoint(Path(path), TORCH))
+
+    def open_checkpoint(self, path: Path, gather: Callable[[dict], dict], writer_rank: WriterRank) -> dict[str, Any]:
+        """Load a checkpoint with lazy arrays. A collective call: each process verifies a share of the files.
+
+        Args:
+            gather: Merges the processes' dictionaries, which are keyed by rank.
+
+        Raises:
+            UserError: A file is damaged.
+        """
+        problems = {}
+        try:
+            check_manifest(path, share=(writer_rank.rank, writer_rank.size))
+        except UserError as error:
+            problems = {writer_rank.rank: str(error)}
+        if problems := gather(problems):
+            raise UserError(problems[min(problems)])
+        return _of_lightning(open_checkpoint(path, TORCH))
+
+    def remove_checkpoint(self, path: str | os.PathLike) -> None:
+        remove_checkpoint(Path(path))
+
+
+def frozen(content: CheckpointContent) -> CheckpointContent:
+    """Copy a checkpoint's data and tensors to the CPU, so that training cannot change them; `Shards` are copies."""
+    tree, arrays = split_shards(content, TORCH)
+    return join(tree, {path: array.detach().to("cpu", copy=True) if torch.is_tensor(array) else array
+                       for path, array in arrays.items()})
+
+
+def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
+    # Lightning requires the version that wrote a checkpoint, which those of the JAX engine do not have.
+    return {"pytorch-lightning_version": L.__version__, **content}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's operations on the arrays of a checkpoint.
+
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return a key by which shared tensors are found: bitsandbytes' 8-bit optimisers share their code books."""
+    if not tensor.numel():
+        return id(tensor)  # empty tensors have no memory
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    uses = collections.Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
+    for name, tensor in stored.items():  # safetensors rejects tensors that share memory
+        if uses[tensor.untyped_storage().data_ptr()] > 1:
+            stored[name] = tensor.clone()
+    save_file(stored, path, metadata={"format": "pt", **metadata})
+
+
+def _open(file: Path) -> dict[str, LazyArray]:
+    return lazy_array.of_file(file, "pt", torch.empty)
+
+
+def _read(array: LazyArray) -> torch.Tensor:
+    return array[(slice(None),) * array.ndim].clone()  # a copy, not the file's mapped memory
+
+
+TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _open, _read, _memory_of)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.checkpoint_format import AccumulatedGradients
+from lmmods.runs.checkpoint import AccumulatedGradients
 from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.compat.torch import scale_all
 from lmmods.torch_engine.nn import sharding

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint_shards import Shards, WriterRank
+from lmmods.runs.checkpoint import Shards, WriterRank
 from lmmods.torch_engine.compat.lightning import shard_over_all
 from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.sharding import is_cut, load_into, local_rows, placed_like, whole

@@ -12,11 +12,18 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.extras.verify import first_difference
-from lmmods.runs import checkpoint_io, checkpoint_shards
-from lmmods.runs.checkpoint_format import check_manifest, write_manifest
-from lmmods.runs.checkpoint_io import BackgroundWriter, open_checkpoint, read_checkpoint, write_checkpoint
-from lmmods.runs.checkpoint_shards import Shards, WriterRank
-from lmmods.torch_engine.checkpoint_io import TORCH, frozen
+from lmmods.runs import checkpoint
+from lmmods.runs.checkpoint import (
+    BackgroundWriter,
+    Shards,
+    WriterRank,
+    check_manifest,
+    open_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+    write_manifest,
+)
+from lmmods.torch_engine.callbacks.checkpoint import TORCH, frozen
 from tests.forks import Fork
 from tests.runs.test_checkpoint_format import same
 
@@ -114,9 +121,9 @@ def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
     content["state_dict"] = {"w": whole, "b": np.ones(2)}
     content["optimizer_states"][0]["state"][0]["m"] = whole.copy()
     write_checkpoint(tmp_path / "one", content)
-    checkpoint_shards.begin_folder(tmp_path / "two")
+    checkpoint.begin_folder(tmp_path / "two")
     for rank in (1, 0):
-        checkpoint_shards.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2), checkpoint_io.place_of)
+        checkpoint.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2), checkpoint.place_of)
     assert first_difference(tmp_path / "one", tmp_path / "two") == ("", 5)
     content["optimizer_states"][0]["state"][0]["m"][3, 2] += 1
     write_checkpoint(tmp_path / "one", content)
@@ -124,9 +131,9 @@ def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
 
 
 def test_a_missing_piece_is_damage(tmp_path):
-    checkpoint_shards.begin_folder(tmp_path / "c")
+    checkpoint.begin_folder(tmp_path / "c")
     content = pieces_of(0)
-    checkpoint_shards.write_shards(tmp_path / "c", content, WriterRank(0, 1), checkpoint_io.place_of)
+    checkpoint.write_shards(tmp_path / "c", content, WriterRank(0, 1), checkpoint.place_of)
     for read in (read_checkpoint, open_checkpoint):
         with pytest.raises(UserError, match="parts of w are missing"):
             read(tmp_path / "c")
@@ -135,9 +142,9 @@ def test_a_missing_piece_is_damage(tmp_path):
 @pytest.mark.parametrize(("rows", "count"), [(4, 1), (4, 3), (2, 3), (0, 2)])
 def test_what_several_have_is_written_once(rows, count, monkeypatch):
     """By rows where there are enough of them, and nothing twice."""
-    monkeypatch.setattr(checkpoint_shards, "SMALL", 1)
+    monkeypatch.setattr(checkpoint, "SMALL", 1)
     array = np.arange(rows * 2).reshape(rows, 2)
-    parts = [part for number in range(count) for part in checkpoint_shards.own_shard((5, 1), array, number, count)]
+    parts = [part for number in range(count) for part in checkpoint.own_shard((5, 1), array, number, count)]
     assert np.array_equal(np.concatenate([part for _, part in parts]), array)
     assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
                                              for place in range(len(parts))]
@@ -177,7 +184,7 @@ def test_writing_happens_aside_and_its_errors_come_with_the_next_call(tmp_path, 
         assert may_fail.wait(60)
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint_io, "write_checkpoint", fails)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fails)
     writer.save(tmp_path / "second", {})
     writer.check()  # still being written
     may_fail.set()
@@ -187,8 +194,8 @@ def test_writing_happens_aside_and_its_errors_come_with_the_next_call(tmp_path, 
 
 
 def save_until_killed(folder: Path) -> None:
-    checkpoint_io.commit_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    writer = checkpoint_io.BackgroundWriter()
+    checkpoint.commit_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    writer = checkpoint.BackgroundWriter()
     writer.save(folder, {"x": np.zeros(3)})
     writer.wait()
 
